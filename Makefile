@@ -1,0 +1,43 @@
+# One environment in .venv, from requirements.lock, with uv (fetched into .uv when the machine has none). Nothing global.
+PYTHON ?= python3
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup lock demo test test-slow check bench clean
+
+setup: .venv/.ready
+
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install --quiet --disable-pip-version-check 'uv>=0.5'
+
+.venv/.ready: requirements.lock pyproject.toml $(filter .uv/bin/uv,$(UV))
+	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
+	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
+	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev pyproject.toml -o requirements.lock
+
+demo: setup
+	$(BIN)/stoker train demo
+
+test: setup
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: setup
+	$(PYTEST) -m "slow and not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python benchmarks/index.py
+
+clean:
+	rm -rf .venv .uv

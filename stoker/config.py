@@ -1,0 +1,310 @@
+"""The settings of a run: one tree of frozen dataclasses, read from and written to TOML, flattened into the flags.
+
+A field that is not set is `AUTO` (None) until `train/derive.py` fills it and writes down why; after that no field is
+None, which is what the types say. `config.toml` of a run folder holds every value, and under `[reasons]` the reason of
+each one that stoker chose; a value without a reason was set by the user. Field names are unique over all sections: they
+are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`for_` is `--for` and `for`.)
+"""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tomli_w
+from cyclopts import Parameter
+
+from stoker.errors import ConfigError, nearest
+
+AUTO: Any = None
+"""The value of a field that nobody has set yet."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What is read, and what is done to a picture before the model sees it."""
+
+    data: str = AUTO
+    """Folder or file of the data set, or `demo`."""
+    format: Literal["coco", "voc"] = AUTO
+    """How the annotations are written, where stoker's own finding is wrong."""
+    val_fraction: float = AUTO
+    """Share of the pictures held back when the data set names no validation split; chosen by a hash of the file name."""
+    canvas: tuple[int, int] = AUTO
+    """Height and width in pixels of the tensor a picture is resized into; multiples of 32."""
+    resize: Literal["letterbox", "squash"] = AUTO
+    """letterbox keeps the aspect and pads; squash stretches to the canvas, as TF's fixed-shape resizer does."""
+    flip: float = AUTO
+    """Probability of a horizontal flip."""
+    crop: float = AUTO
+    """Probability that a picture is shown at another scale: cropped (zoomed in) or shrunk (zoomed out)."""
+    zoom: tuple[float, float] = AUTO
+    """Smallest and largest scale of such a picture, relative to the one that fits the canvas."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The detector."""
+
+    model: str = AUTO
+    """Architecture, a row of the MODELS table."""
+    weights: str = AUTO
+    """Where training starts: coco, imagenet (the backbone only), none, or a file."""
+    norm: Literal["frozen", "train"] = AUTO
+    """BatchNorm of the backbone: statistics and affine kept as they were loaded, or trained."""
+    trainable_stages: int = AUTO
+    """How many stages of the backbone are trained, counted from its end; 0 … 5."""
+    anchor_sizes: tuple[float, ...] = AUTO
+    """Base size of the anchors in pixels of the canvas, one per pyramid level."""
+    anchor_scales: tuple[float, ...] = AUTO
+    """Factors of the base size, all used at every level."""
+    anchor_ratios: tuple[float, ...] = AUTO
+    """Height over width of the anchors."""
+    foreground_iou: float = AUTO
+    """An anchor with at least this IoU with a box is matched to it."""
+    background_iou: float = AUTO
+    """An anchor whose best IoU is below this is background; between the two it is ignored."""
+    focal_alpha: float = AUTO
+    """Weight of the positives in the focal loss, 0 … 1."""
+    focal_gamma: float = AUTO
+    """Focusing exponent of the focal loss, from 0."""
+    box_loss: Literal["l1", "giou"] = AUTO
+    """Loss of the boxes: L1 of the encoded offsets, or generalised IoU of the decoded boxes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """How the weights move."""
+
+    optimizer: Literal["sgd", "adamw"] = AUTO
+    """sgd (momentum) or adamw."""
+    rate: float = AUTO
+    """Peak learning rate."""
+    momentum: float = AUTO
+    """Momentum of sgd; first beta of adamw."""
+    weight_decay: float = AUTO
+    """Weight decay; not applied to biases and norms."""
+    schedule: Literal["cosine", "step", "exponential", "constant"] = AUTO
+    """Course of the rate after the warm-up. step: a tenth at 2/3 and at 8/9 of the length; exponential: to 1 % at the end."""
+    warmup: int = AUTO
+    """Steps over which the rate rises linearly from a thousandth of its peak."""
+    clip: float = AUTO
+    """Largest norm of the gradient; 0 does not clip."""
+    ema: float = AUTO
+    """Decay of the averaged weights that are evaluated and saved; 0 keeps no average."""
+    accumulate: int = AUTO
+    """Micro-batches that one step's batch is split into, to save memory."""
+    max_skipped: int = AUTO
+    """Steps in a row that may be skipped for gradients that are not finite, before the run ends with exit code 6."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long, on what, and how often it is saved and scored."""
+
+    for_: str = AUTO
+    """Length: `12ep` (epochs), `5000` (steps), or `30min`."""
+    batch: int = AUTO
+    """Pictures per optimizer step."""
+    precision: Literal["fp32", "bf16", "fp16"] = AUTO
+    """Arithmetic of convolutions and products; weights stay fp32."""
+    device: str = AUTO
+    """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the cpu."""
+    threads: int = AUTO
+    """Threads that read and decode pictures."""
+    seed: int = AUTO
+    """Decides initial weights, order and augmentation; the same seed gives the same run."""
+    eval_every: int = AUTO
+    """Steps between evaluations; 0 evaluates at the end only."""
+    checkpoint_every: int = AUTO
+    """Steps between checkpoints; 0 saves at the end and on a signal only."""
+    price: float = AUTO
+    """Money per device-hour, for the ledger; 0 when unknown."""
+
+
+Section = DataSettings | ModelSettings | OptimSettings | RunSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    data: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings()
+    model: Annotated[ModelSettings, Parameter(name="*", group="Model")] = ModelSettings()
+    optim: Annotated[OptimSettings, Parameter(name="*", group="Optimisation")] = OptimSettings()
+    run: Annotated[RunSettings, Parameter(name="*", group="Run")] = RunSettings()
+
+    def set_fields(self) -> dict[str, Any]:
+        """The fields that are not AUTO, by name."""
+        return {name: value for name, value in self.items() if value is not None}
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(getattr(self, section), name)) for name, section in SECTION_OF.items()]
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with fields changed by their own names, whatever their section; unknown names are a ConfigError."""
+        by_section: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            by_section.setdefault(_section_of(name), {})[name] = value
+        return dataclasses.replace(
+            self, **{s: dataclasses.replace(getattr(self, s), **values) for s, values in by_section.items()}
+        )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optim": OptimSettings,
+    "run": RunSettings,
+}
+SECTION_OF: dict[str, str] = {f.name: s for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+"""Section of every field, in the order of declaration."""
+
+
+def _section_of(name: str) -> str:
+    if name not in SECTION_OF:
+        near = nearest(name, SECTION_OF)
+        raise ConfigError(
+            f"There is no setting called {name!r}" + (f"; did you mean {near!r}?" if near else "."),
+            choices=sorted(n.rstrip("_") for n in SECTION_OF),
+        )
+    return SECTION_OF[name]
+
+
+def from_fields(fields: dict[str, Any]) -> Config:
+    """A Config from field names and values, whatever their sections."""
+    return Config().replace(**fields)
+
+
+def to_toml(config: Config, reasons: dict[str, str]) -> str:
+    """The text of config.toml. `reasons`: field name → why stoker chose the value; fields the user set have none."""
+    tables: dict[str, Any] = {section: {} for section in SECTIONS}
+    for name, value in config.set_fields().items():
+        tables[SECTION_OF[name]][name.rstrip("_")] = list(value) if isinstance(value, tuple) else value
+    tables["reasons"] = {name.rstrip("_"): reason for name, reason in reasons.items()}
+    return tomli_w.dumps(tables)
+
+
+def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
+    """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError("The configuration file does not exist.", place=path) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("The configuration is not valid TOML.", place=path, cause=str(error)) from error
+    reasons = {_field_name(key): str(why) for key, why in tables.pop("reasons", {}).items()}
+    for section, table in tables.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"There is no section [{section}].", place=path, choices=SECTIONS)
+        for key in table:
+            if SECTION_OF.get(_field_name(key)) != section:
+                known = [n.rstrip("_") for n, s in SECTION_OF.items() if s == section]
+                raise ConfigError(f"[{section}] has no setting {key!r}.", place=path, choices=known)
+    renamed = {s: {_field_name(k): v for k, v in table.items()} for s, table in tables.items()}
+    try:
+        return msgspec.convert(renamed, Config), reasons
+    except msgspec.ValidationError as error:
+        raise ConfigError("A setting has a value of the wrong kind.", place=path, cause=str(error)) from error
+
+
+def _field_name(key: str) -> str:
+    return key if key in SECTION_OF else key + "_"
+
+
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|steps?)?\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Duration:
+    """A length of training in one of three units."""
+
+    value: float
+    unit: Literal["steps", "epochs", "minutes"]
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" + {"steps": "", "epochs": "ep", "minutes": "min"}[self.unit]
+
+
+def parse_duration(text: str) -> Duration:
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError."""
+    match = _DURATION.match(text)
+    valid = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--for {text!r} is not a length of training.", choices=valid)
+    value, unit = float(match[1]), match[2] or "steps"
+    if unit.startswith("ep"):
+        return Duration(value, "epochs")
+    if unit.startswith("min"):
+        return Duration(value, "minutes")
+    if unit.startswith("h"):
+        return Duration(value * 60, "minutes")
+    if unit == "s":
+        raise ConfigError(f"--for {text!r} could mean steps or seconds.", choices=valid)
+    if value != int(value):
+        raise ConfigError(f"--for {text!r}: steps are whole.", choices=valid)
+    return Duration(value, "steps")
+
+
+# Bounds of the numbers: field → (lowest, highest), both allowed.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "val_fraction": (0.001, 0.9),
+    "flip": (0, 1),
+    "crop": (0, 1),
+    "trainable_stages": (0, 5),
+    "foreground_iou": (0, 1),
+    "background_iou": (0, 1),
+    "focal_alpha": (0, 1),
+    "focal_gamma": (0, 10),
+    "rate": (1e-9, 100),
+    "momentum": (0, 0.9999),
+    "weight_decay": (0, 10),
+    "warmup": (0, 10**9),
+    "clip": (0, 1e9),
+    "ema": (0, 0.999999),
+    "accumulate": (1, 4096),
+    "max_skipped": (1, 10**6),
+    "batch": (1, 10**6),
+    "threads": (1, 1024),
+    "seed": (0, 2**63 - 1),
+    "eval_every": (0, 10**12),
+    "checkpoint_every": (0, 10**12),
+    "price": (0, 1e6),
+}
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first field that is set to a value it cannot have. AUTO fields pass."""
+    for name, value in config.set_fields().items():
+        low, high = _BOUNDS.get(name, (None, None))
+        if low is not None and high is not None and not low <= value <= high:
+            raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=[f"{low:g} … {high:g}"])
+    data, model, optim, run = config.data, config.model, config.optim, config.run
+    if data.canvas is not None and (min(data.canvas) < 32 or any(side % 32 for side in data.canvas)):
+        raise ConfigError(
+            f"--canvas {data.canvas[0]} {data.canvas[1]}: both sides must be multiples of 32, at least 32.",
+            cause="the feature pyramid halves the picture five times",
+            choices=[f"{max(32, round(side / 32) * 32)}" for side in data.canvas],
+        )
+    if data.zoom is not None and not 0.05 <= data.zoom[0] <= data.zoom[1] <= 20:
+        raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
+    for name in ("anchor_sizes", "anchor_scales", "anchor_ratios"):
+        values = getattr(model, name)
+        if values is not None and (not values or min(values) <= 0):
+            raise ConfigError(f"--{_flag(name)} needs at least one number, all above zero.")
+    if model.foreground_iou is not None and model.background_iou is not None:
+        if model.background_iou > model.foreground_iou:
+            raise ConfigError("--background-iou must not be above --foreground-iou.")
+    if run.batch is not None and optim.accumulate is not None and run.batch % optim.accumulate:
+        raise ConfigError(
+            f"--batch {run.batch} cannot be split into --accumulate {optim.accumulate} equal micro-batches.",
+            choices=[n for n in range(1, run.batch + 1) if run.batch % n == 0],
+        )
+    if run.for_ is not None:
+        parse_duration(run.for_)
+
+
+def _flag(name: str) -> str:
+    return name.rstrip("_").replace("_", "-")

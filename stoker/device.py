@@ -1,0 +1,307 @@
+"""The one file that knows kinds of device: picking one, its streams and clocks, autocast, memory, host copies.
+
+Everything else is written against `Device`. On a CPU there are no streams: copies and marks happen at once, through the
+same calls. Accelerators go through `torch.accelerator`, `torch.Stream` and `torch.Event`; only what has no neutral name
+is asked of `torch.cuda`. Telemetry from the driver is `measure/gpu.py`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from stoker.errors import OutOfMemoryError, PreflightError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that trains. `torch` is what tensors are put on."""
+
+    torch: torch.device
+
+    @property
+    def kind(self) -> str:
+        return self.torch.type
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def name(self) -> str:
+        """What a person would call it: `NVIDIA H200`, or the processor's model."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_name(self.torch)
+        return _processor_name() if self.is_cpu else self.kind
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Mixed precision for the forward pass: fp32, bf16 or fp16."""
+        return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")
+
+    def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from without a stop (page-locked where there is an accelerator)."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_cpu)
+
+    def make_stream(self) -> "SideStream":
+        return SideStream(self)
+
+    def make_clock(self) -> "DeviceClock":
+        return DeviceClock(self)
+
+    def memory(self) -> "Memory":
+        """Bytes of the device's memory; of the host's (within its cgroup) on a CPU."""
+        if self.is_cpu:
+            limit, used = host_memory()
+            return Memory(limit, limit - used, psutil.Process().memory_info().rss)
+        free, total = torch.accelerator.get_memory_info(self.torch)
+        return Memory(total, free, torch.accelerator.max_memory_allocated(self.torch))
+
+    def reset_peak(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.reset_peak_memory_stats(self.torch)
+
+    def release_cache(self) -> None:
+        """Gives cached blocks back to the driver, so that a trial's memory does not count against the next."""
+        if not self.is_cpu:
+            torch.accelerator.empty_cache()
+
+    def wait(self) -> None:
+        """Waits until the device has done everything it was given."""
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.torch)
+
+    def best_precision(self) -> tuple[str, str]:
+        """(precision, reason): the fastest arithmetic that trains stably here."""
+        if self.is_cpu:
+            flags = _processor_flags()
+            has = sorted(flags & {"avx512_bf16", "amx_bf16"})
+            if has:
+                return "bf16", f"the processor multiplies bf16 ({', '.join(has)})"
+            return "fp32", "the processor has no fast bf16 (no avx512_bf16, no amx_bf16)"
+        if self.kind == "cuda":
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                return "bf16", "the GPU multiplies bf16; its range needs no loss scaling"
+            if torch.cuda.get_device_capability(self.torch) >= (7, 0):
+                return "fp16", "the GPU has fp16 tensor cores and no bf16"
+            return "fp32", "the GPU has no tensor cores"
+        return "fp32", f"mixed precision was never tried on {self.kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes. `peak`: the most that this process had allocated (resident memory on a CPU)."""
+
+    total: int
+    free: int
+    peak: int
+
+
+class SideStream:
+    """A queue of copies beside the device's main work. On a CPU the copies are done when `copy` returns."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = None if device.is_cpu else torch.Stream(device.torch)
+
+    def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+        """Starts copies host → device. Use the tensors after `Ready.block_device`; the host's are free after `done`."""
+        if self._stream is None:
+            return list(tensors), Ready(None)
+        with self._stream:
+            copies = [tensor.to(self._device.torch, non_blocking=True) for tensor in tensors]
+        main = torch.accelerator.current_stream(self._device.torch)
+        for copy in copies:
+            copy.record_stream(main)
+        return copies, Ready(self._stream.record_event())
+
+    def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+        """Starts copies device → host of what the main stream has issued so far. Read them after `done` or `wait`.
+
+        The main stream must not overwrite the sources before `Ready.block_device`.
+        """
+        if self._stream is None:
+            return [tensor.detach().clone() for tensor in tensors], Ready(None)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch))
+        copies = []
+        with self._stream:
+            for tensor in tensors:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies.append(host.copy_(tensor.detach(), non_blocking=True))
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(self._stream)
+        return copies, Ready(self._stream.record_event())
+
+
+class Ready:
+    """Says when copies are done."""
+
+    def __init__(self, event: torch.Event | None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits on the host: for threads other than the training thread."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def block_device(self) -> None:
+        """Makes the main stream, not the host, wait for the copies."""
+        if self._event is not None:
+            self._event.wait()
+
+
+Mark = torch.Event | float
+"""A moment on the device's time line: an event that was recorded, or seconds of `time.perf_counter` on a CPU."""
+
+
+class DeviceClock:
+    """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
+
+    Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and loses
+    its fine digits over hours. `resolve` must be called in the order of the marks.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: torch.Event | None = None
+        self._last_s = 0.0
+        if not device.is_cpu:
+            device.wait()
+            self._last = self._record()
+            self._last.synchronize()
+            self._last_s = time.perf_counter()
+
+    def _record(self) -> torch.Event:
+        event = torch.Event(self._device.torch, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device.torch))
+        return event
+
+    def mark(self) -> Mark:
+        """The moment at which the device will have done everything issued so far."""
+        return time.perf_counter() if self._last is None else self._record()
+
+    def resolve(self, mark: Mark) -> float | None:
+        """Seconds of `time.perf_counter`, or None while the device has not come so far."""
+        if isinstance(mark, float):
+            return mark
+        if not mark.query():
+            return None
+        assert self._last is not None
+        self._last_s += self._last.elapsed_time(mark) / 1e3
+        self._last = mark
+        return self._last_s
+
+
+def pick(name: str | None = None) -> Device:
+    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); without a name the accelerator, else the CPU.
+
+    Raises PreflightError when it is absent or does not compute: a run must never fall back to the CPU in silence.
+    """
+    if name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if found is None else torch.device(found.type, 0)
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise PreflightError(f"There is no kind of device called {name!r}.", cause=str(error).splitlines()[0],
+                                 choices=available()) from error  # fmt: skip
+    if device.type not in {kind.partition(":")[0] for kind in available()}:
+        cause = "torch finds no such device: a CPU build of torch, a missing driver, or a hidden device"
+        raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available(),
+                             fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `python -c 'import torch; "
+                             "print(torch.version.cuda, torch.cuda.is_available())'`")  # fmt: skip
+    try:
+        probe = torch.ones(8, device=device)
+        works = float((probe @ probe).item()) == 8.0
+    except Exception as error:
+        raise PreflightError(f"The device {str(device)!r} is there but does not compute.", cause=str(error)) from error
+    if not works:
+        raise PreflightError(f"The device {str(device)!r} computes wrongly: 8 ones do not add up to 8.")
+    return Device(device)
+
+
+def available() -> list[str]:
+    """Kinds of device that torch can use here, the CPU first."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+@contextlib.contextmanager
+def out_of_memory_as_error(what: str) -> Iterator[None]:
+    """Turns the device's and the host's out-of-memory exceptions into an OutOfMemoryError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"Out of memory while {what}.",
+            cause=str(error).splitlines()[0] if str(error) else None,
+            fix="a smaller --batch or --canvas, or --accumulate 2",
+        ) from error
+
+
+def host_cores() -> int:
+    """Processors this process may use: its affinity, and the cgroup's quota rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return cores if quota is None else max(1, min(cores, int(-(-quota // 1))))
+
+
+def _cgroup_quota() -> float | None:
+    v2, v1 = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    if v2.exists():
+        quota, period = v2.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    if v1.exists():
+        micros = int(v1.read_text())
+        return None if micros <= 0 else micros / int(v1.with_name("cpu.cfs_period_us").read_text())
+    return None
+
+
+def host_memory() -> tuple[int, int]:
+    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache counts as free."""
+    machine = psutil.virtual_memory()
+    limit, used = machine.total, machine.total - machine.available
+    for limit_file, used_file, stat_file, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        base = Path("/sys/fs/cgroup")
+        if not (base / limit_file).exists():
+            continue
+        text = (base / limit_file).read_text().strip()
+        if text != "max" and int(text) < limit:
+            stat = dict(line.split() for line in (base / stat_file).read_text().splitlines())
+            limit, used = int(text), int((base / used_file).read_text()) - int(stat.get(cache_key, 0))
+        break
+    return limit, used
+
+
+def _cpuinfo(key: str) -> str | None:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _processor_name() -> str:
+    return _cpuinfo("model name") or "cpu"
+
+
+def _processor_flags() -> set[str]:
+    return set((_cpuinfo("flags") or "").split())
