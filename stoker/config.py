@@ -31,7 +31,7 @@ class DataSettings:
     format: Literal["coco", "voc"] = AUTO
     """How the annotations are written, where stoker's own finding is wrong."""
     val_fraction: float = AUTO
-    """Share of the pictures held back when the data set names no validation split; chosen by a hash of the file name."""
+    """Share of the pictures held back when the data set names no validation split; chosen by a stable hash."""
     canvas: tuple[int, int] = AUTO
     """Height and width in pixels of the tensor a picture is resized into; multiples of 32."""
     resize: Literal["letterbox", "squash"] = AUTO
@@ -87,7 +87,7 @@ class OptimSettings:
     weight_decay: float = AUTO
     """Weight decay; not applied to biases and norms."""
     schedule: Literal["cosine", "step", "exponential", "constant"] = AUTO
-    """Course of the rate after the warm-up. step: a tenth at 2/3 and at 8/9 of the length; exponential: to 1 % at the end."""
+    """Course of the rate after the warm-up (step: a tenth at 2/3 and 8/9 of the length; exponential: to 1 %)."""
     warmup: int = AUTO
     """Steps over which the rate rises linearly from a thousandth of its peak."""
     clip: float = AUTO
@@ -294,9 +294,8 @@ def check(config: Config) -> None:
         values = getattr(model, name)
         if values is not None and (not values or min(values) <= 0):
             raise ConfigError(f"--{_flag(name)} needs at least one number, all above zero.")
-    if model.foreground_iou is not None and model.background_iou is not None:
-        if model.background_iou > model.foreground_iou:
-            raise ConfigError("--background-iou must not be above --foreground-iou.")
+    if None not in (model.foreground_iou, model.background_iou) and model.background_iou > model.foreground_iou:
+        raise ConfigError("--background-iou must not be above --foreground-iou.")
     if run.batch is not None and optim.accumulate is not None and run.batch % optim.accumulate:
         raise ConfigError(
             f"--batch {run.batch} cannot be split into --accumulate {optim.accumulate} equal micro-batches.",

@@ -24,13 +24,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device that trains. `torch` is what tensors are put on."""
+    """A device that trains. `torch_device` is where tensors are put."""
 
-    torch: torch.device
+    torch_device: torch.device
 
     @property
     def kind(self) -> str:
-        return self.torch.type
+        return self.torch_device.type
 
     @property
     def is_cpu(self) -> bool:
@@ -40,7 +40,7 @@ class Device:
     def name(self) -> str:
         """What a person would call it: `NVIDIA H200`, or the processor's model."""
         if self.kind == "cuda":
-            return torch.cuda.get_device_name(self.torch)
+            return torch.cuda.get_device_name(self.torch_device)
         return _processor_name() if self.is_cpu else self.kind
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -62,12 +62,12 @@ class Device:
         if self.is_cpu:
             limit, used = host_memory()
             return Memory(limit, limit - used, psutil.Process().memory_info().rss)
-        free, total = torch.accelerator.get_memory_info(self.torch)
-        return Memory(total, free, torch.accelerator.max_memory_allocated(self.torch))
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
+        return Memory(total, free, torch.accelerator.max_memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
         if not self.is_cpu:
-            torch.accelerator.reset_peak_memory_stats(self.torch)
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def release_cache(self) -> None:
         """Gives cached blocks back to the driver, so that a trial's memory does not count against the next."""
@@ -77,7 +77,7 @@ class Device:
     def wait(self) -> None:
         """Waits until the device has done everything it was given."""
         if not self.is_cpu:
-            torch.accelerator.synchronize(self.torch)
+            torch.accelerator.synchronize(self.torch_device)
 
     def best_precision(self) -> tuple[str, str]:
         """(precision, reason): the fastest arithmetic that trains stably here."""
@@ -90,7 +90,7 @@ class Device:
         if self.kind == "cuda":
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bf16", "the GPU multiplies bf16; its range needs no loss scaling"
-            if torch.cuda.get_device_capability(self.torch) >= (7, 0):
+            if torch.cuda.get_device_capability(self.torch_device) >= (7, 0):
                 return "fp16", "the GPU has fp16 tensor cores and no bf16"
             return "fp32", "the GPU has no tensor cores"
         return "fp32", f"mixed precision was never tried on {self.kind}"
@@ -110,15 +110,15 @@ class SideStream:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._stream = None if device.is_cpu else torch.Stream(device.torch)
+        self._stream = None if device.is_cpu else torch.Stream(device.torch_device)
 
     def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
         """Starts copies host → device. Use the tensors after `Ready.block_device`; the host's are free after `done`."""
         if self._stream is None:
             return list(tensors), Ready(None)
         with self._stream:
-            copies = [tensor.to(self._device.torch, non_blocking=True) for tensor in tensors]
-        main = torch.accelerator.current_stream(self._device.torch)
+            copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
+        main = torch.accelerator.current_stream(self._device.torch_device)
         for copy in copies:
             copy.record_stream(main)
         return copies, Ready(self._stream.record_event())
@@ -130,7 +130,7 @@ class SideStream:
         """
         if self._stream is None:
             return [tensor.detach().clone() for tensor in tensors], Ready(None)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch_device))
         copies = []
         with self._stream:
             for tensor in tensors:
@@ -168,8 +168,8 @@ Mark = torch.Event | float
 class DeviceClock:
     """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
 
-    Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and loses
-    its fine digits over hours. `resolve` must be called in the order of the marks.
+    Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and
+    loses its fine digits over hours. `resolve` must be called in the order of the marks.
     """
 
     def __init__(self, device: Device) -> None:
@@ -183,8 +183,8 @@ class DeviceClock:
             self._last_s = time.perf_counter()
 
     def _record(self) -> torch.Event:
-        event = torch.Event(self._device.torch, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device.torch))
+        event = torch.Event(self._device.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device.torch_device))
         return event
 
     def mark(self) -> Mark:
@@ -270,7 +270,7 @@ def _cgroup_quota() -> float | None:
 
 
 def host_memory() -> tuple[int, int]:
-    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache counts as free."""
+    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache is free."""
     machine = psutil.virtual_memory()
     limit, used = machine.total, machine.total - machine.available
     for limit_file, used_file, stat_file, cache_key in (
