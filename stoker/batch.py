@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 DRAWS = 16
-"""P, the uniform numbers a picture carries for augmentation on the device. More than are used: a new one moves no old."""
+"""P, the uniform numbers a picture carries for augmentation on the device. Spare ones: a new use moves no old."""
 
 
 class Batch(NamedTuple):
