@@ -1,0 +1,104 @@
+"""Boxes as columns, and the numbers that say how good a model's boxes are. No torch: reports read these anywhere.
+
+Who fills them: `evaluate.py` and `predict.py`. Who shows them: `report/`, `draw.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Detections:
+    """N boxes that a model found in one or many pictures, as columns on the host. No object per box."""
+
+    row: NDArray[np.int64]
+    """[N], the picture: its row in the index, or its place in the list of files."""
+    boxes: NDArray[np.float32]
+    """[N, 4], xyxy in pixels of the original picture."""
+    score: NDArray[np.float32]
+    """[N], 0 … 1."""
+    label: NDArray[np.int64]
+    """[N], 0 … C-1."""
+    pictures: NDArray[np.int64]
+    """[P], the pictures that the model looked at, also those in which it found nothing."""
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def where(self, mask: NDArray[Any]) -> "Detections":
+        """The boxes of a mask or of indices."""
+        columns = {name: getattr(self, name)[mask] for name in ("row", "boxes", "score", "label")}
+        return Detections(pictures=self.pictures, **columns)
+
+    def of(self, row: int) -> "Detections":
+        """The boxes of one picture, the best score first."""
+        mine = np.flatnonzero(self.row == row)
+        return self.where(mine[np.argsort(-self.score[mine], kind="stable")])
+
+    @staticmethod
+    def concatenate(parts: Sequence["Detections"]) -> "Detections":
+        if not parts:
+            return no_detections()
+        names = [field.name for field in dataclasses.fields(Detections)]
+        return Detections(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def no_detections(pictures: Sequence[int] = ()) -> Detections:
+    """Pictures in which nothing was found."""
+    return Detections(
+        row=np.zeros(0, np.int64),
+        boxes=np.zeros((0, 4), np.float32),
+        score=np.zeros(0, np.float32),
+        label=np.zeros(0, np.int64),
+        pictures=np.asarray(pictures, np.int64),
+    )
+
+
+class ClassMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One class. None: the evaluated pictures have no box of it that counts."""
+
+    name: str
+    ap: float | None
+    ap50: float | None
+    boxes: int
+    """True boxes, without crowd boxes."""
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The twelve COCO numbers, 0 … 1; None where COCO says -1, that is where no true box is of that size.
+
+    ap: mean over ten IoU thresholds 0.50 … 0.95 and over classes; ap50, ap75: at one threshold; small, medium, large:
+    areas below 32², to 96², and above, in pixels of the original picture; ar1 … ar100: recall with that many
+    detections per picture and class.
+    """
+
+    ap: float | None
+    ap50: float | None
+    ap75: float | None
+    ap_small: float | None
+    ap_medium: float | None
+    ap_large: float | None
+    ar1: float | None
+    ar10: float | None
+    ar100: float | None
+    ar_small: float | None
+    ar_medium: float | None
+    ar_large: float | None
+    per_class: list[ClassMetrics]
+    pictures: int
+    """Pictures that were evaluated."""
+    boxes: int
+    """True boxes, without crowd boxes."""
+    detections: int
+    missing: int = 0
+    """Pictures of the split that could not be evaluated, because they could not be read."""
+
+
+TWELVE = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large",
+          "ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large")  # fmt: skip
+"""The fields of Metrics in COCO's own order."""
