@@ -116,10 +116,10 @@ class RunSettings:
     """Threads that read and decode pictures."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
-    eval_every: int = AUTO
-    """Steps between evaluations; 0 evaluates at the end only."""
-    checkpoint_every: int = AUTO
-    """Steps between checkpoints; 0 saves at the end and on a signal only."""
+    eval_every: str = AUTO
+    """Length between evaluations, as in --for; 0 evaluates at the end only."""
+    checkpoint_every: str = AUTO
+    """Length between checkpoints, as in --for; 0 saves at the end and on a signal only."""
     price: float = AUTO
     """Money per device-hour, for the ledger; 0 when unknown."""
 
@@ -228,12 +228,12 @@ class Duration:
         return f"{self.value:g}" + {"steps": "", "epochs": "ep", "minutes": "min"}[self.unit]
 
 
-def parse_duration(text: str) -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError."""
+def parse_duration(text: str, flag: str = "for") -> Duration:
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError that names the flag."""
     match = _DURATION.match(text)
     valid = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"--for {text!r} is not a length of training.", choices=valid)
+    if match is None:
+        raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=valid)
     value, unit = float(match[1]), match[2] or "steps"
     if unit.startswith("ep"):
         return Duration(value, "epochs")
@@ -242,9 +242,9 @@ def parse_duration(text: str) -> Duration:
     if unit.startswith("h"):
         return Duration(value * 60, "minutes")
     if unit == "s":
-        raise ConfigError(f"--for {text!r} could mean steps or seconds.", choices=valid)
+        raise ConfigError(f"--{flag} {text!r} could mean steps or seconds.", choices=valid)
     if value != int(value):
-        raise ConfigError(f"--for {text!r}: steps are whole.", choices=valid)
+        raise ConfigError(f"--{flag} {text!r}: steps are whole.", choices=valid)
     return Duration(value, "steps")
 
 
@@ -269,8 +269,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "batch": (1, 10**6),
     "threads": (1, 1024),
     "seed": (0, 2**63 - 1),
-    "eval_every": (0, 10**12),
-    "checkpoint_every": (0, 10**12),
     "price": (0, 1e6),
 }
 
@@ -301,8 +299,12 @@ def check(config: Config) -> None:
             f"--batch {run.batch} cannot be split into --accumulate {optim.accumulate} equal micro-batches.",
             choices=[n for n in range(1, run.batch + 1) if run.batch % n == 0],
         )
-    if run.for_ is not None:
-        parse_duration(run.for_)
+    for name in ("for_", "eval_every", "checkpoint_every"):
+        text = getattr(run, name)
+        if text is not None:
+            length = parse_duration(text, _flag(name))
+            if name == "for_" and length.value <= 0:
+                raise ConfigError(f"--for {text!r}: the length must be above 0.")
 
 
 def _flag(name: str) -> str:

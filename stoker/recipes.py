@@ -1,0 +1,65 @@
+"""Named starting points: functions that return a partial config. What a recipe leaves open is derived or a default.
+
+A user's own setting wins over the recipe's; `train/derive.py` writes the recipe's name as the reason of each value.
+"""
+
+from collections.abc import Callable
+
+from stoker.config import Config, from_fields
+
+
+def tiny() -> Config:
+    """A 0.6 M-parameter detector from scratch: minutes on a CPU. docs: LOG.md, "the demo's recipe"."""
+    return from_fields(
+        {
+            "model": "retinanet_tiny_fpn",
+            "weights": "none",
+            "box_loss": "giou",
+            "optimizer": "adamw",
+            "rate": 3e-3,
+            "momentum": 0.9,
+            "weight_decay": 0.02,
+            "schedule": "cosine",
+            "batch": 16,
+            "crop": 0.0,
+        }
+    )
+
+
+def mobilenet() -> Config:
+    """RetinaNet on an ImageNet MobileNetV2 at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
+    return from_fields(
+        {
+            "model": "retinanet_mobilenet_v2_fpn",
+            "weights": "imagenet",
+            "box_loss": "giou",
+            "optimizer": "adamw",
+            "rate": 1e-3,
+            "momentum": 0.9,
+            "weight_decay": 0.02,
+            "schedule": "cosine",
+            "batch": 8,
+        }
+    )
+
+
+def resnet50() -> Config:
+    """RetinaNet-R50-FPN from COCO weights at about 800 x 800; SGD as torchvision's reference: 0.01 at 16 pictures."""
+    return from_fields(
+        {
+            "model": "retinanet_resnet50_fpn",
+            "weights": "coco",
+            "box_loss": "l1",
+            "optimizer": "sgd",
+            "rate": 0.01,
+            "momentum": 0.9,
+            "weight_decay": 1e-4,
+            "schedule": "cosine",
+            "batch": 16,
+        }
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "mobilenet": mobilenet, "resnet50": resnet50}
+CANVAS_SIDE: dict[str, int] = {"tiny": 320, "mobilenet": 320, "resnet50": 800}
+"""Side of the square whose area the recipe's canvas has at most, in pixels."""

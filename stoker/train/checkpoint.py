@@ -1,0 +1,220 @@
+"""Checkpoints that survive: written beside, flushed, renamed; checked by checksum before they are believed.
+
+    checkpoints/step-00001200/weights.safetensors   the averaged weights, with the model's card: usable alone
+                              state.pt              the rest that an exact continuation needs
+                              manifest.json         sizes and SHA-256 of both, written last
+
+The training thread only starts the copies to the host; a thread of `Writer` waits for them and writes. A save that fails
+(a full disk) is reported and training goes on with the checkpoints it has.
+"""
+
+import dataclasses
+import hashlib
+import io
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from stoker.device import Device, Ready
+from stoker.errors import CheckpointError
+from stoker.records import CHECKPOINTS, sync_folder, write_whole
+
+WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
+KEPT = 2
+
+
+class FileEntry(msgspec.Struct):
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """manifest.json. A folder without a whole one is not a checkpoint."""
+
+    version: int = 1
+    step: int
+    files: dict[str, FileEntry]
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """A run's state as host tensors whose copies may still be under way (`ready`)."""
+
+    step: int
+    card: dict[str, str]
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    ready: Ready
+
+
+def snapshot(
+    device: Device, *, step: int, card: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
+) -> Snapshot:
+    """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`.
+
+    weights: of the file to use; state: any tree of dicts, lists, numbers and tensors.
+    """
+    tensors: list[Tensor] = list(weights.values())
+    _walk(state, tensors.append)
+    copies, ready = device.make_stream().to_host(tensors)
+    copied = dict(zip(weights, copies, strict=False))
+    remaining = iter(copies[len(weights) :])
+    return Snapshot(step, card, copied, _map(state, lambda _: next(remaining)), ready)
+
+
+def _walk(tree: Any, visit: Callable[[Tensor], None]) -> None:
+    _map(tree, lambda tensor: (visit(tensor), tensor)[1])
+
+
+def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _map(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map(value, change) for value in tree)
+    return tree
+
+
+class Writer:
+    """Writes snapshots on its own thread, one at a time. `report(kind, text, step)` is called from that thread."""
+
+    def __init__(self, run: Path, report: Callable[[str, str, int], None]) -> None:
+        self._run = run
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        (run / CHECKPOINTS).mkdir(exist_ok=True)
+        for leftover in (run / CHECKPOINTS).glob(".step-*"):
+            shutil.rmtree(leftover)
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Writes a checkpoint in the background; first waits for the write before it, if that one still runs."""
+        self._start(lambda: self._write_checkpoint(snapshot))
+
+    def save_weights(self, snapshot: Snapshot, names: list[str]) -> None:
+        """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
+        self._start(lambda: self._write_weights(snapshot, names))
+
+    def wait(self) -> None:
+        """Returns when nothing is left to write. Raises what went wrong there, a full or failing disk apart."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self.wait()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # carried to the training thread by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="stoker-checkpoint")
+        self._thread.start()
+
+    def _write_weights(self, snapshot: Snapshot, names: list[str]) -> None:
+        try:
+            snapshot.ready.wait()
+            data = to_safetensors(snapshot.weights, snapshot.card)
+            for name in names:
+                write_whole(self._run / name, data)
+        except OSError as error:
+            self._failed(error, snapshot.step)
+
+    def _write_checkpoint(self, snapshot: Snapshot) -> None:
+        parent = self._run / CHECKPOINTS
+        final = parent / f"step-{snapshot.step:08d}"
+        beside = parent / f".step-{snapshot.step:08d}"
+        try:
+            snapshot.ready.wait()
+            beside.mkdir(exist_ok=True)
+            buffer = io.BytesIO()
+            torch.save(snapshot.state, buffer)
+            files = {}
+            for name, data in ((WEIGHTS, to_safetensors(snapshot.weights, snapshot.card)), (STATE, buffer.getbuffer())):
+                write_whole(beside / name, data)
+                files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+            write_whole(beside / MANIFEST, msgspec.json.encode(Manifest(step=snapshot.step, files=files)))
+            if final.exists():  # of an attempt before, from which training did not continue
+                shutil.rmtree(final)
+            beside.rename(final)
+            sync_folder(parent)
+            for old in _folders(self._run)[KEPT:]:
+                shutil.rmtree(old)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            self._failed(error, snapshot.step)
+        else:
+            self._report("checkpoint", f"saved {final.relative_to(self._run)}", snapshot.step)
+
+    def _failed(self, error: OSError, step: int) -> None:
+        text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
+        self._report("checkpoint_failed", text, step)
+
+
+def _folders(run: Path) -> list[Path]:
+    """Checkpoint folders, newest step first."""
+    found = [p for p in (run / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+@dataclasses.dataclass
+class Loaded:
+    step: int
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def load_newest(run: Path, report: Callable[[str, str, int], None]) -> Loaded | None:
+    """The newest checkpoint whose checksums hold; damaged ones are reported and passed over. None when there is none.
+
+    Raises CheckpointError when there are checkpoints and every one is damaged: starting over in silence would cost days.
+    """
+    folders = _folders(run)
+    reasons = []
+    for folder in folders:
+        try:
+            return _load(folder)
+        except CheckpointError as error:
+            reasons.append(f"{folder.name}: {error.cause}")
+            report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before", -1)
+    if folders:
+        raise CheckpointError(
+            "Every checkpoint of the run is damaged.",
+            place=run / CHECKPOINTS,
+            cause="; ".join(reasons),
+            fix=f"start a new run, or remove {run / CHECKPOINTS} to start this one from its first step",
+        )
+    return None
+
+
+def _load(folder: Path) -> Loaded:
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        for name, entry in manifest.files.items():
+            size = (folder / name).stat().st_size
+            if size != entry.size_bytes:
+                raise CheckpointError("damaged", cause=f"{name} has {size} bytes, not {entry.size_bytes}")
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                    raise CheckpointError("damaged", cause=f"the checksum of {name} is wrong")
+        weights = load_file(folder / WEIGHTS)
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise CheckpointError("damaged", cause=str(error)) from error
+    return Loaded(manifest.step, weights, state)

@@ -1,0 +1,214 @@
+"""Fills every setting that the user left open, from the data, the device and the recipe, each with its reason.
+
+`derive` is the only place where a default is decided. It never changes what the user set. The batch is tried on the
+device by `fit.py`; everything else is arithmetic on what the index says.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from stoker.config import Config, Duration, check, parse_duration
+from stoker.data.index import Index
+from stoker.device import Device, host_cores
+from stoker.errors import ConfigError, nearest
+from stoker.models import MODELS
+from stoker.models.weights import architecture_of
+from stoker.recipes import CANVAS_SIDE, RECIPES
+from stoker.train import fit
+
+DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
+"""DESIGN: 12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
+
+PLAIN: dict[str, tuple[Any, str]] = {
+    "val_fraction": (0.1, "a tenth"),
+    "resize": ("letterbox", "keeps the aspect of the pictures"),
+    "flip": (0.5, "as torchvision's detection references"),
+    "crop": (0.5, "every other picture at another scale"),
+    "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
+    "focal_alpha": (0.25, "Lin et al. 2017, table 1b"),
+    "focal_gamma": (2.0, "Lin et al. 2017, table 1b"),
+    "foreground_iou": (0.5, "Lin et al. 2017, section 4"),
+    "background_iou": (0.4, "Lin et al. 2017, section 4"),
+    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "Lin et al. 2017, section 4"),
+    "anchor_ratios": ((0.5, 1.0, 2.0), "Lin et al. 2017, section 4"),
+    "clip": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
+    "max_skipped": (20, "twenty bad steps in a row are no accident"),
+    "seed": (0, "the same command gives the same run"),
+    "price": (0.0, "unknown"),
+    "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
+    "momentum": (0.9, "usual"),
+}
+
+
+class _Filling:
+    """A config that is being filled; keeps the reasons."""
+
+    def __init__(self, asked: Config) -> None:
+        self.config = asked
+        self.reasons: dict[str, str] = {}
+
+    def get(self, name: str) -> Any:
+        return self.config.set_fields().get(name)
+
+    def put(self, name: str, value: Any, reason: str) -> None:
+        """Sets the field unless it is set."""
+        if self.get(name) is None:
+            self.config = self.config.replace(**{name: value})
+            self.reasons[name] = reason
+
+
+def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+    """(config without an open field, reasons of the fields that `asked` left open).
+
+    Raises ConfigError for settings that cannot be, OutOfMemoryError when not even one picture fits.
+    """
+    check(asked)
+    filling = _Filling(asked)
+    put, get = filling.put, filling.get
+    put(
+        "device",
+        str(device.torch_device),
+        "the accelerator that torch found" if not device.is_cpu else "no accelerator",
+    )
+    put("format", index.format, "found")
+    recipe = _recipe(filling, device)
+    for name, value in RECIPES[recipe]().set_fields().items():
+        if name not in ("batch", "rate"):
+            put(name, value, f"recipe {recipe}")
+    if get("model") not in MODELS:
+        near = nearest(get("model"), MODELS)
+        raise ConfigError(f"There is no model called {get('model')!r}" + (f"; did you mean {near}?" if near else "."),
+                          choices=MODELS)  # fmt: skip
+    if get("weights") == "none":
+        put("norm", "train", "there are no statistics to freeze: the weights are random")
+        put("trainable_stages", 5, "the weights are random")
+    for name, value in MODELS[get("model")].defaults.items():
+        put(name, value, f"as {get('model')} was designed")
+    for name, (value, reason) in PLAIN.items():
+        put(name, value, reason)
+
+    rows = index.rows("train")
+    put("canvas", *_canvas(index.size[rows], CANVAS_SIDE[recipe]))
+    put("precision", *device.best_precision())
+    put("threads", *_threads(device))
+    _batch(filling, recipe, len(rows), index, device)
+    _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
+    check(filling.config)
+    return filling.config, filling.reasons
+
+
+def _recipe(filling: _Filling, device: Device) -> str:
+    """The recipe's name; sets the model where the user's weights file says which."""
+    asked_model, weights = filling.get("model"), filling.get("weights")
+    if asked_model is None and weights not in (None, "none", "coco", "imagenet"):
+        architecture = architecture_of(weights)
+        if architecture is not None:
+            filling.put("model", architecture, f"the weights file is of that architecture")
+    if asked_model is None and weights in ("coco", "imagenet") and device.is_cpu:
+        least = "retinanet_mobilenet_v2_fpn" if weights == "imagenet" else "retinanet_resnet50_fpn"
+        filling.put("model", least, f"the smallest model with {weights} weights")
+    model = filling.get("model")
+    if model is not None:
+        for name, make in RECIPES.items():
+            if make().model.model == model:
+                return name
+        return "tiny" if device.is_cpu else "resnet50"
+    return "tiny" if device.is_cpu else "resnet50"
+
+
+def _canvas(sizes: np.ndarray, side: int) -> tuple[tuple[int, int], str]:
+    """The canvas, sides multiples of 32, of at most 1.1 × side² pixels, on which letterboxed pictures are largest.
+
+    sizes: int32 [N, 2], height and width, 0 where unknown. Pictures are not enlarged beyond the median of their size.
+    """
+    known = sizes[(sizes > 0).all(1)].astype(np.float64)
+    if len(known) == 0:
+        square = round(side / 32) * 32
+        return (square, square), "the sizes of the pictures are not known beforehand"
+    area = float(np.median(known.prod(1)))
+    budget = min(1.1 * side**2, math.ceil(math.sqrt(area) / 32) ** 2 * 32**2)
+    kinds, counts = np.unique(known, axis=0, return_counts=True)
+    best, best_score = (32, 32), -1.0
+    for height in range(32, int(4 * side) + 1, 32):
+        for width in range(32, int(4 * side) + 1, 32):
+            if height * width > budget:
+                break
+            fit_scale = np.minimum(np.minimum(height / kinds[:, 0], width / kinds[:, 1]), 1.0)
+            shown = kinds.prod(1) * fit_scale**2
+            # The most picture; among equals the least padding.
+            score = float((shown * counts).sum() / counts.sum()) - 1e-3 * height * width
+            if score > best_score:
+                best, best_score = (height, width), score
+    common = kinds[counts.argmax()].astype(int)
+    return (
+        best,
+        f"{side}² pixels in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32",
+    )
+
+
+def _threads(device: Device) -> tuple[int, str]:
+    cores = host_cores()
+    if device.is_cpu:
+        return min(2, cores), "on a CPU the model needs the cores itself"
+    return max(1, min(32, cores - 1)), f"{cores} cores, one left to the training thread"
+
+
+def _batch(filling: _Filling, recipe: str, pictures: int, index: Index, device: Device) -> None:
+    usual = RECIPES[recipe]()
+    batch, accumulate, reason = fit.batch(filling.config, index, device, wanted=usual.run.batch, pictures=pictures)
+    filling.put("batch", batch, reason)
+    filling.put("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
+    chosen, optimizer = filling.get("batch"), filling.get("optimizer")
+    base, base_batch = usual.optim.rate, usual.run.batch
+    if optimizer == usual.optim.optimizer:
+        power, rule = (0.5, "root") if optimizer == "adamw" else (1.0, "linear")
+        rate = base * (chosen / base_batch) ** power
+        reason = f"recipe {recipe}: {base:g} at {base_batch} pictures, {rule} rule"
+    elif optimizer == "adamw":
+        rate, reason = 1e-3 * (chosen / 16) ** 0.5, "1e-3 at 16 pictures, root rule"
+    else:
+        rate, reason = 0.01 * chosen / 16, "0.01 at 16 pictures (torchvision's reference), linear rule"
+    filling.put("rate", float(f"{rate:.3g}"), reason)
+    filling.put("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
+
+
+def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
+    batch = filling.get("batch")
+    per_epoch = pictures / batch
+    wanted = round(DEFAULT_EPOCHS * per_epoch)
+    steps = min(MOST_STEPS, max(LEAST_STEPS, wanted))
+    reason = f"{DEFAULT_EPOCHS} epochs of {pictures:,} pictures"
+    if steps != wanted:
+        bound = "at least" if steps > wanted else "at most"
+        reason += f" would be {wanted:,} steps; {bound} {steps:,}"
+    filling.put("for_", str(steps), reason)
+    total = total_steps(parse_duration(filling.get("for_")), pictures, batch)
+    known = total or steps
+    filling.put("warmup", *((min(500, max(1, known // 20))), "a twentieth of the length, at most 500 steps"))
+    # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
+    costs = math.ceil(3.5 * val_pictures / batch)
+    every = max(math.ceil(per_epoch), costs, math.ceil(known / DEFAULT_EPOCHS))
+    filling.put(
+        "eval_every",
+        "0" if every >= known or not val_pictures else str(every),
+        "at most once an epoch, 12 times in all, and for a tenth of the time",
+    )
+    horizon = max(10.0, 0.02 * known)
+    filling.put(
+        "ema",
+        float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
+        f"averages over about {horizon:.0f} steps, 2 % of the length",
+    )
+
+
+def total_steps(length: Duration, pictures: int, batch: int) -> int | None:
+    """Optimizer steps of a length; None when it is given in minutes."""
+    match length.unit:
+        case "steps":
+            return int(length.value)
+        case "epochs":
+            return max(1, math.ceil(length.value * pictures / batch))
+        case "minutes":
+            return None

@@ -1,0 +1,227 @@
+"""One optimizer step without a host wait: clipping, skipping of non-finite gradients, loss scaling, averaged weights.
+
+Everything that a step decides (is the gradient finite? how long is it?) stays on the device as a tensor and acts there:
+the fused optimizers of torch leave parameters, moments and step counts untouched where `found_inf` is 1. So the host
+issues the same calls whatever the numbers are. The rate's schedule is a pure function at the end of the file.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.config import OptimSettings
+from stoker.device import Device
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+
+
+class Stepper:
+    """The optimizer of a model, its averaged copy, and what the steps since the last `Meter.take` were like.
+
+    model: already on the device and initialised. averaged: the weights to evaluate and save; `model` itself when
+    `settings.ema` is 0.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimSettings, device: Device, *, precision: str) -> None:
+        self.model = model
+        self.settings = settings
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if settings.ema else model
+        self._statistics = _flatten_norm_statistics(model)
+        self._good_statistics = self._statistics.clone()
+        self._averaged_statistics = _flatten_norm_statistics(self.averaged) if settings.ema else self._statistics
+        self._trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        by_name: dict[str, Tensor] = dict(self.averaged.named_parameters())
+        self._averages = [by_name[name] for name in names]
+        self.fused = device.kind in FUSED_KINDS
+        self._optimizer = _make_optimizer(model, settings, fused=self.fused)
+        self.scale: Tensor | None = None
+        self._growth: Tensor | None = None
+        if precision == "fp16":
+            self.scale = torch.full((), 2.0**14, device=device.torch_device)
+            self._growth = torch.zeros((), dtype=torch.int32, device=device.torch_device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of `loss` (scalar) to those of the step so far."""
+        torch.autograd.backward(loss if self.scale is None else loss * self.scale)
+
+    def step(self, rate: float, done_steps: int) -> tuple[Tensor, Tensor]:
+        """Moves the weights at the rate, unless a gradient is not finite; clears the gradients.
+
+        done_steps: optimizer steps before this one. Returns (norm, bad): float32 scalars on the device, the gradient's
+        norm before clipping, and 1 where the step was skipped.
+        """
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float())
+        if self.scale is not None:
+            norm = norm / self.scale
+        bad = (~torch.isfinite(norm)).float()
+        factor = None
+        if self.settings.clip:
+            factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
+        if self.scale is not None:
+            factor = 1 / self.scale if factor is None else factor / self.scale
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        self._move(rate, bad, gradients)
+        if self.scale is not None and self._growth is not None:
+            torch._amp_update_scale_(self.scale, self._growth, bad, 2.0, 0.5, 2000)
+        # A forward pass that overflowed has poisoned the running statistics too: back to those of the last good step.
+        torch.where(bad > 0, self._good_statistics, self._statistics, out=self._good_statistics)
+        self._statistics.copy_(self._good_statistics)
+        if self.averaged is not self.model:
+            # The average's own warm-up (TF's ExponentialMovingAverage): early weights do not weigh for long.
+            decay = min(self.settings.ema, (1 + done_steps) / (10 + done_steps))
+            torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
+            self._averaged_statistics.copy_(self._statistics)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm, bad
+
+    def _move(self, rate: float, bad: Tensor, gradients: list[Tensor]) -> None:
+        if self.fused:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused step()
+            self._optimizer.found_inf = bad  # type: ignore[attr-defined]
+        else:
+            # No fused kernel here: a skipped step has rate 0 and gradients 0; only the moments fade by one step.
+            for gradient in gradients:
+                gradient.copy_(torch.where(bad > 0, 0.0, gradient))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate * (1 - bad)
+        self._optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors on the device and plain numbers; of the model too, since `averaged` is what weights files hold."""
+        state: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "model": self.model.state_dict()}
+        if self.scale is not None:
+            state["scale"] = [self.scale, self._growth]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], averaged: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._good_statistics.copy_(self._statistics)
+        if self.averaged is not self.model:
+            self.averaged.load_state_dict(averaged)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self.scale is not None and self._growth is not None:
+            self.scale.copy_(state["scale"][0])
+            self._growth.copy_(state["scale"][1])
+
+
+FUSED_KINDS = frozenset({"cpu", "cuda", "mps", "xpu"})
+"""Kinds of device for which torch has fused optimizers (torch.optim, `_get_fused_kernels_supported_devices`)."""
+
+
+def _make_optimizer(model: nn.Module, settings: OptimSettings, *, fused: bool) -> torch.optim.Optimizer:
+    """Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection)."""
+    plain: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (plain if name == "bias" or isinstance(module, NORMS) else decayed).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
+        if parameters
+    ]
+    how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=(settings.momentum, 0.999), **how)
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, **how)
+    if settings.momentum:
+        # A fused SGD whose first step is skipped would leave its buffers uninitialised.
+        for parameter in [*decayed, *plain]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _flatten_norm_statistics(model: nn.Module) -> Tensor:
+    """Moves the running statistics of all trained BatchNorms into one tensor [N], of which they become views."""
+    owners = [(m, n) for m in model.modules() if isinstance(m, NORMS[0]) for n in ("running_mean", "running_var")]
+    kept = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
+    device = next(model.parameters()).device
+    if not kept:
+        return torch.zeros(0, device=device)
+    flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in kept])
+    views = torch.split(flat, [buffer.numel() for _, _, buffer in kept])
+    for (module, name, _), view in zip(kept, views, strict=True):
+        module._buffers[name] = view
+    return flat
+
+
+class Meter:
+    """Sums over steps, kept on the device in one small tensor, read without a wait some steps later.
+
+    Also the longest streak of skipped steps, and the step at which it first reached `limit`.
+    """
+
+    def __init__(self, device: Device, *, limit: int) -> None:
+        self._device = device.torch_device
+        self._limit = limit
+        self._names: list[str] = []
+        self._sums = torch.zeros(0)
+        self._streak = torch.zeros((), device=self._device)
+        self._hopeless_at = torch.full((), -1.0, dtype=torch.float64, device=self._device)
+
+    def add(self, losses: dict[str, Tensor], norm: Tensor, bad: Tensor, step: int) -> None:
+        """losses: scalars of this step; they count only where the step was not skipped."""
+        values = torch.stack([*(loss.detach().float() for loss in losses.values()), norm])
+        if not self._names:
+            self._names = [*losses, "norm"]
+            self._sums = torch.zeros(len(self._names) + 1, device=self._device)
+        good = torch.where(bad > 0, torch.zeros_like(values), values)
+        self._sums += torch.cat([good, bad[None]])
+        self._streak = (self._streak + 1) * bad
+        reached = (self._streak >= self._limit) & (self._hopeless_at < 0)
+        self._hopeless_at = torch.where(reached, float(step), self._hopeless_at)
+
+    def take(self) -> list[Tensor]:
+        """What was summed since the last take, as tensors to copy to the host and give to `read`."""
+        taken = [self._sums, self._hopeless_at]
+        self._sums = torch.zeros_like(self._sums)
+        return taken
+
+    def read(self, taken: list[Tensor], steps: int) -> "Reading":
+        """taken: host copies of what `take` returned; steps: how many it covers."""
+        sums = [float(x) for x in taken[0]]
+        skipped = round(sums[-1]) if sums else 0
+        counted = steps - skipped
+        means = {n: s / counted for n, s in zip(self._names, sums, strict=False)} if counted else {}
+        norm = means.pop("norm", None)
+        if means:
+            means["total"] = sum(means.values())
+        hopeless = int(taken[1])
+        return Reading(means, norm, skipped, hopeless if hopeless >= 0 else None)
+
+
+class Reading:
+    """Means over the finite steps of a window; `hopeless_at`: the step whose skip made the streak too long."""
+
+    def __init__(self, losses: dict[str, float], norm: float | None, skipped: int, hopeless_at: int | None) -> None:
+        self.losses = losses
+        self.norm = norm
+        self.skipped = skipped
+        self.hopeless_at = hopeless_at
+
+
+def rate_at(settings: OptimSettings, step: int, progress: float) -> float:
+    """The learning rate of the step after `step` steps; progress: 0 … 1, the share of the length that is done."""
+    peak = settings.rate
+    if step < settings.warmup:
+        return peak * (0.001 + 0.999 * (step + 1) / settings.warmup)
+    match settings.schedule:
+        case "cosine":
+            # Down to 1 % of the peak rather than 0, so that the last steps still count.
+            return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        case "step":
+            # 16 and 22 of 26 epochs in torchvision's RetinaNet; 8 and 11 of 12 in Detectron2: 2/3 and 8/9.
+            return peak * float(0.1 ** ((progress >= 2 / 3) + (progress >= 8 / 9)))
+        case "exponential":
+            return peak * float(0.01 ** min(1.0, progress))
+        case "constant":
+            return peak
