@@ -1,0 +1,234 @@
+"""The ledger: every second of a run belongs to exactly one phase, and the phases add up to the wall time, always.
+
+The training thread says what it is doing (`phase`, `compute`); the device's marks say when it computed. Both are lines
+of labelled intervals, merged into one. In each instant the first rule that holds decides:
+
+1. the device works on an optimizer step      -> `compute`; `recovery` when an earlier attempt had done it and lost it
+2. the training thread is in a phase          -> that phase, the innermost one: it interrupts those around it
+3. the training thread is issuing a step      -> `host`: the device waits to be told what to do
+4. the run has said nothing since its start   -> `startup`
+5. nothing                                    -> `unattributed`
+
+So a device that still works on step n while the thread waits for the pictures of n + 1 is computing, and waiting for
+pictures costs only what the device stood still. A phase inside `compute` interrupts it on the device too: the marks end
+before it and begin after it.
+
+The marks bracket a step, so a device that starves *between* the kernels of a step counts as computing.
+
+What the host knows bounds every mark: it is not before it was issued, not before the device was last seen not to have
+reached it, and not after it was seen reached. A mark that breaks a bound shifts all later ones, so a device clock that
+drifts against the host's (10 ppm are a second a day) is followed: to within a step while the device never runs out of
+work, to within microseconds where it idles, since an idle device reaches the first mark of a step at once.
+
+Windows close at the present: a step that the device has begun and not ended is `compute` up to now, and the rest of it
+belongs to the next window. So nothing is estimated later and nothing is kept but the marks that are still open.
+
+Cost: `benchmarks/ledger.py`. Not thread-safe: one thread trains, and it alone speaks.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from stoker.records import PHASES
+
+SAYABLE = frozenset(PHASES) - {"compute", "unattributed"}
+"""What the training thread may say it is doing; `compute` has its own block."""
+
+_CALIBRATE_EVERY_S = 1.0
+_CALIBRATE_QUESTIONS = 30
+"""About 1 µs each on CUDA; an idle GPU reaches a recorded event some 10 µs after it was issued."""
+
+_MOST_CHANGES = 4096
+"""Changes of phase that are kept before they are summed up, should nobody ask for a window."""
+
+
+class Clock(Protocol):
+    """Marks on the device's time line; `device.DeviceClock`."""
+
+    def mark(self) -> Any:
+        """The moment at which the device will have done everything issued so far."""
+
+    def resolve(self, mark: Any) -> float | None:
+        """That moment in seconds of the host's clock, or None while it is not reached. Called in the order of marks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Account:
+    """Where the time from start_s to end_s (of `time.perf_counter`) went.
+
+    phases: device-seconds by phase, none negative, a phase that took none is absent; they add up to wall_s × devices.
+    steps: optimizer steps that the device ended in it.
+    """
+
+    start_s: float
+    end_s: float
+    wall_s: float
+    phases: dict[str, float]
+    steps: int
+
+
+class _Pending(NamedTuple):
+    """A mark whose moment is not known yet, and what the device does from there on (None: no step)."""
+
+    mark: Any
+    issued_s: float
+    label: str | None
+    ends_step: bool
+
+
+class Ledger:
+    """Accounts for the time of one rank from `started_s`, which may lie before the ledger was made (process start).
+
+    now: the host's clock, the one in whose seconds `clock` resolves. devices: how many devices this thread drives; each
+    second of the wall is that many device-seconds.
+    """
+
+    def __init__(
+        self, clock: Clock, *, started_s: float, now: Callable[[], float] = time.perf_counter, devices: int = 1
+    ) -> None:
+        self._clock = clock
+        self._now = now
+        self._devices = devices
+        self._stack = ["startup"]
+        self._computing: str | None = None
+
+        self._host_changes: deque[tuple[float, str]] = deque()
+        self._device_changes: deque[tuple[float, str | None, bool]] = deque()
+        self._pending: deque[_Pending] = deque()
+        self._skew_s = 0.0
+        self._not_before_s = started_s
+        self._calibrated_s = started_s
+
+        self._window_s = started_s
+        self._settled_s = started_s
+        self._host_label = "startup"
+        self._device_label: str | None = None
+        self._seconds: dict[str, float] = {}
+        self._steps = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The training thread is doing `name`, one of SAYABLE, until the block ends. Raises ValueError for others."""
+        if name not in SAYABLE:
+            raise ValueError(f"{name!r} is not a phase; valid: {', '.join(sorted(SAYABLE))}")
+        interrupted = self._computing
+        if interrupted is not None:
+            self._mark(None)
+            self._computing = None
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._leave()
+            if interrupted is not None:
+                self._computing = interrupted
+                self._mark(interrupted)
+
+    @contextlib.contextmanager
+    def compute(self, *, again: bool = False) -> Iterator[None]:
+        """Around issuing one optimizer step. again: an earlier attempt did this step too, and it was lost."""
+        if self._computing is not None:
+            raise RuntimeError("a step is being issued already: compute() does not nest")
+        self._computing = "recovery" if again else "compute"
+        self._mark(self._computing)
+        self._calibrate()
+        self._enter("host")
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self._leave()
+            self._computing = None
+            self._mark(None, ends_step=done)
+
+    def window(self, min_s: float = 1.0) -> Account | None:
+        """The account of the time since the last one, up to now; None when that is shorter than `min_s` seconds."""
+        if self._now() - self._window_s < min_s:
+            return None
+        self._settle()
+        wall_s = self._settled_s - self._window_s
+        phases = {name: seconds * self._devices for name, seconds in self._seconds.items()}
+        account = Account(
+            start_s=self._window_s, end_s=self._settled_s, wall_s=wall_s, phases=phases, steps=self._steps
+        )
+        self._window_s, self._seconds, self._steps = self._settled_s, {}, 0
+        return account
+
+    def finish(self) -> Account | None:
+        """The account of all that is left, however short; None when nothing is. Wait for the device before."""
+        return self.window(0.0) if self._now() > self._window_s else None
+
+    def _enter(self, label: str) -> None:
+        self._stack[0] = "unattributed"
+        self._stack.append(label)
+        self._say(label)
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._say(self._stack[-1])
+
+    def _say(self, label: str) -> None:
+        self._host_changes.append((self._now(), label))
+        if len(self._host_changes) >= _MOST_CHANGES:
+            self._settle()
+
+    def _mark(self, label: str | None, *, ends_step: bool = False) -> None:
+        issued_s = self._now()
+        self._pending.append(_Pending(self._clock.mark(), issued_s, label, ends_step))
+
+    def _calibrate(self) -> None:
+        """Once a second, asks for a step's first mark at once: an idle device has reached it, and that bounds it well."""
+        if self._pending[-1].issued_s - self._calibrated_s < _CALIBRATE_EVERY_S:
+            return
+        for _ in range(_CALIBRATE_QUESTIONS):
+            self._resolve(self._now())
+            if len(self._pending) > 1:
+                return  # the device is at an earlier step: try at the next one
+            self._calibrated_s = self._now()
+            if not self._pending:
+                return
+
+    def _resolve(self, asked_s: float) -> None:
+        """Moves the marks that the device has reached to its changes. asked_s: a moment before the first question."""
+        while self._pending:
+            first = self._pending[0]
+            said_s = self._clock.resolve(first.mark)
+            if said_s is None:
+                self._not_before_s = asked_s
+                return
+            self._pending.popleft()
+            earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
+            at_s = min(max(said_s + self._skew_s, earliest_s), latest_s)
+            self._skew_s = at_s - said_s
+            self._not_before_s = at_s  # marks come in order: the next one is not before this one
+            self._device_changes.append((at_s, first.label, first.ends_step))
+
+    def _settle(self) -> None:
+        """Charges all time up to now. What the device did later than that stays for the next time."""
+        until_s = self._now()
+        self._resolve(until_s)
+        host, device = self._host_changes, self._device_changes
+        while True:
+            host_s = host[0][0] if host else until_s
+            device_s = device[0][0] if device else until_s
+            self._charge(min(host_s, device_s, until_s))
+            if device and device_s <= min(host_s, until_s):
+                _, self._device_label, ends_step = device.popleft()
+                self._steps += ends_step
+            elif host and host_s <= until_s:
+                self._host_label = host.popleft()[1]
+            else:
+                return
+
+    def _charge(self, until_s: float) -> None:
+        """Charges the time up to `until_s`, through which neither line changes."""
+        took_s = until_s - self._settled_s
+        if took_s > 0:
+            label = self._device_label or self._host_label
+            self._seconds[label] = self._seconds.get(label, 0.0) + took_s
+            self._settled_s = until_s

@@ -1,0 +1,412 @@
+"""The ledger against a fake device whose work ends late, and an oracle that labels each second by itself."""
+
+import collections
+import contextlib
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.measure.ledger import SAYABLE, Account, Ledger
+from stoker.records import PHASES
+
+
+class World:
+    """A host clock that moves only when told, and a device that works through what it was given, in order.
+
+    `fast` is what the device's clock gains per second on the host's; `offset_s` where it starts.
+    """
+
+    def __init__(self, *, offset_s: float = 0.0, fast: float = 0.0) -> None:
+        self.now_s = 0.0
+        self.device_free_s = 0.0
+        self.offset_s, self.fast = offset_s, fast
+        self.marks: list[float] = []
+        self.resolved = 0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def host(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def device(self, seconds: float) -> None:
+        """Gives the device work; the host goes on at once."""
+        self.device_free_s = self.reached_s() + seconds
+
+    def reached_s(self) -> float:
+        """When the device will have done everything it was given."""
+        return max(self.now_s, self.device_free_s)
+
+    def mark(self) -> int:
+        self.marks.append(self.reached_s())
+        return len(self.marks) - 1
+
+    def resolve(self, mark: int) -> float | None:
+        assert mark == self.resolved, "marks must be resolved in order"
+        at_s = self.marks[mark]
+        if at_s > self.now_s:
+            return None
+        self.resolved += 1
+        return at_s * (1 + self.fast) + self.offset_s
+
+    def ledger(self, *, started_s: float = 0.0, devices: int = 1) -> Ledger:
+        return Ledger(self, started_s=started_s, now=self.now, devices=devices)
+
+
+class HostClock:
+    """Marks of a CPU: the host's clock itself."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def resolve(self, mark: float) -> float | None:
+        return mark
+
+
+def rounded(account: Account | None) -> dict[str, float]:
+    assert account is not None
+    return {name: pytest.approx(seconds) for name, seconds in account.phases.items()}
+
+
+# --- examples -----------------------------------------------------------------------------------------------------
+
+
+def test_time_before_the_first_word_is_startup_and_silence_later_is_unattributed() -> None:
+    world = World()
+    world.host(3)
+    ledger = world.ledger()
+    world.host(2)
+    with ledger.phase("input_wait"):
+        world.host(1)
+    world.host(4)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"startup": 5, "input_wait": 1, "unattributed": 4}
+    assert (account.start_s, account.end_s, account.wall_s, account.steps) == (0, 10, 10, 0)
+
+
+def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.compute():
+        world.host(1)
+        world.device(5)
+    with ledger.phase("input_wait"):
+        world.host(7)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"compute": 6, "input_wait": 2}
+    assert account.steps == 1
+
+
+def test_a_device_still_at_other_work_leaves_the_issuing_of_a_step_to_host() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.phase("eval"):
+        world.device(2)
+    with ledger.compute():
+        world.host(3)
+        world.device(4)
+    world.host(10)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"host": 2, "compute": 5, "unattributed": 6}
+
+
+def test_an_inner_phase_interrupts_the_outer_one_and_the_outer_one_goes_on() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.phase("checkpoint"):
+        world.host(1)
+        with ledger.phase("sync"):
+            world.host(2)
+        world.host(4)
+    assert rounded(ledger.finish()) == {"checkpoint": 5, "sync": 2}
+
+
+def test_a_phase_inside_a_step_interrupts_it_and_the_step_counts_once() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.compute():
+        world.host(1)
+        with ledger.phase("input_wait"):
+            world.host(2)
+        world.host(4)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"compute": 5, "input_wait": 2}
+    assert account.steps == 1
+
+
+def test_work_done_again_is_recovery() -> None:
+    world = World()
+    ledger = world.ledger()
+    for again in (True, True, False):
+        with ledger.compute(again=again):
+            world.host(2)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"recovery": 4, "compute": 2}
+    assert account.steps == 3
+
+
+def test_a_step_that_the_device_has_not_ended_is_carried_into_the_next_window() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.compute():
+        world.host(1)
+        world.device(10)
+    with ledger.phase("input_wait"):
+        world.host(3)
+        first = ledger.window()
+        world.host(20)
+        second = ledger.window()
+    assert first is not None
+    assert second is not None
+    assert (first.phases, first.steps) == ({"compute": 4}, 0)
+    assert (second.phases, second.steps) == ({"compute": 7, "input_wait": 13}, 1)
+    assert second.start_s == first.end_s
+
+
+def test_a_window_that_is_too_short_is_not_closed() -> None:
+    world = World()
+    ledger = world.ledger()
+    world.host(0.5)
+    assert ledger.window() is None
+    world.host(0.5)
+    account = ledger.window()
+    assert account is not None
+    assert account.wall_s == 1
+    assert ledger.finish() is None
+
+
+def test_every_second_counts_once_per_device() -> None:
+    world = World()
+    ledger = world.ledger(devices=4)
+    with ledger.phase("eval"):
+        world.host(2)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"eval": 8}
+    assert account.wall_s == 2
+
+
+def test_a_step_that_raises_is_charged_but_not_counted() -> None:
+    world = World()
+    ledger = world.ledger()
+    with contextlib.suppress(MemoryError), ledger.compute():
+        world.host(2)
+        raise MemoryError
+    with ledger.compute():
+        world.host(1)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"compute": 3}
+    assert account.steps == 1
+
+
+@pytest.mark.parametrize("name", ["compute", "unattributed", "coffee"])
+def test_only_phases_can_be_said(name: str) -> None:
+    with pytest.raises(ValueError, match="is not a phase"), World().ledger().phase(name):
+        pass
+
+
+def test_steps_do_not_nest() -> None:
+    ledger = World().ledger()
+    with ledger.compute(), pytest.raises(RuntimeError, match="does not nest"), ledger.compute():
+        pass
+
+
+def test_what_is_kept_between_windows_is_bounded() -> None:
+    world = World()
+    ledger = world.ledger()
+    most = 0
+    for _ in range(20_000):
+        with ledger.compute():
+            world.host(0.001)
+        most = max(most, len(ledger._host_changes) + len(ledger._device_changes) + len(ledger._pending))
+    assert most < 10_000
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"compute": pytest.approx(20)}
+    assert account.steps == 20_000
+
+
+def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
+    started_s = time.perf_counter()
+    ledger = Ledger(HostClock(), started_s=started_s)
+    accounts = []
+    for step in range(2_000):
+        with ledger.phase("input_wait"):
+            sum(range(20))
+        with ledger.compute():
+            sum(range(200))
+        if step % 500 == 499:
+            accounts.append(ledger.window(0.0))
+    accounts.append(ledger.finish())
+    ended_s = time.perf_counter()
+    closed = [account for account in accounts if account is not None]
+    assert sum(account.steps for account in closed) == 2_000
+    assert set().union(*(account.phases for account in closed)) == {
+        "startup", "input_wait", "compute", "unattributed",
+    }  # fmt: skip
+    assert closed[0].start_s == started_s
+    assert closed[-1].end_s <= ended_s
+    for account in closed:
+        assert math.isclose(sum(account.phases.values()), account.wall_s, rel_tol=1e-9)
+
+
+def test_a_device_clock_that_drifts_is_followed() -> None:
+    """50 ppm over a day is 4 s; the account must not lose them, and the steps must stay where they were."""
+    for fast in (5e-5, -5e-5):
+        world = World(fast=fast)
+        ledger = world.ledger()
+        spent: collections.Counter[str] = collections.Counter()
+        for _ in range(20_000):
+            with ledger.compute():
+                world.host(0.5)
+                world.device(2.5)
+            with ledger.phase("input_wait"):
+                world.host(4.0)
+            if (account := ledger.window()) is not None:
+                spent.update(account.phases)
+        assert spent["compute"] == pytest.approx(20_000 * 3.0, rel=2e-4)
+        assert spent["input_wait"] == pytest.approx(20_000 * 1.5, rel=2e-4)
+
+
+# --- the property -------------------------------------------------------------------------------------------------
+
+seconds = st.integers(0, 6)
+simple = st.one_of(
+    st.tuples(st.just("host"), seconds),
+    st.tuples(st.just("device"), seconds),
+    st.tuples(st.just("window"), seconds),
+)
+
+
+def within_step(children: st.SearchStrategy[list]) -> st.SearchStrategy[tuple]:
+    return st.tuples(st.just("phase"), st.sampled_from(sorted(SAYABLE)), children)
+
+
+in_phases = st.recursive(
+    st.lists(simple, max_size=4),
+    lambda children: st.lists(st.one_of(simple, within_step(children)), max_size=4),
+    max_leaves=12,
+)
+steps = st.tuples(st.just("compute"), st.booleans(), in_phases)
+programs = st.recursive(
+    st.lists(st.one_of(simple, steps), max_size=4),
+    lambda children: st.lists(st.one_of(simple, steps, within_step(children)), max_size=6),
+    max_leaves=30,
+)
+
+
+class Oracle:
+    """Runs a program in whole seconds and keeps, for each second, what the thread said and what the device did."""
+
+    def __init__(self, world: World, ledger: Ledger, startup_s: int) -> None:
+        self.world, self.ledger = world, ledger
+        self.said = ["startup"] * startup_s
+        self.saying: list[str] = []
+        self.label: str | None = None
+        self.busy: list[tuple[float, float, str]] = []
+        self.ended: list[float] = []
+        self.spoke = False
+        self.accounts: list[Account] = []
+
+    def run(self, program: list[tuple]) -> None:
+        for what, *rest in program:
+            getattr(self, what)(*rest)
+
+    def host(self, took_s: int) -> None:
+        self.world.host(took_s)
+        silent = "unattributed" if self.spoke else "startup"
+        self.said += [self.saying[-1] if self.saying else silent] * took_s
+
+    def device(self, took_s: int) -> None:
+        self.world.device(took_s)
+
+    def window(self, min_s: int) -> None:
+        since_s = self.accounts[-1].end_s if self.accounts else 0
+        account = self.ledger.window(min_s)
+        assert (account is None) == (self.world.now_s - since_s < min_s)
+        if account is not None:
+            self.accounts.append(account)
+
+    def phase(self, name: str, inside: list[tuple]) -> None:
+        interrupted = self.label
+        if interrupted is not None:
+            self.busy[-1] = (self.busy[-1][0], self.world.reached_s(), interrupted)
+            self.label = None
+        with self.ledger.phase(name):
+            self.spoke = True
+            self.saying.append(name)
+            self.run(inside)
+            self.saying.pop()
+        if interrupted is not None:
+            self.label = interrupted
+            self.busy.append((self.world.reached_s(), math.inf, interrupted))
+
+    def compute(self, again: bool, inside: list[tuple]) -> None:
+        self.label = "recovery" if again else "compute"
+        self.busy.append((self.world.reached_s(), math.inf, self.label))
+        with self.ledger.compute(again=again):
+            self.spoke = True
+            self.saying.append("host")
+            self.run(inside)
+            self.saying.pop()
+        self.busy[-1] = (self.busy[-1][0], self.world.reached_s(), self.label)
+        self.label = None
+        self.ended.append(self.world.reached_s())
+
+    def label_at(self, second: int) -> str:
+        for start_s, end_s, label in self.busy:
+            if start_s <= second < end_s:
+                return label
+        return self.said[second]
+
+
+@settings(max_examples=400, deadline=None)
+@given(programs, st.integers(0, 3), st.integers(1, 3))
+def test_accounts_are_what_an_oracle_says_second_by_second(program: list[tuple], startup_s: int, devices: int) -> None:
+    world = World()
+    world.host(startup_s)
+    oracle = Oracle(world, world.ledger(devices=devices), startup_s)
+    oracle.run(program)
+    oracle.host(1 + int(max(0, world.device_free_s - world.now_s)))  # waits for the device
+    last = oracle.ledger.finish()
+    accounts = oracle.accounts + ([] if last is None else [last])
+
+    at_s = 0.0
+    for account in accounts:
+        assert account.start_s == at_s
+        at_s = account.end_s
+        assert account.wall_s == account.end_s - account.start_s
+        labels = collections.Counter(map(oracle.label_at, range(int(account.start_s), int(account.end_s))))
+        assert account.phases == {label: count * devices for label, count in labels.items()}
+    assert at_s == world.now_s
+    assert sum(account.steps for account in accounts) == len(oracle.ended)
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs, st.floats(-1e3, 1e3), st.floats(-0.5, 0.5))
+def test_no_clock_of_the_device_makes_time_negative_or_lost(program: list[tuple], offset_s: float, fast: float) -> None:
+    world = World(offset_s=offset_s, fast=fast)
+    oracle = Oracle(world, world.ledger(), 0)
+    oracle.run(program)
+    oracle.host(1 + int(max(0, world.device_free_s - world.now_s)))
+    last = oracle.ledger.finish()
+    accounts = oracle.accounts + ([] if last is None else [last])
+
+    at_s = 0.0
+    for account in accounts:
+        assert account.start_s == at_s
+        at_s = account.end_s
+        assert set(account.phases) <= set(PHASES)
+        assert all(took_s > 0 for took_s in account.phases.values())
+        assert math.isclose(sum(account.phases.values()), account.wall_s, rel_tol=1e-9, abs_tol=1e-9)
+    assert at_s == world.now_s
+    assert sum(account.steps for account in accounts) == len(oracle.ended)
