@@ -182,7 +182,7 @@ class Ledger:
         self._pending.append(_Pending(self._clock.mark(), issued_s, label, ends_step))
 
     def _calibrate(self) -> None:
-        """Once a second, asks for a step's first mark at once: an idle device has reached it, and that bounds it well."""
+        """Once a second, asks for a step's first mark at once: an idle device has reached it, which bounds it."""
         if self._pending[-1].issued_s - self._calibrated_s < _CALIBRATE_EVERY_S:
             return
         for _ in range(_CALIBRATE_QUESTIONS):
@@ -205,7 +205,6 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             at_s = min(max(said_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = at_s - said_s
-            self._not_before_s = at_s  # marks come in order: the next one is not before this one
             self._device_changes.append((at_s, first.label, first.ends_step))
 
     def _settle(self) -> None:

@@ -25,6 +25,7 @@ class World:
         self.offset_s, self.fast = offset_s, fast
         self.marks: list[float] = []
         self.resolved = 0
+        self.questions = 0
 
     def now(self) -> float:
         return self.now_s
@@ -46,6 +47,7 @@ class World:
 
     def resolve(self, mark: int) -> float | None:
         assert mark == self.resolved, "marks must be resolved in order"
+        self.questions += 1
         at_s = self.marks[mark]
         if at_s > self.now_s:
             return None
@@ -275,6 +277,35 @@ def test_a_device_clock_that_drifts_is_followed() -> None:
                 spent.update(account.phases)
         assert spent["compute"] == pytest.approx(20_000 * 3.0, rel=2e-4)
         assert spent["input_wait"] == pytest.approx(20_000 * 1.5, rel=2e-4)
+
+
+def test_a_clock_that_lags_is_followed_while_the_device_is_never_out_of_work() -> None:
+    world = World(fast=-0.01)
+    ledger = world.ledger()
+    for _ in range(1_000):
+        with ledger.compute():
+            world.device(1.0)
+    for _ in range(950):
+        world.host(1.0)
+        account = ledger.window()
+        assert account is not None
+        assert account.phases == {"compute": 1.0}
+    world.host(200)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases["compute"] == pytest.approx(50, abs=1.6)  # a step, and the lag of the last 50
+
+
+def test_a_device_with_work_in_its_queue_is_hardly_asked() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.compute():
+        world.device(100_000)
+    for _ in range(1_000):
+        with ledger.compute():
+            world.host(10)
+            world.device(10)
+    assert world.questions <= 2 * 1_000
 
 
 # --- the property -------------------------------------------------------------------------------------------------
