@@ -1,0 +1,220 @@
+"""What a person sees of a run on the terminal: live while it trains, `stoker why` and the scores afterwards.
+
+On a terminal the last lines move (rich); into a file or a pipe, or with TERM=dumb, whole lines are written and nothing
+else: no control characters, at most one line of progress in ten seconds. NO_COLOR takes the colours away. Whatever is
+shown here is also in the run's records, by the caller; so a screen that cannot be written to (a full disk under the
+log, a closed terminal) is noted in `lost` and never ends a training.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stoker.metrics import TWELVE, Metrics
+from stoker.records import StepWindow
+from stoker.report import format as fmt
+from stoker.report.console import as_plain, can_move, make_console, plain_text, print_parts, table
+
+PLAIN_EVERY_S = 10.0
+"""Least time between two lines of progress where the screen is not a terminal."""
+
+
+class Screen:
+    """The screen of a training. A context manager: it gives the terminal back whatever happens inside.
+
+    Safe from several threads. live: moving lines; default: when `file` is a terminal that can move its cursor.
+    clock: seconds, replaced in tests. width: columns, replaced in tests.
+    """
+
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        width: int | None = None,
+    ) -> None:
+        self._file = sys.stdout if file is None else file
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._next_line_s = clock()
+        self.lost: OSError | None = None
+        """Why something could not be shown, the last time."""
+        self.is_live = can_move(self._file) if live is None else live
+        self._console = make_console(self._file, terminal=self.is_live, width=width)
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def note(self, text: str) -> None:
+        """Something happened that a person wants to know."""
+        self._show(plain_text(text))
+
+    def warning(self, text: str) -> None:
+        """Something is wrong, and the run goes on."""
+        self._show(Text.assemble(("warning: ", "bold yellow"), plain_text(text)))
+
+    def settings(self, rows: Iterable[tuple[str, object, str | None]]) -> None:
+        """All settings: (name, value, why stoker chose it; None where the user did)."""
+        rendered = table("setting", "value", "why")
+        for name, value, reason in rows:
+            style = "bold" if reason is None else ""
+            why = plain_text("set by you" if reason is None else reason, "dim")
+            rendered.add_row(plain_text(name, style), plain_text(_value(value), style), why)
+        self._show(rendered)
+
+    def progress(
+        self,
+        window: StepWindow,
+        *,
+        done: float,
+        total_steps: int | None,
+        eta_s: float | None,
+        memory: tuple[int, int] | None,
+    ) -> None:
+        """How far the run is. done: 0 … 1; total_steps: None where the length is a time; memory: used, total bytes."""
+        step = f"step {window.step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")
+        details = " · ".join(_details(window, memory))
+        with self._lock:
+            if self.is_live:
+                self._move(_moving_lines(step, done, eta_s, details))
+            elif self._clock() >= self._next_line_s:
+                self._next_line_s = self._clock() + PLAIN_EVERY_S
+                eta = [f"ETA {fmt.duration(eta_s)}"] if eta_s is not None else []
+                self._show(plain_text(" · ".join([f"{step} ({fmt.share(done)})", details, *eta])))
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """The scores of an evaluation in one line."""
+        self._show(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
+
+    def finished(self, lines: Iterable[str]) -> None:
+        """The last words; moving lines are taken away first."""
+        self._stop_moving()
+        for line in lines:
+            self.note(line)
+
+    def close(self) -> None:
+        """Gives the terminal back. A stream that still cannot be written is replaced, so that Python can exit."""
+        self._stop_moving()
+        try:
+            self._file.flush()
+        except OSError as error:
+            self.lost = error
+            _discard(self._file)
+
+    def _show(self, renderable: RenderableType) -> None:
+        with self._lock, self._losing():
+            if self.is_live:
+                self._console.print(renderable)
+            else:
+                self._file.write(as_plain(renderable) + "\n")
+                self._file.flush()
+
+    def _move(self, lines: RenderableType) -> None:
+        with self._losing():
+            if self._live is None:
+                # no thread of its own: lines change when there is news, and the training keeps its processor
+                self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+                                  redirect_stderr=False)  # fmt: skip
+                self._live.start()
+            self._live.update(lines, refresh=True)
+
+    def _stop_moving(self) -> None:
+        with self._lock, self._losing():
+            live, self._live = self._live, None
+            if live is not None:
+                live.stop()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """A screen that fails must not end the run: its records say the same."""
+        try:
+            yield
+        except OSError as error:
+            self.lost = error
+
+
+def score_line(metrics: Metrics) -> str:
+    """The scores that are compared most, in a line."""
+    names = (("AP", "ap"), ("AP50", "ap50"), ("AP75", "ap75"), ("small", "ap_small"), ("medium", "ap_medium"),
+             ("large", "ap_large"), ("AR100", "ar100"))  # fmt: skip
+    return " · ".join(f"{title} {fmt.metric(getattr(metrics, name))}" for title, name in names)
+
+
+_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
+           "AR 1", "AR 10", "AR 100", "AR small", "AR medium", "AR large")  # fmt: skip
+
+
+def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """The twelve COCO numbers, and a table of the classes, the best first."""
+    numbers = table("", "", "", "", header=False)
+    half = len(TWELVE) // 2
+    for pair in zip(range(half), range(half, len(TWELVE)), strict=True):
+        numbers.add_row(*(cell for n in pair for cell in (_TITLES[n], fmt.metric(getattr(metrics, TWELVE[n])))))
+    classes = table("class", "AP", "AP50", "boxes", right=(1, 2, 3))
+    for row in sorted(metrics.per_class, key=lambda c: -1.0 if c.ap is None else c.ap, reverse=True):
+        classes.add_row(plain_text(row.name), fmt.metric(row.ap), fmt.metric(row.ap50), fmt.count(row.boxes))
+    unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
+    counts = (
+        f"{fmt.plural(metrics.pictures, 'picture')}{unread}, {fmt.plural(metrics.boxes, 'box', 'boxes')}, "
+        f"{fmt.plural(metrics.detections, 'detection')}"
+    )
+    print_parts([counts, "", numbers, "", classes], file, width=width)
+
+
+def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str]:
+    """The parts of a line of progress; what is not known is left out."""
+    parts = ", ".join(f"{name} {fmt.number(value)}" for name, value in window.losses.items() if name != "total")
+    if "total" in window.losses:
+        yield f"loss {fmt.number(window.losses['total'])}" + (f" ({parts})" if parts else "")
+    if window.skipped:
+        yield f"{fmt.plural(window.skipped, 'step')} skipped"
+    if window.rate is not None:
+        yield f"rate {window.rate:.3g}"
+    if window.wall_s > 0:
+        yield f"{fmt.number(window.pictures / window.wall_s)} img/s"
+        yield f"device busy {fmt.share(window.phases.get('compute', 0.0) / (window.wall_s * window.devices))}"
+    if memory is not None:
+        yield f"memory {fmt.memory(*memory)}"
+
+
+def _moving_lines(step: str, done: float, eta_s: float | None, details: str) -> RenderableType:
+    line = Table.grid(padding=(0, 2, 0, 0))
+    eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
+    line.add_row(Text(step, "bold"), ProgressBar(total=1.0, completed=done, width=30), fmt.share(done), eta)
+    return Group(line, plain_text(details))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple | list):
+        return " ".join(_value(item) for item in value)
+    return str(value)
+
+
+def _discard(file: TextIO) -> None:
+    """Points a stream nowhere: what is left in its buffer would fail again when Python exits, with exit code 120."""
+    with contextlib.suppress(OSError, ValueError):  # no file beneath it, or closed: nothing is left to fail
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
