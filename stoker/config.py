@@ -26,8 +26,8 @@ AUTO: Any = None
 class DataSettings:
     """What is read, and what is done to a picture before the model sees it."""
 
-    data: str = AUTO
-    """Folder or file of the data set, or `demo`."""
+    data: Annotated[str, Parameter(parse=False)] = AUTO
+    """Folder or file of the data set, or `demo`; the command's argument."""
     format: Literal["coco", "voc"] = AUTO
     """How the annotations are written, where stoker's own finding is wrong."""
     val_fraction: float = AUTO
@@ -229,7 +229,7 @@ class Duration:
 
 
 def parse_duration(text: str, flag: str = "for") -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError that names the flag."""
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. ConfigError names the flag."""
     match = _DURATION.match(text)
     valid = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
     if match is None:
@@ -309,3 +309,8 @@ def check(config: Config) -> None:
 
 def _flag(name: str) -> str:
     return name.rstrip("_").replace("_", "-")
+
+
+def rows_of(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:
+    """(flag, value, why stoker chose it or None where the user did) of every set field, for the screen and reports."""
+    return [(_flag(name), value, reasons.get(name)) for name, value in config.set_fields().items()]

@@ -4,8 +4,8 @@
                               state.pt              the rest that an exact continuation needs
                               manifest.json         sizes and SHA-256 of both, written last
 
-The training thread only starts the copies to the host; a thread of `Writer` waits for them and writes. A save that fails
-(a full disk) is reported and training goes on with the checkpoints it has.
+The training thread only starts the copies to the host; a thread of `Writer` waits for them and writes. A save that
+fails (a full disk) is reported and training goes on with the checkpoints it has.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from stoker.device import Device, Ready
+from stoker.device import Ready, SideStream
 from stoker.errors import CheckpointError
 from stoker.records import CHECKPOINTS, sync_folder, write_whole
 
@@ -58,15 +58,16 @@ class Snapshot:
 
 
 def snapshot(
-    device: Device, *, step: int, card: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
+    stream: SideStream, *, step: int, card: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
 ) -> Snapshot:
-    """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`.
+    """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`; on
+    one stream a later one covers those before.
 
     weights: of the file to use; state: any tree of dicts, lists, numbers and tensors.
     """
     tensors: list[Tensor] = list(weights.values())
     _walk(state, tensors.append)
-    copies, ready = device.make_stream().to_host(tensors)
+    copies, ready = stream.to_host(tensors)
     copied = dict(zip(weights, copies, strict=False))
     remaining = iter(copies[len(weights) :])
     return Snapshot(step, card, copied, _map(state, lambda _: next(remaining)), ready)
@@ -87,9 +88,9 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Writer:
-    """Writes snapshots on its own thread, one at a time. `report(kind, text, step)` is called from that thread."""
+    """Writes snapshots on its own thread, one at a time. `report(kind, text)` is called from that thread."""
 
-    def __init__(self, run: Path, report: Callable[[str, str, int], None]) -> None:
+    def __init__(self, run: Path, report: Callable[[str, str], None]) -> None:
         self._run = run
         self._report = report
         self._thread: threading.Thread | None = None
@@ -121,7 +122,7 @@ class Writer:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # carried to the training thread by `wait`
+            except BaseException as error:  # noqa: BLE001  # carried to the training thread by `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="stoker-checkpoint")
@@ -160,11 +161,11 @@ class Writer:
             shutil.rmtree(beside, ignore_errors=True)
             self._failed(error, snapshot.step)
         else:
-            self._report("checkpoint", f"saved {final.relative_to(self._run)}", snapshot.step)
+            self._report("checkpoint", f"saved {final.relative_to(self._run)}")
 
     def _failed(self, error: OSError, step: int) -> None:
         text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
-        self._report("checkpoint_failed", text, step)
+        self._report("checkpoint_failed", text)
 
 
 def _folders(run: Path) -> list[Path]:
@@ -180,10 +181,10 @@ class Loaded:
     state: dict[str, Any]
 
 
-def load_newest(run: Path, report: Callable[[str, str, int], None]) -> Loaded | None:
+def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
     """The newest checkpoint whose checksums hold; damaged ones are reported and passed over. None when there is none.
 
-    Raises CheckpointError when there are checkpoints and every one is damaged: starting over in silence would cost days.
+    Raises CheckpointError when there are checkpoints and all are damaged: starting over in silence would cost days.
     """
     folders = _folders(run)
     reasons = []
@@ -192,7 +193,7 @@ def load_newest(run: Path, report: Callable[[str, str, int], None]) -> Loaded | 
             return _load(folder)
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error.cause}")
-            report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before", -1)
+            report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before")
     if folders:
         raise CheckpointError(
             "Every checkpoint of the run is damaged.",

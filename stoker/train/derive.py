@@ -105,7 +105,7 @@ def _recipe(filling: _Filling, device: Device) -> str:
     if asked_model is None and weights not in (None, "none", "coco", "imagenet"):
         architecture = architecture_of(weights)
         if architecture is not None:
-            filling.put("model", architecture, f"the weights file is of that architecture")
+            filling.put("model", architecture, "the weights file is of that architecture")
     if asked_model is None and weights in ("coco", "imagenet") and device.is_cpu:
         least = "retinanet_mobilenet_v2_fpn" if weights == "imagenet" else "retinanet_resnet50_fpn"
         filling.put("model", least, f"the smallest model with {weights} weights")

@@ -1,0 +1,177 @@
+"""The command line: one function per command, which imports what it needs when it runs.
+
+So `stoker --help` and `stoker why` start at once, also where torch is absent. Errors of the exception tree become a
+message and their exit code; anything else is a bug and keeps its traceback.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from stoker.config import Config
+from stoker.errors import StokerError
+
+app = App(
+    name="stoker",
+    help="Trains object detectors on cloud GPUs at full utilisation, and says where every GPU-second went.",
+    version_flags=["--version"],
+    help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 pre-flight "
+    "failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 saved and stopped: run me again.",
+    default_parameter=Parameter(negative=()),
+)
+
+
+@app.command(sort_key=1)
+def train(
+    data: str | None = None,
+    /,
+    *,
+    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
+    run: Annotated[str | None, Parameter(group="Run")] = None,
+    resume: Annotated[str | None, Parameter(group="Run")] = None,
+) -> None:
+    """Trains a detector. What is not set is derived from the data and the device, and printed with its reason.
+
+    The same command again continues an unfinished run, and starts a new one after a finished one.
+
+    Parameters
+    ----------
+    data
+        Folder or file with labelled pictures (COCO JSON, Pascal VOC), or `demo`: pictures that stoker draws itself.
+    run
+        Folder of the run; default `runs/<data>-<model>-<n>`.
+    resume
+        An unfinished run to continue with its own settings; DATA is not needed then.
+    """
+    from stoker.train.loop import train as train_loop
+
+    if data is None and resume is None:
+        from stoker.errors import UsageError
+
+        raise UsageError("What should be trained on?", choices=("a folder", "a COCO .json file", "demo"),
+                         fix="stoker train demo")  # fmt: skip
+    asked = config if data is None else config.replace(data=data)
+    result = train_loop(asked, run=run, resume=resume)
+
+    from stoker.report.terminal import print_metrics
+
+    print_metrics(result.metrics)
+    print(f"results: {result.run} (`stoker why {result.run}` says where the time went)")
+    print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
+
+
+@app.command(name="eval", sort_key=3)
+def evaluate(
+    run: str,
+    data: str | None = None,
+    /,
+    *,
+    split: str = "val",
+    format: str | None = None,
+    batch: int = 8,
+    device: str | None = None,
+    json: bool = False,
+) -> None:
+    """Scores a run's best weights: the twelve COCO numbers, and AP by class.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors file that stoker saved.
+    data
+        Data set; default: the one the run was trained on.
+    split
+        train, val or test.
+    format
+        coco or voc, where stoker's own finding is wrong.
+    batch
+        Pictures per forward pass.
+    device
+        cpu, cuda …; default: the accelerator that torch finds, else the cpu.
+    json
+        Print the numbers as JSON.
+    """
+    import msgspec
+
+    from stoker.report.terminal import print_metrics
+    from stoker.use import evaluate_run
+
+    metrics = evaluate_run(Path(run), data, split=split, format=format, batch=batch, device=device)
+    if json:
+        print(msgspec.json.encode(metrics).decode())
+    else:
+        print_metrics(metrics)
+
+
+@app.command(sort_key=4)
+def predict(
+    run: str,
+    pictures: Annotated[list[str], Parameter(consume_multiple=True)],
+    /,
+    *,
+    conf: float = 0.3,
+    iou: float = 0.5,
+    out: Path = Path("predictions"),
+    device: str | None = None,
+) -> None:
+    """Finds objects in pictures; writes the pictures with boxes drawn, and predictions.json.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors file that stoker saved.
+    pictures
+        Files, folders or patterns such as 'shots/*.jpg'.
+    conf
+        Least score of a box, 0 … 1.
+    iou
+        Of two boxes of a class that overlap more than this, the weaker is dropped.
+    out
+        Folder for the results; the originals are never touched.
+    device
+        cpu, cuda …; default: the accelerator that torch finds, else the cpu.
+    """
+    from stoker.use import predict_run
+
+    for line in predict_run(Path(run), pictures, conf=conf, iou=iou, out=out, device=device):
+        print(line)
+
+
+@app.command(sort_key=2)
+def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
+    """Says where the time of a run went, live or finished, largest loss first.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    price
+        Money per device-hour; default: the price that the run was given.
+    json
+        Print everything as JSON.
+    """
+    from stoker.report.terminal import print_why, why_as_dict
+    from stoker.report.why import gather
+
+    found = gather(run, price)
+    if json:
+        import msgspec
+
+        print(msgspec.json.encode(why_as_dict(found)).decode())
+    else:
+        print_why(found)
+
+
+def main() -> None:
+    """The entry point; never returns."""
+    try:
+        app()
+    except StokerError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stoker: interrupted a second time; what was saved before is in the run", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)

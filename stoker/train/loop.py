@@ -1,0 +1,363 @@
+"""The one training loop, top to bottom: a step, then whatever is due after it.
+
+Nothing in a step waits for the device: losses and norms are summed on it (`Meter`) and read once their copy is there.
+The ledger is told what the thread does; steps.jsonl gets a line per second. What a step decides is `optim.py`, what is
+due at the start is `start.py`. Errors end the run as the exception tree says; a signal saves first and exits with 75.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from torch import Tensor
+
+from stoker.batch import Batch
+from stoker.config import Config, Duration, parse_duration, rows_of
+from stoker.data.augment import flip
+from stoker.data.loader import Loader, box_slots
+from stoker.device import Ready, out_of_memory_as_error
+from stoker.diagnose.rules import diagnose
+from stoker.errors import DivergedError, Preempted, StokerError, UsageError
+from stoker.evaluate import evaluate
+from stoker.measure.ledger import Ledger
+from stoker.measure.witness import Witness
+from stoker.metrics import Metrics
+from stoker.models import Detector
+from stoker.records import BEST, FINAL, FINDINGS, STEPS, StepWindow, locked, write_whole
+from stoker.report.tensorboard import Board
+from stoker.report.terminal import Screen
+from stoker.train import checkpoint, start
+from stoker.train.optim import Reading, Stepper, rate_at
+from stoker.train.recover import Stop, stop_on_signals
+from stoker.train.start import Job
+
+WINDOW_S = 1.0
+NAMED = 8
+"""Pictures that an error names at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished training leaves."""
+
+    run: Path
+    steps: int
+    metrics: Metrics
+    """Of the final weights, on the validation split."""
+
+
+def train(asked: Config, *, run: str | None = None, resume: str | None = None) -> Result:
+    """Trains until the asked length is reached.
+
+    run: folder of the run (`--run`); resume: an unfinished run to continue, with its own settings. Raises StokerError;
+    `Preempted` after a signal, when everything is saved.
+    """
+    started_s = time.perf_counter() - (time.time() - psutil.Process().create_time())
+    with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
+        if resume is not None:
+            if asked.set_fields():
+                raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
+            path, asked = start.resume_from(resume)
+            said: list[str] = []
+        else:
+            path, said = start.choose_run(asked, run)
+        if path is not None and not stack.enter_context(locked(path)):
+            if run is not None or resume is not None:
+                raise UsageError("Another process is training this run.", place=path)
+            said, path = [f"{path} has the same settings and is being trained: starting a new run"], None
+        early: list[tuple[str, str]] = [("note", line) for line in said]
+        job: Job | None = None
+
+        def say(kind: str, text: str) -> None:
+            """A line for the person and the same line in the run's events."""
+            (screen.warning if kind in WARNINGS else screen.note)(text)
+            if job is None:
+                early.append((kind, text))
+            else:
+                job.folder.event(kind, text, step=job.step)
+
+        for line in said:
+            screen.note(line)
+        with out_of_memory_as_error("building the model"):
+            job = start.prepare(asked, path, run, say, lambda config, why: screen.settings(rows_of(config, why)))
+        for kind, text in early:
+            job.folder.event(kind, text)
+        stack.callback(job.folder.close)
+        stack.callback(job.loader.close)
+        if path is None:
+            stack.enter_context(locked(job.folder.path))
+        try:
+            with out_of_memory_as_error("training"):
+                metrics = Training(job, screen, stop, started_s, say).run()
+        except StokerError as error:
+            kind = "preempted" if isinstance(error, Preempted) else "failed"
+            job.folder.event(kind, str(error), step=job.step, exit_code=error.exit_code)
+            raise
+        except BaseException as error:
+            job.folder.event("failed", f"{type(error).__name__}: {error}", step=job.step)
+            raise
+        write_whole(job.folder.path / FINDINGS, msgspec.json.encode(diagnose(job.folder.path)))
+        return Result(job.folder.path, job.step, metrics)
+
+
+WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"})
+
+
+class Training:
+    """The state of the loop between steps."""
+
+    def __init__(self, job: Job, screen: Screen, stop: Stop, started_s: float, say: start.Say) -> None:
+        self.job = job
+        self.screen = screen
+        self.stop = stop
+        self.say = say
+        run, optim = job.config.run, job.config.optim
+        self.ledger = Ledger(job.device.make_clock(), started_s=started_s)
+        self.board = Board(job.folder.path, purge_step=job.step)
+        self.stream = job.device.make_stream()
+        self.length = parse_duration(run.for_)
+        self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch, job)
+        self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch, job)
+        self.parts = optim.accumulate
+        self.copying: Ready | None = None
+        self.reading: tuple[list[Tensor], Ready, int] | None = None
+        self.read_steps = job.step
+        self.window_s = time.perf_counter()
+        self.saved_step = -1
+        self.rate = 0.0
+
+    def run(self) -> Metrics:
+        """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
+        job = self.job
+        with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
+            while self.progress() < 1:
+                self.step()
+                self.read()
+                if self.stop.requested:
+                    self.preempt()
+                if self.save_due.now():
+                    self.save()
+                if self.eval_due.now() and self.progress() < 1:
+                    self.score()
+            self.save()
+            metrics = self.score(final=True)
+            self.read(wait=True)
+            job.writer.wait()
+        job.folder.event("finished", f"{job.step:,} steps", step=job.step, metrics=msgspec.to_builtins(metrics))
+        return metrics
+
+    def step(self) -> None:
+        """One optimizer step: its pictures, forward, losses, backward, the weights' move."""
+        job, config = self.job, self.job.config
+        began = time.perf_counter()
+        with self.ledger.phase("input_wait"):
+            batch = next(job.loader)
+        with self.ledger.compute(again=job.step < job.redo_until):
+            if self.copying is not None:  # a snapshot is being copied: the weights may move only after it
+                self.copying.block_device()
+                self.copying = None
+            batch = flip(batch, config.data.flip)
+            losses = forward_backward(
+                job.model, job.stepper, batch, self.parts, job.device.autocast(config.run.precision)
+            )
+            self.rate = rate_at(config.optim, job.step, self.progress())
+            norm, bad = job.stepper.step(self.rate, job.step)
+            job.meter.add(losses, norm, bad, job.step)
+        job.step += 1
+        job.trained_s += time.perf_counter() - began
+
+    def progress(self) -> float:
+        """Share of the length that is done, 0 … 1."""
+        if self.job.total_steps is not None:
+            return self.job.step / self.job.total_steps
+        return self.job.trained_s / (60 * self.length.value)
+
+    def read(self, *, wait: bool = False) -> None:
+        """Writes a window's line once a second, with the losses of the steps whose copy has arrived."""
+        job = self.job
+        if self.reading is None:
+            if not wait and time.perf_counter() - self.window_s < WINDOW_S:
+                return
+            self.window_s = time.perf_counter()
+            tensors, ready = self.stream.to_host(job.meter.take())
+            self.reading = (tensors, ready, job.step - self.read_steps)
+            self.read_steps = job.step
+        tensors, ready, steps = self.reading
+        if not wait and not ready.done():
+            return
+        ready.wait()
+        self.reading = None
+        account = self.ledger.finish() if wait else self.ledger.window(0.0)
+        reading = job.meter.read(tensors, steps)
+        if account is not None and account.wall_s > 0:
+            window = StepWindow(
+                t=time.time(),
+                attempt=job.folder.attempt,
+                step=self.read_steps,
+                steps=steps,
+                pictures=steps * job.config.run.batch,
+                wall_s=account.wall_s,
+                devices=1,
+                phases=account.phases,
+                losses=reading.losses,
+                rate=self.rate,
+                grad_norm=reading.norm,
+                skipped=reading.skipped,
+                memory_peak_bytes=job.device.memory().peak,
+            )
+            job.folder.append(STEPS, window)
+            self.board.window(window)
+            self.show(window)
+        self.judge(reading)
+
+    def judge(self, reading: Reading) -> None:
+        """Ends a run that no longer learns anything."""
+        if reading.skipped:
+            self.say("warning", f"{reading.skipped} steps skipped: their gradients were not finite")
+        if reading.hopeless_at is None:
+            return
+        job, batch = self.job, self.job.config.run.batch
+        rows = job.loader.rows_of(reading.hopeless_at * batch, batch)
+        names = [str(job.index.path(row)) for row in rows]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        raise DivergedError(
+            f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step "
+            f"{reading.hopeless_at + 1:,}).",
+            place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
+            cause=f"a learning rate that is too high (it was {self.rate:.3g}), or broken boxes in these pictures",
+            fix=f"--rate {job.config.optim.rate / 3:.2g}, --clip 1, --precision fp32; the last checkpoint is sound",
+        )
+
+    def show(self, window: StepWindow) -> None:
+        done = self.progress()
+        left = None
+        if 0 < done < 1 and self.job.trained_s > 0:
+            left = self.job.trained_s * (1 - done) / done
+        memory = self.job.device.memory()
+        self.screen.progress(window, done=min(1.0, done), total_steps=self.job.total_steps, eta_s=left,
+                             memory=(memory.peak, memory.total))  # fmt: skip
+
+    def save(self) -> None:
+        """Starts saving a checkpoint; the files are written in the background."""
+        job = self.job
+        if self.saved_step == job.step:
+            return
+        with self.ledger.phase("checkpoint"):
+            job.writer.wait()
+            snapshot = self.snapshot()
+            job.writer.save(snapshot)
+        self.copying, self.saved_step = snapshot.ready, job.step
+        self.save_due.done()
+
+    def snapshot(self) -> checkpoint.Snapshot:
+        job = self.job
+        state: dict[str, Any] = {
+            "stepper": job.stepper.state_dict(),
+            "loader": job.loader.state_dict(),
+            "trained_s": job.trained_s,
+            "best_ap": job.best_ap,
+            "data": start.fingerprint(job),
+        }
+        job.card.step = job.step
+        weights = job.stepper.averaged.state_dict()
+        return checkpoint.snapshot(self.stream, step=job.step, card=job.card.header(), weights=weights, state=state)
+
+    def score(self, *, final: bool = False) -> Metrics:
+        """Evaluates the averaged weights on the validation split; keeps them when they are the best so far."""
+        job, config = self.job, self.job.config
+        with self.ledger.phase("eval"):
+            batches = Loader(
+                job.index,
+                job.val_rows,
+                device=job.device,
+                batch=max(1, config.run.batch // self.parts),
+                canvas=config.data.canvas,
+                resize=config.data.resize,
+                boxes=box_slots(job.index, job.val_rows),
+                seed=config.run.seed,
+                threads=config.run.threads,
+                train=False,
+            )
+            with contextlib.closing(batches):
+                pictures = self.until_stopped(batches)
+                metrics = evaluate(job.stepper.averaged, pictures, job.index, job.val_rows, job.device,
+                                   precision=config.run.precision)  # fmt: skip
+        ap = metrics.ap if metrics.ap is not None else 0.0
+        names = [FINAL] if final else []
+        if ap > job.best_ap:
+            job.best_ap = ap
+            names.append(BEST)
+        if names:
+            with self.ledger.phase("checkpoint"):
+                job.card.ap = metrics.ap
+                snapshot = self.snapshot()
+                job.writer.save_weights(snapshot, names)
+            self.copying = snapshot.ready
+        job.folder.event("evaluated", step=job.step, metrics=msgspec.to_builtins(metrics))
+        self.screen.evaluated(job.step, metrics)
+        self.board.metrics(job.step, metrics)
+        self.eval_due.done()
+        return metrics
+
+    def until_stopped(self, batches: Loader) -> Iterator[Batch]:
+        """The batches of an evaluation; a signal in the middle saves the training at once."""
+        for batch in batches:
+            if self.stop.requested:
+                self.preempt()
+            yield batch
+
+    def preempt(self) -> None:
+        """Saves and leaves with exit code 75."""
+        job = self.job
+        self.save()
+        job.writer.wait()
+        self.read(wait=True)
+        raise Preempted(f"Stopped by {self.stop.requested} at step {job.step:,}; everything is saved.",
+                        place=job.folder.path, fix=f"the same command, or `stoker train --resume {job.folder.path}`,"
+                        " continues")  # fmt: skip
+
+    def close(self) -> None:
+        """Lets a write that is under way end, whatever ended the training."""
+        self.job.writer.wait()
+
+
+def forward_backward(
+    model: Detector, stepper: Stepper, batch: Batch, parts: int, autocast: contextlib.AbstractContextManager[Any]
+) -> dict[str, Tensor]:
+    """Adds the gradients of a batch, taken in `parts` micro-batches. Returns the parts of the loss, scalars, summed."""
+    size = batch.images.shape[0] // parts
+    totals: dict[str, Tensor] = {}
+    for n in range(parts):
+        part = batch if parts == 1 else Batch(*(tensor[n * size : (n + 1) * size] for tensor in batch))
+        with autocast:
+            raw = model(part.images)
+        losses = {name: loss / parts for name, loss in model.loss(raw, part).items()}
+        stepper.backward(torch.stack(list(losses.values())).sum())
+        for name, loss in losses.items():
+            totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
+    return totals
+
+
+class Due:
+    """Whether something that happens every so often is due; a length of 0 never is."""
+
+    def __init__(self, every: Duration, pictures: int, batch: int, job: Job) -> None:
+        self._job = job
+        self._seconds = every.value * 60 if every.unit == "minutes" else 0.0
+        steps = {"steps": every.value, "epochs": every.value * pictures / batch, "minutes": 0.0}[every.unit]
+        self._steps = max(1, round(steps)) if steps else 0
+        self._last_s = time.perf_counter()
+
+    def now(self) -> bool:
+        if self._steps:
+            return self._job.step % self._steps == 0
+        return self._seconds > 0 and time.perf_counter() - self._last_s >= self._seconds
+
+    def done(self) -> None:
+        self._last_s = time.perf_counter()
