@@ -1,0 +1,156 @@
+"""The step: a reference that skips bad steps by an `if` is what the fused, waitless one must equal."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stoker.config import OptimSettings
+from stoker.device import Device
+from stoker.train.optim import FUSED_KINDS, Meter, Stepper, rate_at
+from stoker.waits import NoHostWaits
+
+CPU = Device(torch.device("cpu"))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+
+
+def settings(**changes: object) -> OptimSettings:
+    usual: dict[str, object] = {
+        "optimizer": "sgd", "rate": 0.1, "momentum": 0.9, "weight_decay": 0.01, "clip": 1.0, "ema": 0.0,
+        "max_skipped": 3, "schedule": "cosine", "warmup": 10,
+    }  # fmt: skip
+    return OptimSettings(**(usual | changes))  # type: ignore[arg-type]
+
+
+def pictures(step: int, *, bad: bool) -> Tensor:
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+    return torch.full_like(x, float("nan")) if bad else x
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "clip"), list(itertools.product(["sgd", "adamw"], ["fp32", "fp16"], [0.0, 1.0]))
+)
+def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float):
+    """20 steps of which three are not finite, the first among them, equal a reference that leaves those out."""
+    ours = Stepper(make_model(), settings(optimizer=optimizer, clip=clip), CPU, precision=precision)
+    theirs = make_model()
+    weights = [
+        p for m in theirs for n, p in m.named_parameters() if n == "weight" and not isinstance(m, nn.BatchNorm2d)
+    ]
+    rest = [p for p in theirs.parameters() if not any(p is w for w in weights)]
+    groups = [{"params": weights, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    reference: torch.optim.Optimizer
+    if optimizer == "sgd":
+        reference = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    else:
+        reference = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.999))
+    for step in range(20):
+        bad = step in (0, 7, 8)
+        x = pictures(step, bad=bad)
+        ours.backward(ours.model(x).square().mean())
+        norm, skipped = ours.step(0.05, step)
+        assert bool(skipped) == bad
+        if bad:
+            continue
+        reference.zero_grad()
+        theirs(x).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or float("inf"))
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+        reference.step()
+    for (name, a), b in zip(ours.model.state_dict().items(), theirs.state_dict().values(), strict=True):
+        if name != "1.num_batches_tracked":
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6, msg=name)
+
+
+def test_average_follows_the_good_weights():
+    stepper = Stepper(make_model(), settings(ema=0.5), CPU, precision="fp32")
+    expected = copy.deepcopy(stepper.model)
+    for step in range(30):
+        stepper.backward(stepper.model(pictures(step, bad=step == 4)).square().mean())
+        stepper.step(0.05, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        with torch.no_grad():
+            for a, p in zip(expected.parameters(), stepper.model.parameters(), strict=True):
+                a.lerp_(p, 1 - decay)
+    for a, b in zip(expected.parameters(), stepper.averaged.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    average, model = stepper.averaged[1], stepper.model[1]  # type: ignore[index]
+    assert torch.equal(average.running_mean, model.running_mean)
+    assert torch.isfinite(model.running_var).all()
+
+
+def test_state_continues_exactly():
+    one = Stepper(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    for step in range(5):
+        one.backward(one.model(pictures(step, bad=False)).square().mean())
+        one.step(0.01, step)
+    state, averaged = copy.deepcopy(one.state_dict()), copy.deepcopy(one.averaged.state_dict())
+    two = Stepper(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    two.load_state_dict(state, averaged)
+    for stepper in (one, two):
+        for step in range(5, 12):
+            stepper.backward(stepper.model(pictures(step, bad=step == 9)).square().mean())
+            stepper.step(0.01, step)
+    for a, b in zip(one.averaged.state_dict().values(), two.averaged.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_step_and_meter_never_wait_for_the_device(optimizer: str):
+    stepper = Stepper(make_model(), settings(optimizer=optimizer, ema=0.9), CPU, precision="fp16")
+    meter = Meter(CPU, limit=3)
+    x = pictures(0, bad=False)
+    for step in range(2):
+        with NoHostWaits():
+            loss = stepper.model(x).square().mean()
+            stepper.backward(loss)
+            norm, bad = stepper.step(0.1, step)
+            meter.add({"loss": loss}, norm, bad, step)
+
+
+def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stoker.train.optim.FUSED_KINDS", FUSED_KINDS - {"cpu"})
+    stepper = Stepper(make_model(), settings(), CPU, precision="fp32")
+    for step, bad in enumerate([False, True, False]):
+        before = copy.deepcopy(stepper.model.state_dict())
+        stepper.backward(stepper.model(pictures(step, bad=bad)).square().mean())
+        stepper.step(0.05, step)
+        same = [torch.equal(a, before[n]) for n, a in stepper.model.state_dict().items() if "num_batches" not in n]
+        assert all(same) if bad else not any(same)
+
+
+def test_meter_counts_good_steps_only_and_remembers_where_hope_ended():
+    meter = Meter(CPU, limit=3)
+    nan = torch.tensor(float("nan"))
+    for step, bad in enumerate([0, 1, 0, 1, 1, 1, 1]):
+        value = nan if bad else torch.tensor(float(step))
+        meter.add({"a": value, "b": torch.tensor(1.0) if not bad else nan}, value, torch.tensor(float(bad)), step)
+    reading = meter.read([t.clone() for t in meter.take()], 7)
+    assert reading.losses == {"a": 1.0, "b": 1.0, "total": 2.0}
+    assert (reading.norm, reading.skipped, reading.hopeless_at) == (1.0, 5, 5)
+    meter.add({"a": torch.tensor(4.0), "b": torch.tensor(0.0)}, torch.tensor(2.0), torch.tensor(0.0), 7)
+    assert meter.read(meter.take(), 1).losses["a"] == 4.0
+
+
+def test_schedules():
+    shape = {
+        name: [rate_at(settings(schedule=name, warmup=0), 100, progress / 10) / 0.1 for progress in range(11)]
+        for name in ("cosine", "step", "exponential", "constant")
+    }
+    assert shape["constant"] == [1.0] * 11
+    assert shape["step"] == pytest.approx([1] * 7 + [0.1] * 2 + [0.01] * 2)
+    assert shape["exponential"] == pytest.approx([100 ** (-n / 10) for n in range(11)])
+    assert shape["cosine"][0] == pytest.approx(1)
+    assert shape["cosine"][5] == pytest.approx(0.505)
+    assert shape["cosine"][10] == pytest.approx(0.01)
+    warm = [rate_at(settings(warmup=10), step, 0.0) for step in range(11)]
+    assert warm == sorted(warm)
+    assert warm[9] == pytest.approx(0.1)
