@@ -1,0 +1,12 @@
+"""Detectors: one table (`MODELS`, in `table.py`), `build`, `load_weights`.
+
+A detector is an nn.Module with three methods: `forward(images) -> Raw`, `loss(raw, batch) -> dict of scalars`,
+`decode(raw, content, scale, size) -> Detections`. Nothing in it makes the host wait for the device but the suppression
+in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `train/`; how it is scored is `evaluate.py`.
+"""
+
+from stoker.models.detections import Detections
+from stoker.models.retinanet import Raw
+from stoker.models.table import MODELS, Architecture, Detector, architecture, build
+
+__all__ = ["MODELS", "Architecture", "Detections", "Detector", "Raw", "architecture", "build"]

@@ -1,0 +1,101 @@
+"""From what a dense detector predicts to the boxes it stands by: best candidates, NMS, a fixed number of slots.
+
+Everything has fixed shapes except the suppression itself, whose result's length the host must know; that wait has the
+name "nms".
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchvision.ops import batched_nms
+
+from stoker.models.boxes import clip, decode
+from stoker.waits import allow_host_wait
+
+
+class Detections(NamedTuple):
+    """Detected boxes of B pictures in K slots each, best first."""
+
+    boxes: Tensor
+    """float32 [B, K, 4], xyxy in pixels of the original picture; zeros where not valid."""
+    scores: Tensor
+    """float32 [B, K], 0 … 1, falling; zero where not valid."""
+    labels: Tensor
+    """int64 [B, K], 0 … C-1; zero where not valid."""
+    valid: Tensor
+    """bool [B, K]; the valid slots come first."""
+
+
+class Candidates(NamedTuple):
+    """Boxes before suppression, those of all pyramid levels one after the other."""
+
+    boxes: Tensor
+    """float32 [B, N, 4], in pixels of the canvas, inside `content`."""
+    scores: Tensor
+    """float32 [B, N]; zero where the score is not above the threshold."""
+    labels: Tensor
+    """int64 [B, N]."""
+
+
+def candidates_of(
+    logits: Tensor,
+    deltas: Tensor,
+    anchors: Tensor,
+    levels: tuple[int, ...],
+    content: Tensor,
+    *,
+    score_threshold: float,
+    per_level: int,
+) -> Candidates:
+    """The `per_level` best scores of each pyramid level, decoded and clipped to `content` [B, 2].
+
+    logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; levels: how many of the A anchors each level
+    has. Logits are ranked as they are, since the sigmoid keeps their order: no fp32 copy of all of them is made.
+    """
+    classes = logits.shape[2]
+    values, indices, start = [], [], 0
+    for count in levels:
+        flat = logits[:, start : start + count].flatten(1)
+        value, index = flat.topk(min(per_level, flat.shape[1]), dim=1)
+        values.append(value)
+        indices.append(index + start * classes)
+        start += count
+    scores, index = torch.cat(values, dim=1).float().sigmoid(), torch.cat(indices, dim=1)
+    place = torch.div(index, classes, rounding_mode="floor")
+    chosen_deltas = deltas.gather(1, place[..., None].expand(-1, -1, 4)).float()
+    boxes = clip(decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4)), content)
+    return Candidates(boxes, torch.where(scores > score_threshold, scores, 0.0), index % classes)
+
+
+def suppress(candidates: Candidates, *, iou_threshold: float, slots: int) -> Detections:
+    """Non-maximum suppression within each class of each picture; the best `slots` that are left, best first.
+
+    Of two boxes of a class that overlap by more than `iou_threshold` the better stays. Waits for the host, by the name
+    "nms". The boxes stay in pixels of the canvas.
+    """
+    with allow_host_wait("nms"):
+        rows = [_suppress(*picture, iou_threshold, slots) for picture in zip(*candidates, strict=True)]
+    boxes, scores, labels = (torch.stack(column) for column in zip(*rows, strict=True))
+    return Detections(boxes, scores, labels, scores > 0)
+
+
+def _suppress(
+    boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    above = scores > 0
+    boxes, scores, labels = boxes[above], scores[above], labels[above]
+    keep = batched_nms(boxes, scores, labels, iou_threshold)[:slots]
+    empty = slots - keep.shape[0]
+    return (
+        functional.pad(boxes[keep], (0, 0, 0, empty)),
+        functional.pad(scores[keep], (0, empty)),
+        functional.pad(labels[keep], (0, empty)),
+    )
+
+
+def to_original(detections: Detections, scale: Tensor, size: Tensor) -> Detections:
+    """The same with boxes in pixels of the original pictures: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
+    per_side = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
+    return detections._replace(boxes=clip(detections.boxes / per_side, size))

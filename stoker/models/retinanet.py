@@ -1,0 +1,174 @@
+"""RetinaNet (arXiv 1708.02002): a feature pyramid, two towers of convolutions over every level, one box per anchor.
+
+`forward` predicts, `loss` compares with a batch, `decode` gives boxes: three steps that share only `Raw`. With the same
+weights, losses and detections are those of torchvision's RetinaNet, and so are the names in `state_dict`. The class
+head differs in channels: ours has one sigmoid per class and labels 0 … C-1; torchvision's COCO weights have 91, for
+labels 1 … 90 and an unused 0, so its label is our label + 1 where a file follows that custom (`weights.py` converts).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stoker.batch import Batch
+from stoker.config import ModelSettings
+from stoker.models.backbones import FeaturePyramid, Norm
+from stoker.models.boxes import cell_anchors, grid_anchors
+from stoker.models.detections import Detections, candidates_of, suppress, to_original
+from stoker.models.losses import box_loss, focal_loss
+from stoker.models.matching import match
+
+# Mean and standard deviation of ImageNet's pixels, 0 … 255: what torchvision's weights were trained with.
+PIXEL_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
+PIXEL_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
+
+PRIOR = 0.01
+"""Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
+
+
+class Raw(NamedTuple):
+    """What the network predicts for B pictures at A anchors, in the type it computed in."""
+
+    logits: Tensor
+    """[B, A, C], one sigmoid logit per class."""
+    deltas: Tensor
+    """[B, A, 4], boxes encoded relative to their anchors."""
+    anchors: Tensor
+    """float32 [A, 4], xyxy in pixels of the canvas."""
+    levels: tuple[int, ...]
+    """How many of the A anchors each pyramid level has, finest level first."""
+
+
+class Tower(nn.Module):
+    """Convolutions of one width, shared by all levels, and a last one to `outputs` numbers for each anchor of a place.
+
+    The last one is the child called `last`, as in torchvision. Levels, each [B, channels, h, w] → [B, A, outputs].
+    """
+
+    def __init__(
+        self, last: str, channels: int, depth: int, anchors: int, outputs: int, *, norm: Norm | None, bias: float
+    ) -> None:
+        super().__init__()
+        self.outputs, self.last = outputs, last
+        self.conv = nn.Sequential(*(_block(channels, norm) for _ in range(depth)))
+        final = nn.Conv2d(channels, anchors * outputs, 3, padding=1)
+        nn.init.normal_(final.weight, std=0.01)
+        assert final.bias is not None
+        nn.init.constant_(final.bias, bias)
+        self.add_module(last, final)
+
+    def forward(self, levels: list[Tensor]) -> Tensor:
+        final = self.get_submodule(self.last)
+        # In channels-last memory the permutation and the flattening are views.
+        flat = [final(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
+        joined = torch.cat(flat, dim=1)
+        return joined.view(joined.shape[0], -1, self.outputs)
+
+
+def _block(channels: int, norm: Norm | None) -> nn.Sequential:
+    if norm is not None:
+        return nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU(inplace=True)
+        )
+    convolution = nn.Conv2d(channels, channels, 3, padding=1)
+    nn.init.normal_(convolution.weight, std=0.01)
+    assert convolution.bias is not None
+    nn.init.zeros_(convolution.bias)
+    return nn.Sequential(convolution, nn.ReLU(inplace=True))
+
+
+class RetinaNet(nn.Module):
+    """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's)."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(
+        self,
+        backbone: FeaturePyramid,
+        settings: ModelSettings,
+        class_count: int,
+        *,
+        channels: int,
+        depth: int,
+        norm: Norm | None,
+    ) -> None:
+        super().__init__()
+        self.settings, self.class_count = settings, class_count
+        anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
+        self.backbone = backbone
+        prior_logit = -math.log((1 - PRIOR) / PRIOR)
+        self.head = nn.ModuleDict(
+            {
+                "classification_head": Tower(
+                    "cls_logits", channels, depth, anchors, class_count, norm=norm, bias=prior_logit
+                ),
+                "regression_head": Tower("bbox_reg", channels, depth, anchors, 4, norm=norm, bias=0.0),
+            }
+        )
+        self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN)[:, None, None], persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(PIXEL_STD)[:, None, None], persistent=False)
+        for level, size in enumerate(settings.anchor_sizes):
+            cells = cell_anchors(size, settings.anchor_scales, settings.anchor_ratios)
+            self.register_buffer(f"cells_{level}", cells, persistent=False)
+        self._anchors: dict[tuple[object, ...], Tensor] = {}
+
+    def forward(self, images: Tensor) -> Raw:
+        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
+        pixels = (images - self.pixel_mean) / self.pixel_std
+        levels = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        grids = [(level.shape[2], level.shape[3]) for level in levels]
+        anchors, counts = self.anchors((images.shape[2], images.shape[3]), grids)
+        return Raw(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors, counts)
+
+    def anchors(self, canvas: tuple[int, int], grids: list[tuple[int, int]]) -> tuple[Tensor, tuple[int, ...]]:
+        """All anchors of a canvas, float32 [A, 4], and how many each level has; made on the device, once per canvas."""
+        cells = [self.get_buffer(f"cells_{level}") for level in range(len(grids))]
+        counts = tuple(h * w * cell.shape[0] for (h, w), cell in zip(grids, cells, strict=True))
+        # A tensor made in inference mode must not be kept for training.
+        key = (canvas, cells[0].device, torch.is_inference_mode_enabled())
+        if key not in self._anchors:
+            strides = [(canvas[0] // h, canvas[1] // w) for h, w in grids]
+            levels = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
+            self._anchors[key] = torch.cat(levels)
+        return self._anchors[key], counts
+
+    def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
+        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a picture's anchors, divided by its
+        positive ones (at least 1), averaged over pictures. So two half batches average to the loss of the whole."""
+        settings = self.settings
+        with torch.autocast(raw.logits.device.type, enabled=False):
+            slot = match(
+                batch.boxes,
+                batch.valid,
+                raw.anchors,
+                foreground_iou=settings.foreground_iou,
+                background_iou=settings.background_iou,
+            )
+            positive, index = slot >= 0, slot.clamp(min=0)
+            count = positive.sum(1).clamp(min=1)
+            target = torch.where(positive, batch.labels.gather(1, index), slot)
+            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            classes = focal_loss(raw.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
+            offsets = box_loss(settings.box_loss, raw.deltas.float(), raw.anchors, boxes, positive)
+            return {"classification": (classes / count).mean(), "bbox_regression": (offsets / count).mean()}
+
+    def decode(
+        self,
+        raw: Raw,
+        content: Tensor,
+        scale: Tensor,
+        size: Tensor,
+        *,
+        score_threshold: float = 0.05,
+        iou_threshold: float = 0.5,
+        candidates: int = 1000,
+        detections: int = 100,
+    ) -> Detections:
+        """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
+        `Batch`. `candidates`: boxes kept per pyramid level before suppression. Waits for the host, as "nms"."""
+        with torch.no_grad(), torch.autocast(raw.logits.device.type, enabled=False):
+            found = candidates_of(*raw, content, score_threshold=score_threshold, per_level=candidates)
+            return to_original(suppress(found, iou_threshold=iou_threshold, slots=detections), scale, size)
