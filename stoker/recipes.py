@@ -14,7 +14,6 @@ def tiny() -> Config:
         {
             "model": "retinanet_tiny_fpn",
             "weights": "none",
-            "box_loss": "giou",
             "optimizer": "adamw",
             "rate": 3e-3,
             "momentum": 0.9,
@@ -32,7 +31,6 @@ def mobilenet() -> Config:
         {
             "model": "retinanet_mobilenet_v2_fpn",
             "weights": "imagenet",
-            "box_loss": "giou",
             "optimizer": "adamw",
             "rate": 1e-3,
             "momentum": 0.9,
@@ -49,7 +47,6 @@ def resnet50() -> Config:
         {
             "model": "retinanet_resnet50_fpn",
             "weights": "coco",
-            "box_loss": "l1",
             "optimizer": "sgd",
             "rate": 0.01,
             "momentum": 0.9,

@@ -216,6 +216,6 @@ def _load(folder: Path) -> Loaded:
                     raise CheckpointError("damaged", cause=f"the checksum of {name} is wrong")
         weights = load_file(folder / WEIGHTS)
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise CheckpointError("damaged", cause=str(error)) from error
     return Loaded(manifest.step, weights, state)

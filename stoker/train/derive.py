@@ -12,8 +12,7 @@ import numpy as np
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
 from stoker.device import Device, host_cores
-from stoker.errors import ConfigError, nearest
-from stoker.models import MODELS
+from stoker.models import architecture
 from stoker.models.weights import architecture_of
 from stoker.recipes import CANVAS_SIDE, RECIPES
 from stoker.train import fit
@@ -27,12 +26,6 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "flip": (0.5, "as torchvision's detection references"),
     "crop": (0.5, "every other picture at another scale"),
     "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
-    "focal_alpha": (0.25, "Lin et al. 2017, table 1b"),
-    "focal_gamma": (2.0, "Lin et al. 2017, table 1b"),
-    "foreground_iou": (0.5, "Lin et al. 2017, section 4"),
-    "background_iou": (0.4, "Lin et al. 2017, section 4"),
-    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "Lin et al. 2017, section 4"),
-    "anchor_ratios": ((0.5, 1.0, 2.0), "Lin et al. 2017, section 4"),
     "clip": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
     "max_skipped": (20, "twenty bad steps in a row are no accident"),
     "seed": (0, "the same command gives the same run"),
@@ -77,15 +70,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     for name, value in RECIPES[recipe]().set_fields().items():
         if name not in ("batch", "rate"):
             put(name, value, f"recipe {recipe}")
-    if get("model") not in MODELS:
-        near = nearest(get("model"), MODELS)
-        raise ConfigError(f"There is no model called {get('model')!r}" + (f"; did you mean {near}?" if near else "."),
-                          choices=MODELS)  # fmt: skip
-    if get("weights") == "none":
-        put("norm", "train", "there are no statistics to freeze: the weights are random")
-        put("trainable_stages", 5, "the weights are random")
-    for name, value in MODELS[get("model")].defaults.items():
-        put(name, value, f"as {get('model')} was designed")
+    for name, (value, reason) in architecture(get("model")).defaults_for(get("weights")).items():
+        put(name, value, reason)
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
 
@@ -103,9 +89,9 @@ def _recipe(filling: _Filling, device: Device) -> str:
     """The recipe's name; sets the model where the user's weights file says which."""
     asked_model, weights = filling.get("model"), filling.get("weights")
     if asked_model is None and weights not in (None, "none", "coco", "imagenet"):
-        architecture = architecture_of(weights)
-        if architecture is not None:
-            filling.put("model", architecture, "the weights file is of that architecture")
+        found = architecture_of(weights)
+        if found is not None:
+            filling.put("model", found, "the weights file is of that architecture")
     if asked_model is None and weights in ("coco", "imagenet") and device.is_cpu:
         least = "retinanet_mobilenet_v2_fpn" if weights == "imagenet" else "retinanet_resnet50_fpn"
         filling.put("model", least, f"the smallest model with {weights} weights")
@@ -157,10 +143,12 @@ def _threads(device: Device) -> tuple[int, str]:
 
 def _batch(filling: _Filling, recipe: str, pictures: int, index: Index, device: Device) -> None:
     usual = RECIPES[recipe]()
+    optimizer = filling.get("optimizer")
+    filling.put("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
     batch, accumulate, reason = fit.batch(filling.config, index, device, wanted=usual.run.batch, pictures=pictures)
     filling.put("batch", batch, reason)
     filling.put("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
-    chosen, optimizer = filling.get("batch"), filling.get("optimizer")
+    chosen = filling.get("batch")
     base, base_batch = usual.optim.rate, usual.run.batch
     if optimizer == usual.optim.optimizer:
         power, rule = (0.5, "root") if optimizer == "adamw" else (1.0, "linear")
@@ -171,7 +159,6 @@ def _batch(filling: _Filling, recipe: str, pictures: int, index: Index, device: 
     else:
         rate, reason = 0.01 * chosen / 16, "0.01 at 16 pictures (torchvision's reference), linear rule"
     filling.put("rate", float(f"{rate:.3g}"), reason)
-    filling.put("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
 
 
 def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:

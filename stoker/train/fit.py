@@ -5,6 +5,8 @@ evaluation. On an accelerator the peak at one and at two pictures gives the line
 is then tried itself. On a CPU memory is counted: what one picture's forward pass keeps for backward.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -128,7 +130,8 @@ def _largest_on_device(config: Config, classes: int, slots: int, device: Device,
 def _trial(config: Config, classes: int, slots: int, device: Device, count: int) -> int:
     """Peak bytes of two steps and an evaluation of the worst case at `count` pictures."""
     model = build(config.model, classes).to(device.torch_device, memory_format=torch.channels_last).train()
-    stepper = Stepper(model, config.optim, device, precision=config.run.precision)
+    optim = config.optim if config.optim.ema is not None else dataclasses.replace(config.optim, ema=0.99)
+    stepper = Stepper(model, optim, device, precision=config.run.precision)
     case = worst_case(count, canvas=config.data.canvas, slots=slots, classes=classes, device=device)
     for step in range(2):
         stepper.backward(_forward(model, case, config, device))

@@ -1,0 +1,155 @@
+"""Checkpoints: whole or absent, whatever happens while they are written; damaged ones are found and passed over."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from stoker.device import Device
+from stoker.errors import CheckpointError
+from stoker.train.checkpoint import Loaded, Snapshot, Writer, load_newest, snapshot
+
+STREAM = Device(torch.device("cpu")).make_stream()
+
+
+def make_snapshot(step: int, size: int = 1000) -> Snapshot:
+    weights: dict[str, Tensor] = {"w": torch.full((size,), float(step))}
+    state = {"moments": [torch.full((3,), float(-step))], "nested": {"n": step, "text": "x"}, "pair": (1, 2)}
+    return snapshot(STREAM, step=step, card={"model": "m"}, weights=weights, state=state)
+
+
+def save(run: Path, *steps: int) -> list[tuple[str, str]]:
+    said: list[tuple[str, str]] = []
+    writer = Writer(run, lambda kind, text: said.append((kind, text)))
+    for step in steps:
+        writer.save(make_snapshot(step))
+    writer.wait()
+    return said
+
+
+def newest(run: Path) -> tuple[Loaded | None, list[tuple[str, str]]]:
+    said: list[tuple[str, str]] = []
+    return load_newest(run, lambda kind, text: said.append((kind, text))), said
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):
+    said = save(tmp_path, 1, 20, 300)
+    assert [kind for kind, _ in said] == ["checkpoint"] * 3
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000020", "step-00000300"]
+    loaded, said = newest(tmp_path)
+    assert loaded is not None
+    assert said == []
+    assert loaded.step == 300
+    assert torch.equal(loaded.weights["w"], torch.full((1000,), 300.0))
+    assert torch.equal(loaded.state["moments"][0], torch.full((3,), -300.0))
+    assert loaded.state["nested"] == {"n": 300, "text": "x"}
+    assert loaded.state["pair"] == (1, 2)
+    with safe_open(tmp_path / "checkpoints/step-00000300/weights.safetensors", "pt") as file:
+        assert file.metadata() == {"model": "m"}
+
+
+def test_a_snapshot_does_not_follow_the_tensors():
+    weight = torch.ones(3)
+    taken = snapshot(STREAM, step=1, card={}, weights={"w": weight}, state={"s": [weight]})
+    weight.zero_()
+    assert torch.equal(taken.weights["w"], torch.ones(3))
+    assert torch.equal(taken.state["s"][0], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_newest_is_said_and_the_one_before_used(tmp_path: Path, name: str, how: str):
+    save(tmp_path, 1, 2)
+    path = tmp_path / "checkpoints/step-00000002" / name
+    data = bytearray(path.read_bytes())
+    if how == "remove":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data if how == "flip" else data[: len(data) // 2])
+    loaded, said = newest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert said[0][0] == "checkpoint_corrupt"
+    assert "step-00000002" in said[0][1]
+
+
+def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path):
+    assert newest(tmp_path) == (None, [])
+    save(tmp_path, 1, 2)
+    for path in tmp_path.glob("checkpoints/*/state.pt"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="Every checkpoint") as caught:
+        newest(tmp_path)
+    assert "state.pt has 0 bytes" in str(caught.value)
+
+
+def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path):
+    """A file-size limit stands for the full disk: the write fails in the same place with an OSError."""
+    save(tmp_path, 1)
+    script = f"""
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_checkpoint import make_snapshot
+from stoker.train.checkpoint import Writer
+writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+writer.save(make_snapshot(2, size=1_000_000))
+writer.save_weights(make_snapshot(2, size=1_000_000), ["best.safetensors"])
+writer.wait()
+writer.save(make_snapshot(3, size=10))
+writer.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
+    assert "File too large" in lines[0]
+    assert not (tmp_path / "best.safetensors").exists()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("delay_writes", [3, 17, 40, 77])
+def test_killed_while_saving(tmp_path: Path, delay_writes: int):
+    """A process that saves without end is killed in the middle; what is left loads, and leftovers are cleared away."""
+    script = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_checkpoint import make_snapshot
+from stoker.train.checkpoint import Writer
+writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
+step = 0
+while True:
+    step += 1
+    writer.save(make_snapshot(step, size=300_000))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(delay_writes)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    loaded, corrupt = newest(tmp_path)
+    assert corrupt == []
+    assert loaded is not None
+    assert loaded.step >= int(said[-1].split("step-")[1])
+    assert torch.equal(loaded.weights["w"], torch.full((300_000,), float(loaded.step)))
+    Writer(tmp_path, lambda kind, text: None)
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_bug_in_the_writer_reaches_the_training_thread(tmp_path: Path):
+    writer = Writer(tmp_path, lambda kind, text: None)
+    broken = make_snapshot(1)
+    broken.weights = {"w": "no tensor"}  # type: ignore[dict-item]
+    writer.save(broken)
+    with pytest.raises(Exception, match="str"):
+        writer.wait()
+    writer.wait()
