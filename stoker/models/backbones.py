@@ -1,8 +1,8 @@
 """What turns pictures into a pyramid of feature maps: a classification network (the body) and an FPN on top of it.
 
-Bodies are torchvision's networks, or `TinyBody`; parameters have the names of torchvision's detectors (`body.`, `fpn.`).
-Every body has five stages, each at half the resolution of the one before it; stages are frozen by their number.
-Which weights fill them is `weights.py`.
+Bodies are torchvision's networks, or `TinyBody`; parameters have the names of torchvision's detectors (`body.`,
+`fpn.`). Every body has five stages, each at half the resolution of the one before it; stages are frozen by their
+number. Which weights fill them is `weights.py`.
 """
 
 import itertools

@@ -20,37 +20,34 @@ Detector = RetinaNet
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row of MODELS. `levels`: pyramid levels, each with its own anchor size. `parameters`: with 80 classes."""
+    """A row of MODELS."""
 
     build: Callable[[ModelSettings, int], Detector]
     what_for: str
     parameters: int
+    """With 80 classes and the default anchors."""
     levels: int
-    defaults: Mapping[str, tuple[Any, str]]
-    """Values of ModelSettings fields that belong to the architecture, each with its reason."""
+    """Pyramid levels; each has its own anchor size."""
+    defaults: Mapping[str, Any]
+    """Values of the ModelSettings fields that belong to the architecture."""
+    reasons: Mapping[str, str]
+    """Why, for each field of `defaults`."""
     urls: Mapping[str, str]
-    """Addresses of pretrained weights: `coco` and `imagenet`, where there are such."""
-    classifier: str | None
-    """torchvision's name of the classification network whose weights fit the body."""
-
-    def defaults_for(self, weights: str) -> dict[str, tuple[Any, str]]:
-        """`defaults`, with what depends on where training starts: the value of the `weights` setting."""
-        if weights != "none" and self.urls:
-            return dict(self.defaults)
-        trained = {
-            "norm": ("train", "the backbone starts from random weights, so its statistics have to be learned"),
-            "trainable_stages": (5, "the backbone starts from random weights"),
-        }
-        return {**self.defaults, **trained}
+    """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
 
 
-_RETINANET_FOCAL: dict[str, tuple[Any, str]] = {
+def _row(*, defaults: Mapping[str, tuple[Any, str]], **fields: Any) -> Architecture:
+    values = {name: value for name, (value, _) in defaults.items()}
+    return Architecture(defaults=values, reasons={name: reason for name, (_, reason) in defaults.items()}, **fields)
+
+
+_FOCAL: dict[str, tuple[Any, str]] = {
     "foreground_iou": (0.5, "RetinaNet paper, section 4"),
     "background_iou": (0.4, "RetinaNet paper, section 4"),
     "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
     "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
 }
-_RETINANET_ANCHORS: dict[str, tuple[Any, str]] = {
+_ANCHORS: dict[str, tuple[Any, str]] = {
     "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
     "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
     "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
@@ -77,53 +74,45 @@ def _tiny(settings: ModelSettings, class_count: int) -> RetinaNet:
 
 
 MODELS: dict[str, Architecture] = {
-    "retinanet_resnet50_fpn": Architecture(
+    "retinanet_resnet50_fpn": _row(
         build=_resnet50,
-        what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with its own weights",
-        parameters=34_014_999,
+        what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
+        parameters=33_839_924,
         levels=5,
-        defaults={
-            **_RETINANET_FOCAL,
-            **_RETINANET_ANCHORS,
-            **_PRETRAINED,
-            "box_loss": ("l1", "as torchvision trained it"),
-        },
+        defaults={**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")},
         urls={
             "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
-        classifier="resnet50",
     ),
-    "retinanet_mobilenet_v2_fpn": Architecture(
+    "retinanet_mobilenet_v2_fpn": _row(
         build=_mobilenet_v2,
-        what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 × 128 channels",
-        parameters=0,
+        what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
+        parameters=4_604_404,
         levels=5,
         defaults={
-            **_RETINANET_FOCAL,
-            **_RETINANET_ANCHORS,
+            **_FOCAL,
+            **_ANCHORS,
             **_PRETRAINED,
-            "box_loss": ("giou", "boxes are scored by overlap; torchvision's second RetinaNet recipe"),
+            "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
         },
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
-        classifier="mobilenet_v2",
     ),
-    "retinanet_tiny_fpn": Architecture(
+    "retinanet_tiny_fpn": _row(
         build=_tiny,
         what_for="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
-        parameters=0,
+        parameters=631_640,
         levels=3,
         defaults={
-            **_RETINANET_FOCAL,
+            **_FOCAL,
             "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a picture of 128 pixels"),
             "anchor_scales": ((1.0, 2**0.5), "two scales per octave"),
-            "anchor_ratios": ((1.0,), "one ratio: a third of the work of three"),
+            "anchor_ratios": ((1.0,), "a third of the work of three ratios"),
             "norm": ("train", "there are no pretrained weights"),
             "trainable_stages": (5, "there are no pretrained weights"),
-            "box_loss": ("giou", "boxes are scored by overlap"),
+            "box_loss": ("giou", "detections are scored by overlap"),
         },
         urls={},
-        classifier=None,
     ),
 }
 """Every architecture by the name that `--model` takes."""
@@ -147,7 +136,8 @@ def build(settings: ModelSettings, class_count: int) -> Detector:
     row = architecture(settings.model)
     if len(settings.anchor_sizes) != row.levels:
         raise ConfigError(
-            f"{settings.model} has {row.levels} pyramid levels; --anchor-sizes has {len(settings.anchor_sizes)} numbers.",
-            fix=f"give {row.levels} numbers, one per level, finest first",
+            f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
+            cause=f"{settings.model} has {row.levels} pyramid levels, each with a size of its own",
+            fix=f"give {row.levels} numbers, finest level first",
         )
     return row.build(settings, class_count).to(memory_format=torch.channels_last)
