@@ -80,13 +80,14 @@ setting  value    why
 batch    16       the largest that fits
 rate     0.01     set by you
 canvas   320 320  pictures are 320 × 240
-step 1,200/9,000 (13 %) · loss 1.23 (class 0.8, box 0.434) · rate 0.0021 · 160 img/s · device busy 92 % · memory 11.0 of 140.0 GiB · ETA 12 min 35 s
+step 1,200/9,000 (13 %) · loss 1.23 (class 0.8, box 0.434) · rate 0.0021 · 160 img/s · \
+device busy 92 % · memory 11.0 of 140.0 GiB · ETA 12 min 35 s
 warning: 3 pictures cannot be read
 evaluated at step 1,200: AP 0.300 · AP50 0.310 · AP75 0.320 · small n/a · medium 0.340 · large 0.350 · AR100 0.380
 AP50 0.310
 results in runs/demo-tiny-1
 """
-    )  # noqa: E501
+    )
 
 
 def test_plain_progress_leaves_out_what_is_not_known() -> None:

@@ -1,0 +1,302 @@
+"""Looks for the causes of `catalogue.py` in a run's records: pure functions, records in, findings out.
+
+A rule abstains (None) when what it looks for is not there, or when a record that it needs is missing: missing is not
+zero. `diagnose` reads the records once, in a single pass of bounded memory, and asks every rule.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stoker import records
+from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
+from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow
+
+_SHOWN = 3
+"""Names that a finding's evidence lists at most."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Mean:
+    """A mean of the samples that exist; None without any."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Records:
+    """What the rules look at: sums, means and maxima over all attempts of a run. None: nobody recorded it."""
+
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Device-seconds by phase."""
+    device_s: float = 0.0
+    wall_s: float = 0.0
+    devices: int = 0
+    """Of the newest window."""
+    steps: int = 0
+    skipped: int = 0
+    attempts: int = 0
+    memory_peak_bytes: int | None = None
+    price: float = 0.0
+    """Money per device-hour; 0: unknown."""
+    checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Path → error."""
+    host_memory: float | None = None
+    """Most memory in use, share of the limit."""
+    cpu_busy: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the cores."""
+    cpu_others: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the cores that processes outside this run used."""
+    psi_cpu: Mean = dataclasses.field(default_factory=Mean)
+    throttled: Mean = dataclasses.field(default_factory=Mean)
+    """Seconds that the CPU quota stopped us, per sample; a sample is a second."""
+    gpu_busy: Mean = dataclasses.field(default_factory=Mean)
+    """The driver's utilisation, of samples that show just the devices that train."""
+    gpu_memory_bytes: int | None = None
+    """Of the smallest GPU."""
+
+    def share(self, *phases: str) -> float:
+        """Of all device time."""
+        return self.seconds(*phases) / self.device_s if self.device_s > 0 else 0.0
+
+    def seconds(self, *phases: str) -> float:
+        return sum(self.phases.get(phase, 0.0) for phase in phases)
+
+
+def read(run: Path) -> Records:
+    """The records of a run, live, dead or finished."""
+    seen = Records()
+    for window in records.read_lines(run, records.STEPS, StepWindow):
+        _add_window(seen, window)
+    for event in records.read_lines(run, records.EVENTS, Event):
+        seen.attempts = max(seen.attempts, event.attempt)
+        if event.kind == "checkpoint_failed":
+            seen.checkpoint_failures.append(event.text)
+    for line in records.read_lines(run, records.QUARANTINE, Quarantined):
+        seen.quarantined[line.path] = line.error
+    for sample in records.read_lines(run, records.DEVICES, DeviceSample):
+        _add_sample(seen, sample)
+    config = run / records.CONFIG
+    if config.exists():
+        seen.price = float(tomllib.loads(config.read_text()).get("run", {}).get("price", 0.0))
+    return seen
+
+
+def _add_window(seen: Records, window: StepWindow) -> None:
+    for phase, seconds in window.phases.items():
+        seen.phases[phase] = seen.phases.get(phase, 0.0) + seconds
+    seen.device_s += window.wall_s * window.devices
+    seen.wall_s += window.wall_s
+    seen.devices = window.devices
+    seen.steps += window.steps
+    seen.skipped += window.skipped
+    seen.attempts = max(seen.attempts, window.attempt)
+    if window.memory_peak_bytes is not None:
+        seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
+
+
+def _add_sample(seen: Records, sample: DeviceSample) -> None:
+    if sample.memory_used_bytes is not None and sample.memory_limit_bytes:
+        seen.host_memory = max(seen.host_memory or 0.0, sample.memory_used_bytes / sample.memory_limit_bytes)
+    if sample.cpu:
+        busy = sum(sample.cpu) / len(sample.cpu)
+        seen.cpu_busy.add(busy)
+        if sample.process_cpu is not None:
+            seen.cpu_others.add(max(0.0, busy - sample.process_cpu / len(sample.cpu)))
+    seen.psi_cpu.add(sample.psi_cpu)
+    seen.throttled.add(sample.throttled_s)
+    if len(sample.gpus) == seen.devices:
+        for gpu in sample.gpus:
+            seen.gpu_busy.add(gpu.utilisation)
+    totals = [gpu.memory_total_bytes for gpu in sample.gpus if gpu.memory_total_bytes]
+    if totals:
+        seen.gpu_memory_bytes = min([*totals, *([seen.gpu_memory_bytes] if seen.gpu_memory_bytes else [])])
+
+
+Rule = Callable[[Records], Finding | None]
+
+
+def input_bound(seen: Records) -> Finding | None:
+    evidence = [_phase(seen, "input_wait")]
+    busy = seen.cpu_busy.value
+    hint = ""
+    if busy is not None:
+        evidence.append(Evidence(text=f"the cores were {busy:.0%} busy", value=busy, place="devices.jsonl: cpu"))
+        hint = (
+            "; cores are idle here, so more --threads come first"
+            if busy < IDLE_CORES_BELOW
+            else "; the cores are busy here, so more --threads do not help"
+        )
+    return _finding(
+        seen, "input_bound", seen.share("input_wait"), evidence, lost_s=seen.seconds("input_wait"), more_fix=hint
+    )
+
+
+def starved_inside_steps(seen: Records) -> Finding | None:
+    busy = seen.gpu_busy.value
+    if busy is None:
+        return None
+    gap = seen.share("compute") - busy
+    evidence = [
+        _phase(seen, "compute"),
+        Evidence(text=f"the driver saw kernels {busy:.0%} of the time", value=busy, place="devices.jsonl: gpus"),
+    ]
+    return _finding(seen, "starved_inside_steps", gap, evidence, lost_s=gap * seen.device_s)
+
+
+def startup_heavy(seen: Records) -> Finding | None:
+    seconds = seen.seconds("startup", "compile")
+    if seconds < STARTUP_LEAST_S:
+        return None
+    evidence = [_phase(seen, "startup"), _phase(seen, "compile"), _attempts(seen)]
+    return _finding(seen, "startup_heavy", seen.share("startup", "compile"), evidence, lost_s=seconds)
+
+
+def evaluation_heavy(seen: Records) -> Finding | None:
+    return _of_phase(seen, "evaluation_heavy", "eval")
+
+
+def checkpoint_heavy(seen: Records) -> Finding | None:
+    return _of_phase(seen, "checkpoint_heavy", "checkpoint")
+
+
+def unattributed_time(seen: Records) -> Finding | None:
+    return _of_phase(seen, "unattributed_time", "unattributed")
+
+
+def work_lost_to_restarts(seen: Records) -> Finding | None:
+    evidence = [_phase(seen, "recovery"), _attempts(seen)]
+    return _finding(seen, "work_lost_to_restarts", seen.share("recovery"), evidence, lost_s=seen.seconds("recovery"))
+
+
+def steps_skipped(seen: Records) -> Finding | None:
+    if not seen.steps:
+        return None
+    share = seen.skipped / seen.steps
+    text = f"{seen.skipped:,} of {seen.steps:,} steps were skipped"
+    evidence = [Evidence(text=text, value=float(seen.skipped), place="steps.jsonl: skipped")]
+    return _finding(seen, "steps_skipped", share, evidence, lost_s=share * seen.seconds("compute"))
+
+
+def checkpoints_failed(seen: Records) -> Finding | None:
+    failed = seen.checkpoint_failures
+    evidence = [Evidence(text=text, place="events.jsonl: checkpoint_failed") for text in failed[:_SHOWN]]
+    return _finding(seen, "checkpoints_failed", len(failed), evidence)
+
+
+def quarantined_pictures(seen: Records) -> Finding | None:
+    bad = list(seen.quarantined.items())
+    evidence = [Evidence(text=f"{len(bad):,} pictures", value=float(len(bad)), place="quarantine.jsonl")]
+    evidence += [Evidence(text=f"{path}: {error}", place="quarantine.jsonl") for path, error in bad[:_SHOWN]]
+    return _finding(seen, "quarantined_pictures", len(bad), evidence)
+
+
+def host_memory_near_limit(seen: Records) -> Finding | None:
+    if seen.host_memory is None:
+        return None
+    text = f"at most {seen.host_memory:.0%} of the limit was in use"
+    evidence = [Evidence(text=text, value=seen.host_memory, place="devices.jsonl: memory_used_bytes")]
+    return _finding(seen, "host_memory_near_limit", seen.host_memory, evidence)
+
+
+def gpu_memory_near_limit(seen: Records) -> Finding | None:
+    if seen.memory_peak_bytes is None or seen.gpu_memory_bytes is None:
+        return None
+    share = seen.memory_peak_bytes / seen.gpu_memory_bytes
+    text = f"{seen.memory_peak_bytes / 2**30:.1f} of {seen.gpu_memory_bytes / 2**30:.1f} GiB were allocated"
+    return _finding(seen, "gpu_memory_near_limit", share,
+                    [Evidence(text=text, value=share, place="steps.jsonl: memory_peak_bytes")])  # fmt: skip
+
+
+def cpu_contention(seen: Records) -> Finding | None:
+    """The worse of the container's quota, and other processes on cores that are all in use."""
+    throttled, busy, others = seen.throttled.value or 0.0, seen.cpu_busy.value, seen.cpu_others.value
+    evidence = []
+    if throttled:
+        text = f"the CPU quota stopped us {throttled:.2f} s in each second"
+        evidence.append(Evidence(text=text, value=throttled, place="devices.jsonl: throttled_s"))
+    taken = 0.0
+    if busy is not None and others is not None and busy >= SATURATED_FROM:
+        taken = others
+        text = f"the cores were {busy:.0%} busy, {others:.0%} with other processes"
+        evidence.append(Evidence(text=text, value=others, place="devices.jsonl: cpu, process_cpu"))
+    if seen.psi_cpu.value is not None:
+        text = f"some task waited for a core {seen.psi_cpu.value:.0%} of the time"
+        evidence.append(Evidence(text=text, value=seen.psi_cpu.value, place="devices.jsonl: psi_cpu"))
+    return _finding(seen, "cpu_contention", max(throttled, taken), evidence)
+
+
+RULES: tuple[Rule, ...] = (
+    input_bound, starved_inside_steps, startup_heavy, evaluation_heavy, checkpoint_heavy, checkpoints_failed,
+    steps_skipped, work_lost_to_restarts, unattributed_time, host_memory_near_limit, gpu_memory_near_limit,
+    quarantined_pictures, cpu_contention,
+)  # fmt: skip
+"""Named as the causes they look for."""
+
+_SEVERITIES = ("critical", "warning", "info")
+
+
+def diagnose(run: Path) -> list[Finding]:
+    """What the records of a run say it lost and why, the largest loss first, then the gravest."""
+    seen = read(run)
+    found = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    return sorted(found, key=lambda f: (-(f.lost_device_s or 0.0), _SEVERITIES.index(f.severity), f.cause))
+
+
+def write_findings(run: Path, findings: list[Finding]) -> None:
+    """Replaces findings.json of the run."""
+    records.write_whole(run / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+
+
+def _of_phase(seen: Records, cause: str, phase: str) -> Finding | None:
+    return _finding(seen, cause, seen.share(phase), [_phase(seen, phase)], lost_s=seen.seconds(phase))
+
+
+def _finding(
+    seen: Records,
+    cause_id: str,
+    measured: float,
+    evidence: list[Evidence],
+    *,
+    lost_s: float | None = None,
+    more_fix: str = "",
+) -> Finding | None:
+    """The finding of a cause, where what was measured reaches its threshold."""
+    cause = CATALOGUE[cause_id]
+    if measured < cause.warn_from:
+        return None
+    critical = cause.critical_from is not None and measured >= cause.critical_from
+    return Finding(
+        cause=cause.id,
+        severity="critical" if critical else "warning",
+        title=cause.title,
+        evidence=evidence,
+        lost_device_s=lost_s,
+        lost_money=lost_s * seen.price / 3600 if lost_s is not None and seen.price > 0 else None,
+        fix=cause.fix + more_fix,
+        command=cause.command,
+    )
+
+
+def _phase(seen: Records, phase: str) -> Evidence:
+    share = seen.share(phase)
+    text = f"{phase}: {seen.seconds(phase):,.1f} device-seconds, {share:.1%} of the run"
+    return Evidence(text=text, value=share, place=f"steps.jsonl: phases.{phase}")
+
+
+def _attempts(seen: Records) -> Evidence:
+    return Evidence(text=f"{seen.attempts} attempts", value=float(seen.attempts), place="events.jsonl: attempt")
