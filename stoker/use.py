@@ -1,0 +1,83 @@
+"""Using a model that stoker trained: scoring it on a data set, finding objects in pictures.
+
+The commands `eval` and `predict` are these functions with a screen. How a model is run is `evaluate.py` and `predict.py`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stoker.config import from_toml
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.loader import Loader, box_slots
+from stoker.device import host_cores, pick
+from stoker.errors import DataError, UsageError
+from stoker.evaluate import evaluate
+from stoker.metrics import Metrics
+from stoker.models import saved
+from stoker.predict import predict_to_folder
+from stoker.records import CONFIG
+
+
+def evaluate_run(
+    run: Path, data: str | None, *, split: str = "val", format: str | None = None, batch: int = 8,
+    device: str | None = None,
+) -> Metrics:  # fmt: skip
+    """The metrics of a run's best weights (or of a .safetensors file) on a split of a data set, default its own.
+
+    Raises UsageError when no data set is known, DataError when it has other classes or no such split.
+    """
+    weights = saved.find(run)
+    model, card = saved.load(weights)
+    target = pick(device)
+    val_fraction = None
+    if data is None:
+        if not (run / CONFIG).exists():
+            raise UsageError("Which data set should it be scored on?", place=run, fix=f"stoker eval {run} DATA")
+        settings, _ = from_toml(run / CONFIG)
+        data, val_fraction = settings.data.data, settings.data.val_fraction
+        format = format or settings.data.format
+    index = open_index(data, format=format, val_fraction=val_fraction)
+    require_pictures(index)
+    if split not in index.splits:
+        raise DataError(f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME")
+    _require_same_classes(index, card.class_names, weights)
+    rows = index.rows(split)
+    batches = Loader(
+        index,
+        rows,
+        device=target,
+        batch=batch,
+        canvas=card.canvas,
+        resize=card.resize,
+        boxes=box_slots(index, rows),
+        seed=0,
+        threads=host_cores(),
+        train=False,
+    )
+    with contextlib.closing(batches):
+        model = model.to(target.torch_device)
+        return evaluate(model, batches, index, rows, target, precision=target.best_precision()[0])
+
+
+def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: Path) -> None:
+    if index.class_names != class_names:
+        raise DataError(
+            "The data set has other classes than the model was trained on.",
+            place=index.root,
+            cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
+            fix="name a data set with the same classes in the same order",
+        )
+
+
+def predict_run(
+    run: Path, pictures: Sequence[str], *, conf: float, iou: float, out: Path, device: str | None = None
+) -> Iterator[str]:
+    """Finds objects in pictures (files, folders, patterns), writes results into `out`, yields a line a picture."""
+    for name, value in (("conf", conf), ("iou", iou)):
+        if not 0 <= value <= 1:
+            raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
+    model, card = saved.load(saved.find(run))
+    target = pick(device)
+    model = model.to(target.torch_device)
+    yield from predict_to_folder(model, card, pictures, target, conf=conf, iou=iou, out=out)
