@@ -1,0 +1,253 @@
+"""One sample of the stream: which picture stands at a position, and how it gets into its place of a host batch.
+
+Position p of the endless training stream is (epoch, index) = divmod(p, N), the picture there the index-th of the
+epoch's order. Everything about it is a pure function of (seed, epoch, index) and of the quarantine: the pictures that
+cannot be used, each with the position from which on it is replaced. Threads, batches and the device are `loader.py`.
+"""
+
+import dataclasses
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.batch import DRAWS, Batch
+from stoker.data import augment, decode
+from stoker.device import Device
+from stoker.errors import DataError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from stoker.data.index import Index
+
+PADDING = (124, 116, 104)
+"""RGB of the canvas beside the picture: the ImageNet mean, which normalises to about 0."""
+REPLACEMENTS = 64
+"""How many stand-ins are drawn for a picture. All of them in quarantine, or failing too: the data set is gone."""
+NOT_THE_PICTURE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of reading that say nothing about the file."""
+
+
+class Quarantine(NamedTuple):
+    """A picture that could not be used, and what stood in for it: the substance of a `records.Quarantined`."""
+
+    row: int
+    path: Path
+    error: str
+    position: int
+    """Place in the stream of samples from which on the picture is not used."""
+    replaced_by: int
+    """Row that took its place there; -1 in an evaluation, which leaves it out."""
+
+
+@dataclasses.dataclass
+class Stats:
+    """What the loader's time went to, in seconds since it was made, summed over its threads."""
+
+    pictures: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    """Threads reading files."""
+    decode_s: float = 0.0
+    """Threads decoding, resizing and placing boxes."""
+    idle_s: float = 0.0
+    """Threads waiting for a free place in the ring: the loader is faster than training."""
+    wait_s: float = 0.0
+    """The caller waiting in `__next__`: training is faster than the loader."""
+
+    def add(self, other: "Stats") -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+class Outcome(NamedTuple):
+    """What came of a position: the row that was used (-1: none), and the rows that failed before it."""
+
+    row: int
+    failures: list[tuple[int, Exception]]
+
+
+def box_slots(index: "Index", rows: NDArray[np.int64]) -> int:
+    """M: the most boxes a picture of `rows` has (crowd boxes counted), at least 1, rounded up to a multiple of 8."""
+    counts = index.offsets[rows + 1] - index.offsets[rows]
+    most = max(1, int(counts.max(initial=0)))
+    return -(-most // 8) * 8
+
+
+class Slot:
+    """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
+
+    def __init__(self, device: Device, batch: int, canvas: tuple[int, int], boxes: int) -> None:
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return device.empty_host((batch, *shape), dtype)
+
+        self.canvas = canvas
+        self.tensors = [
+            empty((*canvas, 3), torch.uint8),
+            empty((boxes, 4), torch.float32),
+            empty((boxes,), torch.int64),
+            empty((boxes,), torch.bool),
+            empty((2,), torch.int32),
+            empty((2,), torch.float32),
+            empty((2,), torch.int32),
+            empty((), torch.int64),
+            empty((DRAWS,), torch.float32),
+        ]
+        """In the order of Batch, the images [B, H, W, 3]."""
+        (
+            self.pixels, self.boxes, self.labels, self.valid, self.content, self.scale, self.size, self.image_id,
+            self.draw,
+        ) = (tensor.numpy() for tensor in self.tensors)  # fmt: skip
+        self._padding = np.empty((*canvas, 3), np.uint8)
+        self._padding[:] = PADDING
+
+    def pad(self, k: int, content: tuple[int, int]) -> None:
+        """Fills what `content` (height, width) leaves of picture k; by copying, NumPy repeats 3 bytes 60 × slower."""
+        height, width = content
+        self.pixels[k, height:] = self._padding[height:]
+        self.pixels[k, :height, width:] = self._padding[:height, width:]
+
+    def blank(self, k: int) -> None:
+        """Makes row k one that only fills the batch: a canvas of padding without boxes, image_id -1."""
+        self.pad(k, (0, 0))
+        self.boxes[k], self.labels[k], self.valid[k], self.draw[k] = 0, 0, False, 0
+        self.content[k], self.size[k], self.scale[k], self.image_id[k] = self.canvas, self.canvas, 1, -1
+
+
+def as_batch(tensors: list[Tensor]) -> Batch:
+    """Tensors in the order of `Slot.tensors` → Batch; the images become [B, 3, H, W] as a view, channels last."""
+    return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
+
+
+class Samples:
+    """The stream. `load` runs in many threads at once; only the caller of the loader writes `quarantined`."""
+
+    def __init__(
+        self,
+        index: "Index",
+        rows: NDArray[np.int64],
+        *,
+        canvas: tuple[int, int],
+        resize: str,
+        crop: float,
+        zoom: tuple[float, float],
+        boxes: int,
+        seed: int,
+        train: bool,
+    ) -> None:
+        self.index, self.rows, self.train, self.seed = index, np.asarray(rows, np.int64), train, seed
+        self.quarantined: dict[int, int] = {}
+        """Row → position from which on it is not used."""
+        self._canvas, self._resize, self._crop, self._zoom, self._boxes = canvas, resize, crop, zoom, boxes
+        self._order: tuple[int, NDArray[np.int64]] = (-1, self.rows)
+        self._order_lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def usable(self, row: int, position: int) -> bool:
+        return self.quarantined.get(row, position + 1) > position
+
+    def candidates(self, position: int) -> Iterator[int]:
+        """The row at a position, then those that stand in for it, in the order in which they are tried."""
+        epoch, place = divmod(position, len(self.rows))
+        if not self.train:
+            yield int(self.rows[place])
+            return
+        yield int(self._epoch_rows(epoch)[place])
+        draws = augment.uniforms(self.seed, epoch, place, augment.Stream.REPLACEMENT, REPLACEMENTS)
+        for u in draws:
+            yield int(self.rows[int(u * len(self.rows))])
+
+    def row_at(self, position: int) -> int:
+        """The row that is used at a position, as far as the quarantine knows; -1 for none."""
+        if not self.train and position >= len(self.rows):
+            return -1
+        return next((row for row in self.candidates(position) if self.usable(row, position)), -1)
+
+    def _epoch_rows(self, epoch: int) -> NDArray[np.int64]:
+        with self._order_lock:  # the one that comes first in an epoch sorts for all
+            if self._order[0] != epoch:
+                self._order = epoch, self.rows[augment.order(self.seed, epoch, len(self.rows))]
+            return self._order[1]
+
+    def load(self, slot: Slot, k: int, position: int, stats: Stats) -> Outcome:
+        """Writes the sample of `position` into place k. What is wrong with a picture is in the outcome.
+
+        Anything else travels, with the picture's path: OutOfMemoryError, or RuntimeError from the exception itself.
+        """
+        failures: list[tuple[int, Exception]] = []
+        if self.train or position < len(self.rows):
+            failed: set[int] = set()
+            for row in self.candidates(position):
+                if row in failed or not self.usable(row, position):
+                    continue
+                path = self.index.path(row)
+                try:
+                    self._load_row(slot, k, position, row, path, stats)
+                    return Outcome(row, failures)
+                except DataError as error:
+                    failures.append((row, error))
+                except OSError as error:
+                    if error.errno in NOT_THE_PICTURE:
+                        raise RuntimeError(f"reading {path} failed: {error}") from error
+                    failures.append((row, error))
+                except MemoryError as error:
+                    raise OutOfMemoryError("Out of host memory while loading a picture.", place=path) from error
+                except Exception as error:
+                    raise RuntimeError(f"loading {path} failed: {type(error).__name__}: {error}") from error
+                failed.add(row)
+        slot.blank(k)
+        return Outcome(-1, failures)
+
+    def _load_row(self, slot: Slot, k: int, position: int, row: int, path: Path, stats: Stats) -> None:
+        started = time.perf_counter()
+        try:
+            with path.open("rb", buffering=0) as file:
+                data = file.read()
+        finally:
+            read = time.perf_counter()
+            stats.read_s += read - started
+        stats.read_bytes += len(data)
+        try:
+            self._place(slot, k, position, row, path, data)
+            stats.pictures += 1
+        finally:
+            stats.decode_s += time.perf_counter() - read
+
+    def _place(self, slot: Slot, k: int, position: int, row: int, path: Path, data: bytes) -> None:
+        index = self.index
+        size = decode.picture_size(data, path)
+        _check_size(size, (int(index.size[row, 0]), int(index.size[row, 1])), path)
+        epoch, place = divmod(position, len(self.rows))
+        if self.train and self._crop > 0:
+            u = augment.uniforms(self.seed, epoch, place, augment.Stream.ZOOM, 4)
+            placement = augment.draw_placement(size, self._canvas, self._resize, crop=self._crop, zoom=self._zoom, u=u)
+        else:
+            placement = augment.place(size, self._canvas, self._resize)
+        height, width = placement.content
+        decode.decode_into(data, path, region=placement.region, out=slot.pixels[k, :height, :width])
+        slot.pad(k, placement.content)
+        boxes = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
+        slot.boxes[k], slot.labels[k], slot.valid[k] = augment.place_boxes(
+            index.boxes[boxes], index.labels[boxes], index.crowd[boxes], placement, self._boxes
+        )
+        slot.content[k], slot.scale[k], slot.size[k] = placement.content, placement.scale, size
+        slot.image_id[k] = row
+        slot.draw[k] = augment.device_draws(self.seed, epoch, place, DRAWS)
+
+
+def _check_size(found: tuple[int, int], said: tuple[int, int], path: Path) -> None:
+    if 0 in said or found == said:
+        return
+    cause = f"the annotations say {said[1]} × {said[0]} pixels, the file has {found[1]} × {found[0]}"
+    if found == said[::-1]:
+        cause += " (turned: annotated with the EXIF rotation applied?)"
+    fix = "annotate the picture as it is stored, or store it as it was annotated"
+    raise DataError("The picture has another size than its annotations say.", place=path, cause=cause, fix=fix)
