@@ -14,7 +14,7 @@ setup: .venv/.ready
 
 .venv/.ready: requirements.lock pyproject.toml $(filter .uv/bin/uv,$(UV))
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
-	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock
+	$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 

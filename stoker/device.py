@@ -7,7 +7,6 @@ is asked of `torch.cuda`. Telemetry from the driver is `measure/gpu.py`.
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from stoker.cgroup import host_cores as host_cores
+from stoker.cgroup import host_memory as host_memory
 from stoker.errors import OutOfMemoryError, PreflightError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -249,43 +250,6 @@ def out_of_memory_as_error(what: str) -> Iterator[None]:
             cause=str(error).splitlines()[0] if str(error) else None,
             fix="a smaller --batch or --canvas, or --accumulate 2",
         ) from error
-
-
-def host_cores() -> int:
-    """Processors this process may use: its affinity, and the cgroup's quota rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return cores if quota is None else max(1, min(cores, int(-(-quota // 1))))
-
-
-def _cgroup_quota() -> float | None:
-    v2, v1 = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    if v2.exists():
-        quota, period = v2.read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    if v1.exists():
-        micros = int(v1.read_text())
-        return None if micros <= 0 else micros / int(v1.with_name("cpu.cfs_period_us").read_text())
-    return None
-
-
-def host_memory() -> tuple[int, int]:
-    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache is free."""
-    machine = psutil.virtual_memory()
-    limit, used = machine.total, machine.total - machine.available
-    for limit_file, used_file, stat_file, cache_key in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        base = Path("/sys/fs/cgroup")
-        if not (base / limit_file).exists():
-            continue
-        text = (base / limit_file).read_text().strip()
-        if text != "max" and int(text) < limit:
-            stat = dict(line.split() for line in (base / stat_file).read_text().splitlines())
-            limit, used = int(text), int((base / used_file).read_text()) - int(stat.get(cache_key, 0))
-        break
-    return limit, used
 
 
 def _cpuinfo(key: str) -> str | None:
