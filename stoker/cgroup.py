@@ -1,0 +1,126 @@
+"""The limits of the machine that this process really has: its cgroup's, version 1 or 2, and the machine's own.
+
+Containers, Slurm steps, Kubernetes pods and systemd units all set them, on the process's own cgroup or on one around
+it; the tightest counts. A value that is not set or cannot be read is None. No torch: also used where a foreign job is
+watched.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import psutil
+
+_NO_LIMIT = 2**60
+"""Version 1 says "none" by a number near 2^63."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cgroup:
+    """The cgroup of this process and those around it.
+
+    root: where the cgroup file system is mounted; membership: the kernel's file that says where in it the process is.
+    """
+
+    root: Path = Path("/sys/fs/cgroup")
+    membership: Path = Path("/proc/self/cgroup")
+
+    def cores(self) -> float | None:
+        """Processors' worth of time that the CPU quota allows."""
+        quotas = [quota for folder in self._folders("cpu") if (quota := _quota(folder)) is not None]
+        return min(quotas, default=None)
+
+    def memory(self) -> tuple[int, int] | None:
+        """(limit, used) bytes of the cgroup with the tightest limit. Inactive page cache counts as free."""
+        limits = [(*found, folder) for folder in self._folders("memory") if (found := _memory(folder)) is not None]
+        if not limits:
+            return None
+        limit, used, _ = min(limits)
+        return limit, used
+
+    def throttled_s(self) -> float | None:
+        """Processor-seconds, since the cgroup was made, that the CPU quota held back runnable tasks."""
+        totals = [total for folder in self._folders("cpu") if (total := _throttled_s(folder)) is not None]
+        return max(totals, default=None)
+
+    def _folders(self, controller: str) -> list[Path]:
+        """The cgroups of `controller` that hold this process, the innermost first, as far as they can be seen.
+
+        A container often sees its own cgroup as the root while the kernel still gives its path on the host.
+        """
+        if (self.root / "cgroup.controllers").exists():
+            top, inner = self.root, self._inner("")
+        else:
+            top, inner = self.root / controller, self._inner(controller)
+        own = top / inner
+        folders = [own, *own.parents]
+        return [folder for folder in folders[: folders.index(top) + 1] if folder.exists()]
+
+    def _inner(self, controller: str) -> str:
+        """Path of the process below the mount: of version 2 when `controller` is empty."""
+        if not self.membership.exists():
+            return ""
+        for line in self.membership.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if controller in names.split(","):
+                return path.strip("/")
+        return ""
+
+
+def host_cores() -> int:
+    """Processors this process may use: its affinity, and the cgroup's quota rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Cgroup().cores()
+    return cores if quota is None else max(1, min(cores, int(-(-quota // 1))))
+
+
+def host_memory() -> tuple[int, int]:
+    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache is free."""
+    machine = psutil.virtual_memory()
+    found = Cgroup().memory()
+    if found is not None and found[0] < machine.total:
+        return found
+    return machine.total, machine.total - machine.available
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent, or hidden from us: the machine does not say
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return None if text is None or text == "max" else int(text)
+
+
+def _stat(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_text(path) or "").splitlines())
+    return {name: int(value) for name, value in pairs}
+
+
+def _quota(folder: Path) -> float | None:
+    both = (_text(folder / "cpu.max") or "").split()
+    if len(both) == 2:
+        return None if both[0] == "max" else int(both[0]) / int(both[1])
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return None if quota_us is None or quota_us <= 0 or not period_us else quota_us / period_us
+
+
+def _memory(folder: Path) -> tuple[int, int] | None:
+    for limit_name, used_name, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and limit < _NO_LIMIT and used is not None:
+            return limit, max(0, used - _stat(folder / "memory.stat").get(cache_key, 0))
+    return None
+
+
+def _throttled_s(folder: Path) -> float | None:
+    stat = _stat(folder / "cpu.stat")
+    if "throttled_usec" in stat:
+        return stat["throttled_usec"] / 1e6
+    return stat["throttled_time"] / 1e9 if "throttled_time" in stat else None
