@@ -8,5 +8,16 @@ in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `train/`; how
 from stoker.models.detections import Detections
 from stoker.models.retinanet import Raw
 from stoker.models.table import MODELS, Architecture, Detector, architecture, build
+from stoker.models.weights import architecture_of, load_weights
 
-__all__ = ["MODELS", "Architecture", "Detections", "Detector", "Raw", "architecture", "build"]
+__all__ = [
+    "MODELS",
+    "Architecture",
+    "Detections",
+    "Detector",
+    "Raw",
+    "architecture",
+    "architecture_of",
+    "build",
+    "load_weights",
+]
