@@ -1,12 +1,15 @@
 """The run folder: names, schemas, writers and readers of its files. The interface between all commands.
 
 Writers append whole lines and replace whole files by rename; readers accept a torn last line, so a live, a dead and a
-finished run read alike. `docs/run-folder.md` describes every file for people. Not here: checkpoints (`train/checkpoint.py`).
+finished run read alike. `docs/run-folder.md` describes every file for people, and a test holds it to that. Not here:
+checkpoints (`train/checkpoint.py`).
 """
 
 import contextlib
+import dataclasses
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,12 @@ PHASES = (
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
+
+EVENT_KINDS = (
+    "started", "resumed", "note", "warning", "evaluated", "checkpoint", "checkpoint_failed", "checkpoint_corrupt",
+    "preempted", "failed", "finished",
+)  # fmt: skip
+"""What an event can be; docs/run-folder.md says when each is written."""
 
 
 class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -63,8 +72,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
     t: float
     attempt: int
     kind: str
-    """started, resumed, note, warning, evaluated, checkpoint, checkpoint_failed, checkpoint_corrupt, preempted, failed,
-    finished."""
+    """One of EVENT_KINDS."""
     step: int | None = None
     text: str = ""
     """The line a person saw."""
@@ -107,7 +115,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     psi_io: float | None = None
     """Pressure stall information, share of time in which some task waited, 0 … 1."""
     throttled_s: float | None = None
-    """Seconds the cgroup's CPU quota stopped us."""
+    """Processor-seconds that the cgroup's CPU quota held back runnable threads, since the line before."""
 
 
 class Quarantined(msgspec.Struct, kw_only=True):
@@ -133,7 +141,7 @@ class Evidence(msgspec.Struct, kw_only=True):
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """An answer of the diagnosis; see DESIGN of `diagnose/catalogue.py` for the causes."""
+    """An answer of the diagnosis; the causes are those of `diagnose/catalogue.py`."""
 
     cause: str
     severity: str
@@ -152,37 +160,63 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class RunFolder:
-    """A run's folder, opened to write. Readers use the functions below."""
+    """A run's folder, opened to write, from any thread. Readers use the functions below.
+
+    Training must not die because a line of its records cannot be written (a full disk, a storage that went away): such
+    lines are counted, and said by an event as soon as writing works again.
+    """
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self.attempt = attempt
         self._files: dict[str, int] = {}
+        self._torn: set[str] = set()
+        self._lost = 0
+        self._lock = threading.RLock()
         self._encoder = msgspec.json.Encoder()
 
     def append(self, name: str, line: msgspec.Struct) -> None:
-        """Adds a line in one write; a process killed in between tears at most this line. Safe from several threads."""
-        if name not in self._files:
-            _end_torn_line(self.path / name)
-            self._files[name] = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.write(self._files[name], self._encoder.encode(line) + b"\n")
+        """Adds a line in one write; a process killed in between tears at most this line.
+
+        Raises OSError when the file cannot be opened, which is when it is used first.
+        """
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                if _is_torn(self._files[name]):
+                    self._torn.add(name)
+            data = self._encoder.encode(line) + b"\n"
+            if name in self._torn:  # ends the half line that a killed process or a full disk left
+                data = b"\n" + data
+            try:
+                written = os.write(self._files[name], data)
+            except OSError:  # said below, when there is room again
+                self._lost += 1
+                return
+            if written < len(data):
+                self._torn.add(name)
+                self._lost += 1
+                return
+            self._torn.discard(name)
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                self.event("warning", f"{lost} lines of the run's records could not be written", lines=lost)
+                self._lost += lost if self._lost else 0
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
     def close(self) -> None:
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
+        with self._lock:
+            for handle in self._files.values():
+                os.close(handle)
+            self._files.clear()
 
 
-def _end_torn_line(path: Path) -> None:
-    """A line that a killed process left half is ended, so that the next one starts on its own."""
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+def _is_torn(handle: int) -> bool:
+    """Whether a file's last line has no end."""
+    size = os.fstat(handle).st_size
+    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -209,16 +243,28 @@ def sync_folder(path: Path) -> None:
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
-    """The lines of one of the run's .jsonl files; nothing when it is absent. Torn lines are passed over."""
+    """The lines of one of the run's .jsonl files; nothing when it is absent. Torn lines are passed over.
+
+    Raises UsageError at a whole line that is not a `kind`: another version of stoker wrote it.
+    """
     path = run / name
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.strip():
-                with contextlib.suppress(msgspec.DecodeError):  # torn by a kill: never whole again
+                try:
                     yield decoder.decode(line)
+                except msgspec.ValidationError as error:
+                    raise UsageError(
+                        f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
+                        place=f"{path}:{number}",
+                        cause=str(error),
+                        fix=f"read the run with the version of stoker that {ENVIRONMENT} beside it names",
+                    ) from error
+                except msgspec.DecodeError:  # torn by a kill: never whole again
+                    continue
 
 
 def open_run(text: str | Path) -> Path:
@@ -248,9 +294,46 @@ def runs_named(parent: Path, stem: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What a run took so far: all windows of all attempts, since time that was spent is spent.
+
+    phases: device-seconds by phase; they add up to device_s. wall_s: seconds in which a process trained; the time
+    between attempts is in no window. steps: optimizer steps that were done; step: how many of them the newest state
+    has, the others were lost by a kill and done again. pictures: trained on, those of lost steps included.
+    """
+
+    phases: dict[str, float]
+    device_s: float
+    wall_s: float
+    devices: int
+    pictures: int
+    steps: int
+    step: int
+    attempts: int
+
+
+def totals(run: Path) -> Totals:
+    """Sums steps.jsonl. All zero for a run without a window; the number of devices is that of the newest window."""
+    phases: dict[str, float] = {}
+    device_s, wall_s, devices, pictures, steps, step = 0.0, 0.0, 0, 0, 0, 0
+    for window in read_lines(run, STEPS, StepWindow):
+        for name, took_s in window.phases.items():
+            phases[name] = phases.get(name, 0.0) + took_s
+        device_s += window.wall_s * window.devices
+        wall_s += window.wall_s
+        pictures += window.pictures
+        steps += window.steps
+        devices, step = window.devices, window.step
+    return Totals(
+        phases=phases, device_s=device_s, wall_s=wall_s, devices=devices, pictures=pictures, steps=steps, step=step,
+        attempts=last_attempt(run),
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[bool]:
-    """Holds the run for this process. Yields False when another living process has it; the kernel frees a dead one's."""
+    """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it."""
     with (run / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
