@@ -1,0 +1,185 @@
+"""The cache folder, and the file in it that holds an index: one Arrow IPC file, a row per picture, memory-mapped.
+
+Any Arrow reader opens the file; what is not a column is JSON under the key `stoker` of the schema's metadata. The file
+is replaced as a whole by rename, so processes that build at the same time do not disturb each other or a reader. Not
+here: what the columns mean to users (`index.py`).
+"""
+
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from stoker.data.formats.columns import SPLITS, Columns, Dropped, Found
+from stoker.errors import DataError, PreflightError
+from stoker.records import write_whole
+
+VERSION = 1
+"""Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
+
+SCHEMA = pa.schema(
+    [
+        ("name", pa.large_string()),
+        ("folder", pa.int32()),
+        ("split", pa.int8()),
+        ("image_id", pa.int64()),
+        ("size", pa.list_(pa.int32(), 2)),
+        ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),
+        ("labels", pa.large_list(pa.int32())),
+        ("crowd", pa.large_list(pa.uint8())),  # Arrow's own booleans are bits, which numpy cannot view
+        ("area", pa.large_list(pa.float64())),
+    ]
+)
+META = b"stoker"
+
+
+class Meta(msgspec.Struct, kw_only=True):
+    """What the index file says besides its columns."""
+
+    fingerprint: str
+    root: str
+    format: str
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    splits: tuple[str, ...]
+    folders: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+
+
+def cache_folder() -> Path:
+    """`STOKER_CACHE_DIR`, else `$XDG_CACHE_HOME/stoker`, else `~/.cache/stoker`. It need not exist."""
+    if own := os.environ.get("STOKER_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base).expanduser().absolute() / "stoker"
+    return Path.home() / ".cache" / "stoker"
+
+
+def index_path(data: Path, format: str, val_fraction: float) -> Path:
+    """The cache file of a data set: of its resolved path, so a data set that was moved gets another."""
+    key = f"{data}\0{format}\0{val_fraction!r}".encode("utf-8", "surrogateescape")
+    return cache_folder() / "index" / f"{data.stem[:40]}-{blake2b(key, digest_size=8).hexdigest()}.arrow"
+
+
+def fingerprint(found: Found, val_fraction: float) -> str:
+    """Changes when the index must be built again. Looks at names, sizes and times only: a stat per annotation file.
+
+    Picture folders count by their time of change, since their content decides which picture an annotation is about.
+    """
+    digest = blake2b(f"{VERSION}\0{found!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
+    for part in found.parts:
+        for line in (*_stamps(part.annotations), *(_stamps(part.listing) if part.listing else ())):
+            digest.update(line.encode("utf-8", "surrogateescape"))
+        for folder in part.pictures:
+            changed = folder.stat().st_mtime_ns if folder.exists() else None
+            digest.update(f"{folder}\0{changed}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _stamps(path: Path) -> Iterator[str]:
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            xml = sorted((e for e in entries if e.name.lower().endswith(".xml")), key=lambda entry: entry.name)
+        stats = ((entry.path, entry.stat()) for entry in xml)
+    else:
+        stats = ((os.fspath(path), path.stat()) for path in (path,))
+    for name, stat in stats:
+        yield f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+
+
+def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
+    """Writes the index file of a cleaned and divided data set. Raises PreflightError where it cannot be written."""
+    rows = len(columns.names)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(columns.row, minlength=rows))]).astype(np.int64))
+
+    def per_picture(values: pa.Array) -> pa.Array:
+        return pa.LargeListArray.from_arrays(offsets, values)
+
+    meta = Meta(
+        fingerprint=stamp,
+        root=str(found.root),
+        format=found.format,
+        class_names=tuple(columns.class_names),
+        category_ids=tuple(columns.category_ids),
+        splits=tuple(name for number, name in enumerate(SPLITS) if (columns.split == number).any()),
+        folders=tuple(columns.folders),
+        dropped=tuple(columns.dropped),
+        notes=tuple(columns.notes),
+    )
+    try:
+        names, text = pa.array(columns.names, pa.large_string()), msgspec.json.encode(meta)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "A file or folder name is not valid Unicode.",
+            place=repr(error.object),
+            cause=f"its bytes are not UTF-8: {error.reason}",
+            fix="rename it",
+        ) from error
+    batch = pa.record_batch(
+        [
+            names,
+            pa.array(columns.folder),
+            pa.array(columns.split),
+            pa.array(columns.image_id),
+            _rows(columns.size),
+            per_picture(_rows(columns.boxes.astype(np.float32))),
+            per_picture(pa.array(columns.labels)),
+            per_picture(pa.array(columns.crowd.view(np.uint8))),
+            per_picture(pa.array(columns.area)),
+        ],
+        schema=SCHEMA.with_metadata({META: text}),
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, sink.getvalue().to_pybytes())
+    except OSError as error:
+        raise PreflightError(
+            "The index of the annotations cannot be written.",
+            place=path,
+            cause=str(error),
+            fix="make room, or set STOKER_CACHE_DIR to a folder that can be written",
+        ) from error
+
+
+def _rows(values: NDArray[np.float32] | NDArray[np.int32]) -> pa.Array:
+    """[N, n] as N lists of n."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+
+
+def read(path: Path, stamp: str) -> tuple[pa.RecordBatch, Meta] | None:
+    """Maps an index file; None when it is absent, out of date or damaged, and is to be built (again).
+
+    Everything that later code relies on to stay inside its arrays is checked, so a damaged file cannot crash a run.
+    """
+    try:
+        with pa.ipc.open_file(pa.memory_map(os.fspath(path))) as reader:
+            meta = msgspec.json.decode((reader.schema.metadata or {})[META], type=Meta)
+            if meta.fingerprint != stamp or not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+                return None
+            batch = reader.get_batch(0)
+        batch.validate(full=True)
+    except (OSError, pa.ArrowException, KeyError, msgspec.MsgspecError):
+        return None
+    labels, folder, split = (np.asarray(column) for column in (batch["labels"].values, batch["folder"], batch["split"]))
+    offsets = [batch[name].offsets for name in ("boxes", "labels", "crowd", "area")]
+    sound = (
+        all(other.equals(offsets[0]) for other in offsets[1:])
+        and len(labels) == offsets[0][-1].as_py()
+        and _within(labels, len(meta.class_names))
+        and _within(folder, len(meta.folders))
+        and _within(split, len(SPLITS))
+    )
+    return (batch, meta) if sound else None
+
+
+def _within(values: NDArray[np.int32], count: int) -> bool:
+    return values.size == 0 or (values.min() >= 0 and values.max() < count)

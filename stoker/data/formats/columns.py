@@ -1,0 +1,154 @@
+"""What every format speaks: `Found`, a layout that was recognised, and `Columns`, everything that was read from it.
+
+Plain data between the format readers (`coco.py`, `voc.py`) and the index (`stoker/data/index.py`). Not here: reading
+annotations.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import DataError
+
+SPLITS = ("train", "val", "test")
+UNDECIDED = -1
+"""The split of a picture whose data set names none."""
+
+SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "val": "val", "valid": "val", "validation": "val",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+PICTURE_FOLDERS = ("images", "JPEGImages", "data", "imgs", "pictures")
+"""Where pictures lie beside their annotations: COCO's habit, Pascal VOC's, FiftyOne's, and two that people use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One split of a data set, or all of it."""
+
+    split: str | None
+    """One of SPLITS; None: the data set names no split."""
+    annotations: Path
+    """A file, or the folder of one XML file per picture."""
+    pictures: tuple[Path, ...]
+    """Folders in which the pictures may lie, the likeliest first; they need not exist."""
+    listing: Path | None = None
+    """A text file that names the pictures of the split (Pascal VOC's ImageSets)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A layout that was recognised; nothing of it has been read."""
+
+    format: str
+    layout: str
+    """In words, for notes: "Roboflow's COCO JSON per split"."""
+    root: Path
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Boxes that were left out, of one kind."""
+
+    kind: str
+    count: int
+    examples: tuple[str, ...]
+    """The first few, each naming picture and annotation."""
+
+
+@dataclass(kw_only=True)
+class Columns:
+    """A data set of R pictures and K boxes as its source has it, boxes sorted by picture."""
+
+    class_names: list[str]
+    category_ids: list[int]
+    folders: list[str]
+    """Relative to the root, or absolute."""
+    folder: NDArray[np.int32]
+    """[R], index into `folders`."""
+    names: list[str]
+    """[R], file names without a folder."""
+    split: NDArray[np.int8]
+    """[R], index into SPLITS, or UNDECIDED."""
+    size: NDArray[np.int32]
+    """[R, 2], height and width in pixels, 0 where the source does not say."""
+    image_id: NDArray[np.int64]
+    """[R], the source's id, else the row."""
+    row: NDArray[np.int64]
+    """[K], the picture of each box, ascending."""
+    boxes: NDArray[np.float64]
+    """[K, 4], xyxy in pixels."""
+    labels: NDArray[np.int32]
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float64]
+    """[K], pixels²; NaN where the source does not say."""
+    box_id: NDArray[np.int64]
+    """[K], how the source names the box: COCO's annotation id, the number of the <object> in its XML file."""
+    box_word: str
+    """What `box_id` is, for messages: "annotation", "object"."""
+    dropped: list[Dropped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def picture(self, row: int) -> str:
+        return os.path.join(self.folders[int(self.folder[row])], self.names[row])
+
+
+class Folders:
+    """Numbers folders in the order in which they are first asked for; as text relative to the root where possible."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._number: dict[str, int] = {}
+
+    def number(self, path: str) -> int:
+        relative = os.path.relpath(path, self._root)
+        text = path if relative.startswith("..") else relative
+        return self._number.setdefault(text, len(self._number))
+
+    def texts(self) -> list[str]:
+        return list(self._number)
+
+
+def split_in_name(stem: str) -> str | None:
+    """The split that a file name speaks of: "instances_train2017" is "train", "my-validation" is "val"; else None."""
+    found = {SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", stem.lower()) if word in SPLIT_WORDS}
+    return found.pop() if len(found) == 1 else None
+
+
+def subfolders(folder: Path) -> dict[str, Path]:
+    """The folders inside a folder by lower-case name, in order of name; hidden ones apart."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return {name.lower(): folder / name for name in names}
+
+
+def split_folders(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The folders inside a folder that are named after a split. Raises DataError when two speak of the same one."""
+    seen: dict[str, Path] = {}
+    for name, path in subfolders(folder).items():
+        split = SPLIT_WORDS.get(name)
+        if split is None:
+            continue
+        if split in seen:
+            raise DataError(
+                f"Two folders are named after the {split} split.",
+                place=folder,
+                choices=[seen[split].name, path.name],
+                fix="leave one of them in the data folder",
+            )
+        seen[split] = path
+    yield from sorted(seen.items(), key=lambda item: SPLITS.index(item[0]))
+
+
+def picture_folders(folder: Path) -> tuple[Path, ...]:
+    """Where pictures may lie below a folder, whatever the case of its name; the folder itself comes last."""
+    below = subfolders(folder)
+    return (*(below[name.lower()] for name in PICTURE_FOLDERS if name.lower() in below), folder)

@@ -1,0 +1,218 @@
+"""The index: all annotations of a data set as columns in one memory-mapped file, opened in milliseconds.
+
+`open_index` finds the format, builds the file once and again when the source changed, and maps it. There is no Python
+object per picture or box, and all processes of a machine share one copy. `require_pictures` checks, apart, that the
+pictures exist. Not here: which layout a folder has (`find.py`), reading it (`formats/`), dropping and dividing
+(`clean.py`), the file (`cache.py`), the content of the pictures (`check.py`, `decode.py`).
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from stoker.data import cache, clean
+from stoker.data.find import FORMATS, find_data
+from stoker.data.formats.columns import SPLITS, Dropped
+from stoker.errors import ConfigError, DataError
+
+__all__ = ["Dropped", "Index", "missing_pictures", "open_index", "require_pictures"]
+
+VAL_FRACTION = 0.1
+MISSING_TOLERATED = 0.01
+"""Share of a split's pictures that may be absent: the loader quarantines them by name and stops above the same."""
+FEW = 64
+"""Pictures of a folder up to which a stat for each is cheaper than listing the folder."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Index:
+    """R pictures with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
+
+    root: Path
+    """Absolute; paths are relative to it."""
+    format: str
+    """"coco" or "voc"."""
+    class_names: tuple[str, ...]
+    """Labels 0 … C-1."""
+    category_ids: tuple[int, ...]
+    """The source's own id of each class; Pascal VOC has none: 0 … C-1."""
+    splits: tuple[str, ...]
+    """Those of "train", "val", "test" that have pictures."""
+    size: NDArray[np.int32]
+    """[R, 2], height and width in pixels; 0 where the source does not say."""
+    image_id: NDArray[np.int64]
+    """[R], the source's id (COCO; unique within a split only), else the row."""
+    offsets: NDArray[np.int64]
+    """[R + 1]; the boxes of row r are [offsets[r], offsets[r+1])."""
+    boxes: NDArray[np.float32]
+    """[K, 4], xyxy in pixels of the original picture, as drawn: not clipped to it."""
+    labels: NDArray[np.int32]
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float64]
+    """[K], pixels²; the source's own where it says one."""
+    dropped: tuple[Dropped, ...]
+    """Boxes that were left out, by kind."""
+    notes: tuple[str, ...]
+    """What was chosen, in words."""
+    _folders: tuple[str, ...] = field(repr=False)
+    _folder: NDArray[np.int32] = field(repr=False)
+    _names: pa.Array = field(repr=False)
+    _split: NDArray[np.int8] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def rows(self, split: str) -> NDArray[np.int64]:
+        """[N], the rows of a split in the source's order. Raises DataError when the data set has no such split."""
+        if split not in self.splits:
+            raise DataError(
+                f"The data set has no {split!r} split.",
+                place=self.root,
+                choices=self.splits,
+                fix="name the folder above, if the split lies beside this one; or use one of those it has",
+            )
+        return np.flatnonzero(self._split == SPLITS.index(split))
+
+    def path(self, row: int) -> Path:
+        name: str = self._names[int(row)].as_py()
+        return self.root / self._folders[int(self._folder[row])] / name
+
+
+def open_index(data: str | Path, *, format: str | None = None, val_fraction: float | None = None) -> Index:
+    """The index of a data set, from the cache where its source has not changed.
+
+    data: a folder, a COCO JSON file, or "demo", the data set that stoker draws itself (`./demo` is a folder).
+    format: "coco" or "voc"; None: found by looking. val_fraction: the share that is held back as validation, in (0, 1),
+    0.1 unless set, where the data set has no validation split of its own.
+
+    Raises DataError when there is no data set or a file of it is wrong, naming the place.
+    """
+    fraction = VAL_FRACTION if val_fraction is None else val_fraction
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
+        )
+    found = find_data(_demo() if data == "demo" else Path(data).expanduser(), format)
+    only = found.parts[0].annotations if len(found.parts) == 1 else found.root
+    path = cache.index_path(only, found.format, fraction)
+    stamp = cache.fingerprint(found, fraction)
+    content = cache.read(path, stamp)
+    if content is None:
+        columns = clean.drop_degenerate(FORMATS[found.format].read(found))
+        columns = clean.check(clean.divide(columns, fraction, asked=val_fraction is not None))
+        columns.notes.insert(0, f"{found.layout}, from {found.root}")
+        cache.write(path, columns, found, stamp)
+        content = cache.read(path, stamp)
+        if content is None:
+            raise DataError(
+                "The index was written but cannot be read back.",
+                place=path,
+                cause="another process may be building it from other files at the same time",
+                fix="try again; delete the file if that does not help",
+            )
+    return _view(*content)
+
+
+def _demo() -> Path:
+    from stoker.data.demo import ensure_demo  # Pillow is only needed to draw
+
+    return ensure_demo()
+
+
+def _view(batch: pa.RecordBatch, meta: cache.Meta) -> Index:
+    boxes = batch["boxes"]
+    return Index(
+        root=Path(meta.root),
+        format=meta.format,
+        class_names=meta.class_names,
+        category_ids=meta.category_ids,
+        splits=meta.splits,
+        size=_numpy(batch["size"].values).reshape(-1, 2),
+        image_id=_numpy(batch["image_id"]),
+        offsets=_numpy(boxes.offsets),
+        boxes=_numpy(boxes.values.values).reshape(-1, 4),
+        labels=_numpy(batch["labels"].values),
+        crowd=_numpy(batch["crowd"].values).view(np.bool_),
+        area=_numpy(batch["area"].values),
+        dropped=meta.dropped,
+        notes=meta.notes,
+        _folders=meta.folders,
+        _folder=_numpy(batch["folder"]),
+        _names=batch["name"],
+        _split=_numpy(batch["split"]),
+    )
+
+
+def _numpy(array: pa.Array) -> NDArray[Any]:
+    values: NDArray[Any] = array.to_numpy(zero_copy_only=True)
+    return values
+
+
+def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[int]:
+    """The rows, of those given or of all, whose picture is not there, ascending. One listing per folder instead of a
+    look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
+    wanted = np.arange(len(index)) if rows is None else np.unique(np.fromiter(rows, np.int64))
+    folder = index._folder[wanted]
+    missing: list[int] = []
+    for number in np.unique(folder).tolist():
+        inside = wanted[folder == number]
+        place = index.root / index._folders[number]
+        names = index._names.take(pa.array(inside)).to_pylist()
+        present = _files_in(place) if len(names) > FEW else set()
+        # the second look settles what a listing cannot: names in another case or Unicode form on macOS
+        missing += [
+            row
+            for row, name in zip(inside.tolist(), names, strict=True)
+            if name not in present and not (place / name).is_file()
+        ]
+    return sorted(missing)
+
+
+def _files_in(folder: Path) -> set[str]:
+    if not folder.is_dir():
+        return set()
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_file()}
+
+
+def require_pictures(index: Index) -> list[int]:
+    """The rows whose picture is absent, where they are few enough to do without; the loader will quarantine them.
+
+    Raises DataError when more than 1 % of a split's pictures are absent, with names and with where they seem to be.
+    """
+    missing = missing_pictures(index)
+    absent = np.zeros(len(index), np.bool_)
+    absent[missing] = True
+    for split in index.splits:
+        rows = index.rows(split)
+        gone = rows[absent[rows]]
+        if gone.size > MISSING_TOLERATED * rows.size:
+            examples = [index.path(row) for row in gone[:3].tolist()]
+            raise DataError(
+                f"{gone.size:,} of the {rows.size:,} pictures of the {split} split do not exist.",
+                place=", ".join(str(path) for path in examples) + (", …" if gone.size > len(examples) else ""),
+                cause=f"the annotations in {index.root} name them; at most 1 % may be missing",
+                fix=_where_instead(index.root, examples[0]),
+            )
+    return missing
+
+
+def _where_instead(root: Path, picture: Path) -> str:
+    """Looks for a missing picture under another ending, or in the folders up to two below the root."""
+    if picture.parent.is_dir():
+        with os.scandir(picture.parent) as entries:
+            stem = picture.stem.casefold()
+            like = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[0].casefold() == stem)
+        if pictures := [name for name in like if not name.endswith((".xml", ".json", ".txt"))]:
+            return f"{picture.parent / pictures[0]} exists: correct the file names in the annotations"
+    for pattern in ("*", "*/*", "../*"):
+        for folder in sorted(root.glob(pattern)):
+            if folder.is_dir() and (folder / picture.name).is_file():
+                return f"{picture.name} lies in {folder}: move those pictures to {picture.parent}, or link the folder"
+    return f"put the pictures into {picture.parent}, or name the folder that has both annotations and pictures"
