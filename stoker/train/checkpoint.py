@@ -131,7 +131,7 @@ class Writer:
     def _write_weights(self, snapshot: Snapshot, names: list[str]) -> None:
         try:
             snapshot.ready.wait()
-            data = to_safetensors(snapshot.weights, snapshot.card)
+            data = _packed(snapshot)
             for name in names:
                 write_whole(self._run / name, data)
         except OSError as error:
@@ -147,7 +147,7 @@ class Writer:
             buffer = io.BytesIO()
             torch.save(snapshot.state, buffer)
             files = {}
-            for name, data in ((WEIGHTS, to_safetensors(snapshot.weights, snapshot.card)), (STATE, buffer.getbuffer())):
+            for name, data in ((WEIGHTS, _packed(snapshot)), (STATE, buffer.getbuffer())):
                 write_whole(beside / name, data)
                 files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
             write_whole(beside / MANIFEST, msgspec.json.encode(Manifest(step=snapshot.step, files=files)))
@@ -166,6 +166,11 @@ class Writer:
     def _failed(self, error: OSError, step: int) -> None:
         text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
         self._report("checkpoint_failed", text)
+
+
+def _packed(snapshot: Snapshot) -> bytes:
+    """The bytes of a weights file, whatever memory format the device likes."""
+    return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.card)
 
 
 def _folders(run: Path) -> list[Path]:

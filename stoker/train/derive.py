@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
@@ -70,13 +71,19 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     for name, value in RECIPES[recipe]().set_fields().items():
         if name not in ("batch", "rate"):
             put(name, value, f"recipe {recipe}")
-    for name, (value, reason) in architecture(get("model")).defaults_for(get("weights")).items():
-        put(name, value, reason)
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
 
     rows = index.rows("train")
     put("canvas", *_canvas(index.size[rows], CANVAS_SIDE[recipe]))
+    row = architecture(get("model"))
+    if get("weights") == "none":
+        put("norm", "train", "there are no statistics to freeze: the weights are random")
+        put("trainable_stages", 5, "the weights are random")
+        if recipe == "tiny":
+            put("anchor_sizes", *_anchor_sizes(index, rows, get("canvas"), row.levels))
+    for name, value in row.defaults.items():
+        put(name, value, row.reasons[name])
     put("precision", *device.best_precision())
     put("threads", *_threads(device))
     _batch(filling, recipe, len(rows), index, device)
@@ -104,7 +111,7 @@ def _recipe(filling: _Filling, device: Device) -> str:
     return "tiny" if device.is_cpu else "resnet50"
 
 
-def _canvas(sizes: np.ndarray, side: int) -> tuple[tuple[int, int], str]:
+def _canvas(sizes: NDArray[np.int32], side: int) -> tuple[tuple[int, int], str]:
     """The canvas, sides multiples of 32, of at most 1.1 × side² pixels, on which letterboxed pictures are largest.
 
     sizes: int32 [N, 2], height and width, 0 where unknown. Pictures are not enlarged beyond the median of their size.
@@ -132,6 +139,28 @@ def _canvas(sizes: np.ndarray, side: int) -> tuple[tuple[int, int], str]:
         best,
         f"{side}² pixels in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32",
     )
+
+
+def _anchor_sizes(
+    index: Index, rows: NDArray[np.int64], canvas: tuple[int, int], levels: int
+) -> tuple[tuple[float, ...], str]:
+    """One base size per level, evenly on a log scale between the 10th and the 90th percentile of the boxes' sizes.
+
+    A box's size is the root of its area in pixels of the canvas.
+    """
+    counts = index.offsets[rows + 1] - index.offsets[rows]
+    boxes = np.concatenate([index.boxes[index.offsets[row] : index.offsets[row + 1]] for row in rows])
+    height, width = index.size[np.repeat(rows, counts)].T.astype(np.float64)
+    known = (height > 0) & (width > 0)
+    sides = boxes[known, 2:] - boxes[known, :2]
+    if len(sides) == 0:
+        square = math.sqrt(canvas[0] * canvas[1])
+        sizes = np.geomspace(0.1, 0.5, levels) * square
+        return tuple(float(round(size)) for size in sizes), "a tenth to a half of the canvas; no box says otherwise"
+    fit_scale = np.minimum(1.0, np.minimum(canvas[0] / height[known], canvas[1] / width[known]))
+    low, high = np.percentile(np.sqrt(sides.prod(1)) * fit_scale, [10, 90])
+    sizes = np.geomspace(max(4.0, low), max(8.0, high), levels)
+    return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the boxes' sizes"
 
 
 def _threads(device: Device) -> tuple[int, str]:

@@ -136,6 +136,7 @@ class Training:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
         job = self.job
         with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
+            self.read(now=True)  # the start gets a line of its own, so that the first rates are those of steps
             while self.progress() < 1:
                 self.step()
                 self.read()
@@ -178,11 +179,14 @@ class Training:
             return self.job.step / self.job.total_steps
         return self.job.trained_s / (60 * self.length.value)
 
-    def read(self, *, wait: bool = False) -> None:
-        """Writes a window's line once a second, with the losses of the steps whose copy has arrived."""
+    def read(self, *, now: bool = False, wait: bool = False) -> None:
+        """Writes a window's line once a second, with the losses of the steps whose copy has arrived.
+
+        now: also when the second is not over; wait: also when the copy is not there yet, for the last line.
+        """
         job = self.job
         if self.reading is None:
-            if not wait and time.perf_counter() - self.window_s < WINDOW_S:
+            if not (now or wait) and time.perf_counter() - self.window_s < WINDOW_S:
                 return
             self.window_s = time.perf_counter()
             tensors, ready = self.stream.to_host(job.meter.take())
@@ -213,7 +217,8 @@ class Training:
             )
             job.folder.append(STEPS, window)
             self.board.window(window)
-            self.show(window)
+            if steps:
+                self.show(window)
         self.judge(reading)
 
     def judge(self, reading: Reading) -> None:

@@ -24,6 +24,10 @@ def make_snapshot(step: int, size: int = 1000) -> Snapshot:
     return snapshot(STREAM, step=step, card={"model": "m"}, weights=weights, state=state)
 
 
+def ignore(*_: str) -> None:
+    """Nobody listens."""
+
+
 def save(run: Path, *steps: int) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
     writer = Writer(run, lambda kind, text: said.append((kind, text)))
@@ -141,12 +145,12 @@ while True:
     assert loaded is not None
     assert loaded.step >= int(said[-1].split("step-")[1])
     assert torch.equal(loaded.weights["w"], torch.full((300_000,), float(loaded.step)))
-    Writer(tmp_path, lambda kind, text: None)
+    Writer(tmp_path, ignore)
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_a_bug_in_the_writer_reaches_the_training_thread(tmp_path: Path):
-    writer = Writer(tmp_path, lambda kind, text: None)
+    writer = Writer(tmp_path, ignore)
     broken = make_snapshot(1)
     broken.weights = {"w": "no tensor"}  # type: ignore[dict-item]
     writer.save(broken)

@@ -1,0 +1,129 @@
+"""Killed and continued: the final weights are those of a run that nobody disturbed, bit for bit."""
+
+import random
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
+from tests.drawn import draw, run_stoker, stoker
+
+STEPS_IN_ALL = 80
+FLAGS = [
+    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--for", str(STEPS_IN_ALL),
+    "--eval-every", "30", "--checkpoint-every", "6", "--threads", "2", "--crop", "0.5", "--ema", "0.9",
+    "--precision", "fp32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, output = run_stoker("train", data, *FLAGS, "--run", "whole", cwd=folder)
+    assert code == 0, output
+    return folder / "whole"
+
+
+def last_step(run: Path) -> int:
+    return max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
+
+
+def wait_for(process: subprocess.Popen[str], run: Path, ready: str) -> None:
+    """Returns when the run has come as far as `ready` says, or has ended by itself."""
+    seen = sorted(run.glob("checkpoints/step-*"))
+    while process.poll() is None:
+        if ready == "saving" and list(run.glob("checkpoints/.step-*")):
+            return
+        if ready == "saved" and sorted(run.glob("checkpoints/step-*")) != seen:
+            return
+
+
+def assert_same_end(one: Path, two: Path) -> None:
+    assert (one / "final.safetensors").read_bytes() == (two / "final.safetensors").read_bytes()
+    ends = [[e for e in read_lines(run, EVENTS, Event) if e.kind == "finished"] for run in (one, two)]
+    assert ends[0][0].data == ends[1][0].data
+
+
+@pytest.mark.parametrize("moments", [["saving", "saved"]])
+def test_sigkill(undisturbed: Path, data: Path, tmp_path: Path, moments: list[str]):
+    run = tmp_path / "killed"
+    for moment in moments:
+        process = stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+        wait_for(process, run, moment)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    code, output = run_stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+    assert code == 0, output
+    assert "continuing from step" in output
+    assert_same_end(undisturbed, run)
+    windows = list(read_lines(run, STEPS, StepWindow))
+    assert max(window.attempt for window in windows) == len(moments) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_sigkill_at_random_moments(undisturbed: Path, data: Path, tmp_path: Path, seed: int):
+    rng = random.Random(seed)
+    run = tmp_path / "killed"
+    kills = 0
+    for _ in range(6):
+        process = stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+        try:
+            process.communicate(timeout=rng.uniform(3, 12))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+        if process.returncode == 0:
+            break
+    else:
+        code, output = run_stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+        assert code == 0, output
+    assert kills
+    assert_same_end(undisturbed, run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_75(undisturbed: Path, data: Path, tmp_path: Path, number: signal.Signals):
+    """Without --run: the same command finds its unfinished run by itself, and a finished one starts a new run."""
+    process = stoker("train", data, *FLAGS, cwd=tmp_path)
+    run = tmp_path / "runs" / f"{data.name}-retinanet_tiny_fpn-1"
+    wait_for(process, run, "saved")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert f"Stopped by {number.name}" in output
+    assert [e.kind for e in read_lines(run, EVENTS, Event)][-1] == "preempted"
+    stopped_at = int(re.search(r"at step (\d+)", output)[1])  # type: ignore[index]
+    assert (run / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
+    code, output = run_stoker("train", data, *FLAGS, cwd=tmp_path)
+    assert code == 0, output
+    assert f"continuing from step {stopped_at}" in output
+    assert_same_end(undisturbed, run)
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == [run.name]
+    phases = {name for window in read_lines(run, STEPS, StepWindow) for name in window.phases}
+    assert "recovery" not in phases
+
+
+def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
+    code, output = run_stoker("train", data, *FLAGS, "--run", "whole", cwd=undisturbed.parent)
+    assert code == 2
+    assert "The run is finished." in output
+    code, output = run_stoker("train", "--resume", "whole", cwd=undisturbed.parent)
+    assert code == 2
+    assert "nothing to resume" in output
+
+
+def test_threads_do_not_change_the_result(undisturbed: Path, data: Path, tmp_path: Path):
+    code, output = run_stoker("train", data, *FLAGS, "--threads", "1", "--run", "one", cwd=tmp_path)
+    assert code == 0, output
+    assert_same_end(undisturbed, tmp_path / "one")
