@@ -9,6 +9,7 @@ Pictures without known boxes are `predict.py`'s.
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from stoker.batch import Batch
 from stoker.device import Device, Ready
+from stoker.draw import Shown
 from stoker.errors import DataError
 from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics
+from stoker.models import Detector
 
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
@@ -43,6 +46,7 @@ class Columns(Protocol):
     def crowd(self) -> NDArray[np.bool_]: ...
     @property
     def area(self) -> NDArray[np.float64]: ...
+    def path(self, row: int) -> Path: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ def ground_truth(index: Columns, rows: NDArray[np.int64]) -> GroundTruth:
 
 
 def evaluate(
-    model: nn.Module,
+    model: Detector,
     batches: Iterable[Batch],
     index: Columns,
     rows: NDArray[np.int64],
@@ -105,7 +109,7 @@ def evaluate(
 
 
 def detect(
-    model: nn.Module,
+    model: Detector,
     batches: Iterable[Batch],
     device: Device,
     *,
@@ -120,13 +124,12 @@ def detect(
     stream = device.make_stream()
     parts: list[Detections] = []
     pending: tuple[list[Tensor], Ready] | None = None
-    decode: Any = model.decode
     # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
     with in_eval_mode(model), torch.no_grad():
         for batch in batches:
             with device.autocast(precision):
                 raw = model(batch.images)
-            found = decode(
+            found = model.decode(
                 raw,
                 batch.content,
                 batch.scale,
@@ -214,6 +217,18 @@ def score(truth: GroundTruth, found: Detections) -> Metrics:
         detections=int(seen.sum()),
         missing=len(truth.pictures) - len(pictures),
     )
+
+
+def some_pictures(
+    index: Columns, rows: NDArray[np.int64], found: Detections, *, count: int = 4, score_threshold: float = 0.3
+) -> list[Shown]:
+    """A few of the evaluated pictures with true and found boxes, to look at: the same ones at every evaluation."""
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
+    truth = ground_truth(index, chosen)
+    ones = np.ones(len(truth.row), np.float32)
+    true = Detections(row=truth.row, boxes=truth.boxes, score=ones, label=truth.label, pictures=chosen)
+    shown = found.where(found.score >= score_threshold)
+    return [Shown(path=index.path(row), truth=true.of(row), found=shown.of(row)) for row in chosen.tolist()]
 
 
 def _require_boxes(truth: GroundTruth) -> None:

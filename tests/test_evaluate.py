@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from stoker.batch import DRAWS, Batch
 from stoker.device import Device
 from stoker.errors import DataError
-from stoker.evaluate import GroundTruth, detect, evaluate, ground_truth, score
+from stoker.evaluate import GroundTruth, detect, evaluate, ground_truth, score, some_pictures
 from stoker.metrics import TWELVE, Detections, Metrics, no_detections
 
 CPU = Device(torch.device("cpu"))
@@ -31,6 +32,9 @@ class Columns(NamedTuple):
     labels: np.ndarray
     crowd: np.ndarray
     area: np.ndarray
+
+    def path(self, row: int) -> Path:
+        return Path(f"{row}.jpg")
 
 
 def columns(boxes_of_picture: list[list[tuple[float, ...]]], class_count: int) -> Columns:
@@ -325,3 +329,12 @@ def test_the_boxes_of_one_picture_come_best_first() -> None:
     found = detections([3, 1, 3, 3], np.arange(16), [0.2, 0.9, 0.7, 0.4], [0, 1, 2, 3], [1, 3])
     assert found.of(3).label.tolist() == [2, 3, 0]
     assert len(found.of(2)) == 0
+
+
+def test_some_pictures_are_the_same_every_time_with_their_own_boxes() -> None:
+    index = columns([[(n, n, n + 9, n + 9, n % 2, 0, 1.0)] for n in range(10)], 2)
+    found = detections([3, 3, 9], [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5, 6, 6]], [0.9, 0.1, 0.8], [0, 0, 1], range(10))
+    shown = some_pictures(index, np.arange(3, 10), found, count=3)
+    assert [one.path for one in shown] == [Path("3.jpg"), Path("6.jpg"), Path("9.jpg")]
+    assert [one.truth.boxes.tolist() for one in shown] == [[[n, n, n + 9, n + 9]] for n in (3, 6, 9)]
+    assert [one.found.boxes.tolist() for one in shown] == [[[1, 1, 2, 2]], [], [[5, 5, 6, 6]]]

@@ -1,0 +1,164 @@
+"""TensorBoard files of a run: curves, scores, and pictures with true and found boxes. No server, no TensorFlow.
+
+The training thread only puts references into a queue; a thread of this module loads tensorboardX, draws, encodes and
+writes. tensorboardX's own SummaryWriter is not used: its queue blocks whoever writes when the disk is full, and two of
+them in the same second overwrite each other's file. A board that cannot be written says so once and stops; the same
+numbers are in steps.jsonl and events.jsonl.
+"""
+
+import io
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from stoker.draw import Shown, compare
+from stoker.metrics import TWELVE, Metrics
+from stoker.records import StepWindow
+
+FOLDER = "tensorboard"
+PICTURE_SIDE = 512
+"""Pixels of the longer side of a picture: tensorboardX checksums in Python, 0.24 µs a byte (100 kB: 24 ms)."""
+FLUSH_S = 5.0
+_BACKLOG = 1000
+"""Lines that may wait for a slow disk; more are dropped, and said."""
+
+Values = dict[str, float]
+Job = tuple[float, int, Values, tuple[Shown, ...], tuple[str, ...]]
+"""Unix time, step, scalars by tag, pictures, class names."""
+
+
+class Board:
+    """The TensorBoard files of one attempt of a run, in its folder `tensorboard`.
+
+    purge_step: the step from which a resumed run goes on; TensorBoard drops what earlier attempts wrote beyond it, so
+    curves do not fork. on_error: told from another thread when nothing more can be written, or a picture not be shown.
+    """
+
+    def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
+        self._folder = run / FOLDER
+        self._purge_step = purge_step
+        self._on_error = on_error
+        self._jobs: queue.Queue[Job | None] = queue.Queue(_BACKLOG)
+        self.dropped = 0
+        """Lines that found the queue full."""
+        self.error: str | None = None
+        """Why nothing more is written."""
+        self._thread = threading.Thread(target=self._run, name="stoker-tensorboard", daemon=True)
+        self._thread.start()
+
+    def window(self, window: StepWindow) -> None:
+        """The scalars of a line of steps.jsonl."""
+        self._put((window.t, window.step, dict(_scalars(window)), (), ()))
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        """The twelve COCO numbers, and AP of every class; what is undefined has no point."""
+        values = {f"eval/{name}": getattr(metrics, name) for name in TWELVE}
+        values |= {f"eval_class_ap/{row.name}": row.ap for row in metrics.per_class}
+        self._put((time.time(), step, {tag: value for tag, value in values.items() if value is not None}, (), ()))
+
+    def pictures(self, step: int, shown: Sequence[Shown], class_names: Sequence[str]) -> None:
+        """Pictures with their true boxes (left) and the found ones (right). Files are read by the other thread."""
+        self._put((time.time(), step, {}, tuple(shown), tuple(class_names)))
+
+    def close(self) -> None:
+        """Writes what is waiting. May be called twice."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _put(self, job: Job) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self.dropped += 1
+
+    def _run(self) -> None:
+        jobs = iter(self._jobs.get, None)  # to the end, which `close` puts in
+        try:
+            writer = _Writer(self._folder, self._purge_step)
+            try:
+                self._write_all(writer, jobs)
+            finally:
+                writer.close()
+        # Whatever TensorBoard's files do (full disk, a protobuf that does not fit), training goes on and it is said.
+        except Exception as error:  # noqa: BLE001
+            self.error = f"{type(error).__name__}: {error}"
+            self._tell(f"TensorBoard files are not written any more: {self.error}")
+            for _ in jobs:
+                pass
+
+    def _write_all(self, writer: "_Writer", jobs: Iterator[Job]) -> None:
+        flushed_s = time.monotonic()
+        for t, step, values, shown, class_names in jobs:
+            if values:
+                writer.scalars(t, step, values)
+            for n, one in enumerate(shown):
+                try:
+                    drawn = compare(one, class_names, PICTURE_SIDE)
+                except OSError as error:  # this picture's own trouble
+                    self._tell(f"TensorBoard does not show {one.path}: {error}")
+                    continue
+                writer.picture(t, step, f"pictures/{n}", drawn)
+            if time.monotonic() - flushed_s > FLUSH_S:
+                writer.flush()
+                flushed_s = time.monotonic()
+
+    def _tell(self, text: str) -> None:
+        if self._on_error is not None:
+            self._on_error(text)
+
+
+class _Writer:
+    """One event file. Its name says when it was begun, to the nanosecond: files of two attempts never meet."""
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: Any = EventsWriter(str(folder / "events"), f".{time.time_ns():020d}")
+        if purge_step > 0:
+            log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            # TensorBoard drops what has this step or a later one; what was written at purge_step itself is ours
+            self._file.write_event(self._event(wall_time=time.time(), step=purge_step + 1, session_log=log))
+
+    def scalars(self, t: float, step: int, values: Values) -> None:
+        points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._file.write_event(self._event(wall_time=t, step=step, summary=self._summary(value=points)))
+
+    def picture(self, t: float, step: int, tag: str, drawn: Image.Image) -> None:
+        jpeg = io.BytesIO()
+        drawn.save(jpeg, "JPEG", quality=85)
+        image = self._summary.Image(
+            height=drawn.height, width=drawn.width, colorspace=3, encoded_image_string=jpeg.getvalue()
+        )
+        value = self._summary.Value(tag=tag, image=image)
+        self._file.write_event(self._event(wall_time=t, step=step, summary=self._summary(value=[value])))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _scalars(window: StepWindow) -> Iterator[tuple[str, float]]:
+    for name, value in window.losses.items():
+        yield f"loss/{name}", value
+    if window.rate is not None:
+        yield "train/rate", window.rate
+    if window.grad_norm is not None:
+        yield "train/grad_norm", window.grad_norm
+    yield "train/skipped_steps", window.skipped
+    if window.wall_s > 0:
+        yield "speed/img_per_s", window.pictures / window.wall_s
+        yield "speed/device_busy", window.phases.get("compute", 0.0) / (window.wall_s * window.devices)
+    if window.memory_peak_bytes is not None:
+        yield "memory/peak_gib", window.memory_peak_bytes / 2**30
