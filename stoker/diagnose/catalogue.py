@@ -199,10 +199,10 @@ _CAUSES = (
         title="Other work takes the processors",
         reason="allocation and scheduling",
         looks_like="img/s varies with the hour; the same run is faster elsewhere",
-        needs=("devices.jsonl: throttled_s, or cpu and process_cpu",),
+        needs=("devices.jsonl: process_cpu, and throttled_s or cpu",),
         warn_from=0.05,
         critical_from=0.25,
-        measure="seconds stopped by the container's CPU quota per second; or, where the cores are "
+        measure="share of the wanted processor time that the container's CPU quota withheld; or, where the cores are "
         f"{SATURATED_FROM:.0%} busy, the share of them that other processes use",
         source="our judgment",
         fix="A higher CPU quota for the container, fewer --threads than cores, or a machine of its own",

@@ -1,7 +1,7 @@
 """Looks for the causes of `catalogue.py` in a run's records: pure functions, records in, findings out.
 
 A rule abstains (None) when what it looks for is not there, or when a record that it needs is missing: missing is not
-zero. `diagnose` reads the records once, in a single pass of bounded memory, and asks every rule.
+zero. `read` sums the records up line by line, in bounded memory; `judge` asks every rule.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import msgspec
 
 from stoker import records
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
-from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow
+from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow, Totals
 
 _SHOWN = 3
 """Names that a finding's evidence lists at most."""
@@ -40,18 +40,11 @@ class Mean:
 class Records:
     """What the rules look at: sums, means and maxima over all attempts of a run. None: nobody recorded it."""
 
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Device-seconds by phase."""
-    device_s: float = 0.0
-    wall_s: float = 0.0
-    devices: int = 0
-    """Of the newest window."""
-    steps: int = 0
-    skipped: int = 0
-    attempts: int = 0
-    memory_peak_bytes: int | None = None
+    totals: Totals
     price: float = 0.0
     """Money per device-hour; 0: unknown."""
+    skipped: int = 0
+    memory_peak_bytes: int | None = None
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
     """Path → error."""
@@ -62,8 +55,8 @@ class Records:
     cpu_others: Mean = dataclasses.field(default_factory=Mean)
     """Share of the cores that processes outside this run used."""
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
-    throttled: Mean = dataclasses.field(default_factory=Mean)
-    """Seconds that the CPU quota stopped us, per sample; a sample is a second."""
+    withheld: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the processor time that this run wanted and its quota did not give."""
     gpu_busy: Mean = dataclasses.field(default_factory=Mean)
     """The driver's utilisation, of samples that show just the devices that train."""
     gpu_memory_bytes: int | None = None
@@ -71,42 +64,33 @@ class Records:
 
     def share(self, *phases: str) -> float:
         """Of all device time."""
-        return self.seconds(*phases) / self.device_s if self.device_s > 0 else 0.0
+        return self.seconds(*phases) / self.totals.device_s if self.totals.device_s > 0 else 0.0
 
     def seconds(self, *phases: str) -> float:
-        return sum(self.phases.get(phase, 0.0) for phase in phases)
+        return sum(self.totals.phases.get(phase, 0.0) for phase in phases)
 
 
-def read(run: Path) -> Records:
-    """The records of a run, live, dead or finished."""
-    seen = Records()
+def read(run: Path, price: float | None = None) -> Records:
+    """The records of a run, live, dead or finished. price: money per device-hour, instead of the run's own setting."""
+    seen = Records(totals=records.totals(run), price=_price(run) if price is None else price)
     for window in records.read_lines(run, records.STEPS, StepWindow):
-        _add_window(seen, window)
+        seen.skipped += window.skipped
+        if window.memory_peak_bytes is not None:
+            seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
     for event in records.read_lines(run, records.EVENTS, Event):
-        seen.attempts = max(seen.attempts, event.attempt)
         if event.kind == "checkpoint_failed":
             seen.checkpoint_failures.append(event.text)
     for line in records.read_lines(run, records.QUARANTINE, Quarantined):
         seen.quarantined[line.path] = line.error
     for sample in records.read_lines(run, records.DEVICES, DeviceSample):
         _add_sample(seen, sample)
-    config = run / records.CONFIG
-    if config.exists():
-        seen.price = float(tomllib.loads(config.read_text()).get("run", {}).get("price", 0.0))
     return seen
 
 
-def _add_window(seen: Records, window: StepWindow) -> None:
-    for phase, seconds in window.phases.items():
-        seen.phases[phase] = seen.phases.get(phase, 0.0) + seconds
-    seen.device_s += window.wall_s * window.devices
-    seen.wall_s += window.wall_s
-    seen.devices = window.devices
-    seen.steps += window.steps
-    seen.skipped += window.skipped
-    seen.attempts = max(seen.attempts, window.attempt)
-    if window.memory_peak_bytes is not None:
-        seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
+def _price(run: Path) -> float:
+    """The setting, read without its schema: a run of another version has it in the same place."""
+    path = run / records.CONFIG
+    return float(tomllib.loads(path.read_text()).get("run", {}).get("price", 0.0)) if path.exists() else 0.0
 
 
 def _add_sample(seen: Records, sample: DeviceSample) -> None:
@@ -118,8 +102,10 @@ def _add_sample(seen: Records, sample: DeviceSample) -> None:
         if sample.process_cpu is not None:
             seen.cpu_others.add(max(0.0, busy - sample.process_cpu / len(sample.cpu)))
     seen.psi_cpu.add(sample.psi_cpu)
-    seen.throttled.add(sample.throttled_s)
-    if len(sample.gpus) == seen.devices:
+    if sample.throttled_s is not None and sample.process_cpu is not None:
+        wanted = sample.throttled_s + sample.process_cpu
+        seen.withheld.add(sample.throttled_s / wanted if wanted > 0 else 0.0)
+    if len(sample.gpus) == seen.totals.devices:
         for gpu in sample.gpus:
             seen.gpu_busy.add(gpu.utilisation)
     totals = [gpu.memory_total_bytes for gpu in sample.gpus if gpu.memory_total_bytes]
@@ -155,7 +141,7 @@ def starved_inside_steps(seen: Records) -> Finding | None:
         _phase(seen, "compute"),
         Evidence(text=f"the driver saw kernels {busy:.0%} of the time", value=busy, place="devices.jsonl: gpus"),
     ]
-    return _finding(seen, "starved_inside_steps", gap, evidence, lost_s=gap * seen.device_s)
+    return _finding(seen, "starved_inside_steps", gap, evidence, lost_s=gap * seen.totals.device_s)
 
 
 def startup_heavy(seen: Records) -> Finding | None:
@@ -184,10 +170,10 @@ def work_lost_to_restarts(seen: Records) -> Finding | None:
 
 
 def steps_skipped(seen: Records) -> Finding | None:
-    if not seen.steps:
+    if not seen.totals.steps:
         return None
-    share = seen.skipped / seen.steps
-    text = f"{seen.skipped:,} of {seen.steps:,} steps were skipped"
+    share = seen.skipped / seen.totals.steps
+    text = f"{seen.skipped:,} of {seen.totals.steps:,} steps were skipped"
     evidence = [Evidence(text=text, value=float(seen.skipped), place="steps.jsonl: skipped")]
     return _finding(seen, "steps_skipped", share, evidence, lost_s=share * seen.seconds("compute"))
 
@@ -224,11 +210,11 @@ def gpu_memory_near_limit(seen: Records) -> Finding | None:
 
 def cpu_contention(seen: Records) -> Finding | None:
     """The worse of the container's quota, and other processes on cores that are all in use."""
-    throttled, busy, others = seen.throttled.value or 0.0, seen.cpu_busy.value, seen.cpu_others.value
+    withheld, busy, others = seen.withheld.value or 0.0, seen.cpu_busy.value, seen.cpu_others.value
     evidence = []
-    if throttled:
-        text = f"the CPU quota stopped us {throttled:.2f} s in each second"
-        evidence.append(Evidence(text=text, value=throttled, place="devices.jsonl: throttled_s"))
+    if withheld:
+        text = f"the CPU quota withheld {withheld:.0%} of the processor time that the run wanted"
+        evidence.append(Evidence(text=text, value=withheld, place="devices.jsonl: throttled_s"))
     taken = 0.0
     if busy is not None and others is not None and busy >= SATURATED_FROM:
         taken = others
@@ -237,7 +223,7 @@ def cpu_contention(seen: Records) -> Finding | None:
     if seen.psi_cpu.value is not None:
         text = f"some task waited for a core {seen.psi_cpu.value:.0%} of the time"
         evidence.append(Evidence(text=text, value=seen.psi_cpu.value, place="devices.jsonl: psi_cpu"))
-    return _finding(seen, "cpu_contention", max(throttled, taken), evidence)
+    return _finding(seen, "cpu_contention", max(withheld, taken), evidence)
 
 
 RULES: tuple[Rule, ...] = (
@@ -251,8 +237,12 @@ _SEVERITIES = ("critical", "warning", "info")
 
 
 def diagnose(run: Path) -> list[Finding]:
-    """What the records of a run say it lost and why, the largest loss first, then the gravest."""
-    seen = read(run)
+    """What a run lost and why, the largest loss first, then the gravest."""
+    return judge(read(run))
+
+
+def judge(seen: Records) -> list[Finding]:
+    """`diagnose` on records that are read already."""
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
     return sorted(found, key=lambda f: (-(f.lost_device_s or 0.0), _SEVERITIES.index(f.severity), f.cause))
 
@@ -299,4 +289,6 @@ def _phase(seen: Records, phase: str) -> Evidence:
 
 
 def _attempts(seen: Records) -> Evidence:
-    return Evidence(text=f"{seen.attempts} attempts", value=float(seen.attempts), place="events.jsonl: attempt")
+    return Evidence(
+        text=f"{seen.totals.attempts} attempts", value=float(seen.totals.attempts), place="events.jsonl: attempt"
+    )

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules import RULES, diagnose, write_findings
+from stoker.diagnose.rules import RULES, diagnose, judge, read, write_findings
 from stoker.records import (
     CONFIG,
     DEVICES,
@@ -131,6 +131,8 @@ def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -
     {"memory_used_bytes": 99 * GIB},  # no limit
     {"cpu": [1.0, 1.0]},  # not said who
     {"psi_cpu": 1.0},  # may be ourselves
+    {"throttled_s": 0.5},  # of how much?
+    {"throttled_s": 0.02, "process_cpu": 2.0},
     {"cpu": [0.5, 0.5], "process_cpu": 0.1, "psi_cpu": 0.1},  # others, and cores left
     gpu(memory_total_bytes=80 * GIB),  # no peak
     {"gpus": [GpuSample(index=0, utilisation=0.1), GpuSample(index=1, utilisation=0.0)]},  # which of them is ours?
@@ -182,7 +184,7 @@ def test_the_largest_loss_comes_first_and_what_cost_no_time_last(tmp_path: Path)
 
 
 def test_a_cpu_quota_is_contention(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", HEALTHY, samples=[{"throttled_s": 0.3}, {"throttled_s": 0.3}])
+    run = make_run(tmp_path / "run", HEALTHY, samples=[{"throttled_s": 1.0, "process_cpu": 2.0}] * 2)
     (finding,) = diagnose(run)
     assert (finding.cause, finding.severity) == ("cpu_contention", "critical")
 
@@ -197,6 +199,12 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     with (run / STEPS).open("a") as file:
         file.write('{"t": 1.0, "attempt": 1, "st')
     assert causes(run) == {"evaluation_heavy"}
+
+
+def test_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", with_phase("eval", 360), price=2.5)
+    (finding,) = judge(read(run, price=10.0))
+    assert finding.lost_money == pytest.approx(1.0)
 
 
 def test_findings_are_written_and_read_back(tmp_path: Path) -> None:
