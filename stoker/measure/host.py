@@ -108,7 +108,7 @@ def tree_rss(pid: int, proc: Path = Path("/proc")) -> int | None:
 
     The children come from the kernel's own list: walking all processes takes tens of ms on a big machine.
     """
-    if not (proc / str(pid) / "statm").exists():
+    if not (proc / str(pid) / "task" / str(pid) / "children").exists():
         return _tree_rss_by_psutil(pid)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     total, tree = 0, [pid]
@@ -116,7 +116,7 @@ def tree_rss(pid: int, proc: Path = Path("/proc")) -> int | None:
         with contextlib.suppress(OSError):  # it ended meanwhile
             total += int(_read(f"{proc}/{member}/statm").split()[1]) * page_bytes
             for thread in os.listdir(f"{proc}/{member}/task"):
-                with contextlib.suppress(OSError):  # the thread ended, or the kernel has no such list
+                with contextlib.suppress(OSError):  # the thread ended
                     tree += map(int, _read(f"{proc}/{member}/task/{thread}/children").split())
     return total
 

@@ -1,0 +1,107 @@
+"""What a run ran on, written once into environment.json: versions, machine, limits, GPUs, settings from outside.
+
+A run is explained, compared and repeated from this. It never holds a secret: variables are taken by name, those that
+look like a secret are left out, and passwords in addresses are masked. `why` reads it; the doctor checks it.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from stoker.cgroup import Cgroup, host_cores, host_memory
+from stoker.measure.gpu import Gpus
+
+PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")
+"""Their versions decide speed and results."""
+
+_VARIABLES = re.compile(
+    r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
+    r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
+
+
+def describe(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.argv) -> dict[str, Any]:
+    """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch)."""
+    limit_bytes, _ = host_memory()
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "os": _os(),
+        "kernel": platform.release(),
+        "hostname": platform.node(),
+        "container": container(variables),
+        "cpu": _cpu(),
+        "cores": host_cores(),
+        "machine_cores": os.cpu_count(),
+        "cpu_quota": Cgroup().cores(),
+        "memory_limit_bytes": limit_bytes,
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
+        "gpu": Gpus().describe(),
+        "torch": _torch(),
+        "variables": {name: masked(variables[name]) for name in sorted(variables) if _is_told(name)},
+        "argv": [masked(word) for word in argv],
+    }
+
+
+def masked(text: str) -> str:
+    """The text without passwords: `s3://***@host/…`, `…?sig=***`."""
+    return _QUERY.sub(r"\1***", _PASSWORD.sub("***", text))
+
+
+def container(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
+    """The kind of container around this process, as far as it shows: kubernetes, singularity, podman, docker."""
+    if "KUBERNETES_SERVICE_HOST" in variables:
+        return "kubernetes"
+    if "SINGULARITY_NAME" in variables or "APPTAINER_NAME" in variables:
+        return "singularity"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    return "docker" if (root / ".dockerenv").exists() else None
+
+
+def _is_told(name: str) -> bool:
+    return _VARIABLES.match(name) is not None and _SECRET.search(name) is None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _os() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):  # not a Linux, or one that does not say
+        return platform.platform()
+
+
+def _cpu() -> str:
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.exists() else "", re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _torch() -> dict[str, Any] | None:
+    """What torch was built for, and the cuDNN it loads; None where there is no torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }

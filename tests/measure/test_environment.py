@@ -1,0 +1,75 @@
+"""environment.json: what it tells, and what it must not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.measure.environment import container, describe, masked
+
+HIDDEN = "hunter2"
+
+
+def test_it_is_json_and_says_what_a_run_ran_on() -> None:
+    told = json.loads(json.dumps(describe()))
+    assert told["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert told["torch"]["cuda"] == torch.version.cuda
+    assert told["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert told["cores"] >= 1
+    assert told["memory_limit_bytes"] > 2**20
+    assert told["cpu"]
+    assert "gpus" in told["gpu"]
+
+
+def test_variables_that_matter_are_told_and_secrets_never() -> None:
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "4",
+        "NCCL_DEBUG": "INFO",
+        "STOKER_CACHE_DIR": f"s3://me:{HIDDEN}@store/cache",
+        "STOKER_API_KEY": HIDDEN,
+        "TORCH_HUB_TOKEN": HIDDEN,
+        "AWS_SECRET_ACCESS_KEY": HIDDEN,
+        "HOME": HIDDEN,
+    }
+    told = describe(variables, ["stoker", "train", f"https://store/x.zip?X-Amz-Signature={HIDDEN}&part=2"])
+    assert told["variables"] == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+        "STOKER_CACHE_DIR": "s3://***@store/cache",
+    }
+    assert told["argv"] == ["stoker", "train", "https://store/x.zip?X-Amz-Signature=***&part=2"]
+    assert HIDDEN not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gs://bucket/data", "gs://bucket/data"),
+        ("https://a/b?sv=1&sig=abc%3D&se=2", "https://a/b?sv=1&sig=***&se=2"),
+        ("a@b.c", "a@b.c"),
+        ("/data/runs@2", "/data/runs@2"),
+    ],
+)
+def test_only_passwords_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+def test_containers_show(tmp_path: Path) -> None:
+    assert container({}, tmp_path) is None
+    (tmp_path / ".dockerenv").touch()
+    assert container({}, tmp_path) == "docker"
+    assert container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
+
+
+def test_without_torch_it_tells_the_rest() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from stoker.measure.environment import describe\n"
+        "told = describe(); assert told['torch'] is None and told['cores'] >= 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,108 @@
+"""Limits of the cgroup from trees of files as the kernel shows them, versions 1 and 2."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stoker.cgroup import Cgroup, host_cores, host_memory
+
+GIB = 2**30
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> Cgroup:
+    write(tmp_path / "mount", files)
+    (tmp_path / "membership").write_text(membership)
+    return Cgroup(tmp_path / "mount", tmp_path / "membership")
+
+
+def test_version_2_the_tightest_of_all_around_counts(tmp_path: Path) -> None:
+    found = cgroup(
+        tmp_path,
+        "0::/job/step\n",
+        {
+            "cgroup.controllers": "cpu memory\n",
+            "job/cpu.max": "250000 100000\n",
+            "job/step/cpu.max": "max 100000\n",
+            "job/memory.max": f"{8 * GIB}\n",
+            "job/memory.current": f"{6 * GIB}\n",
+            "job/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+            "job/step/memory.max": f"{64 * GIB}\n",
+            "job/step/memory.current": f"{1 * GIB}\n",
+            "job/step/memory.stat": "inactive_file 0\n",
+            "job/step/cpu.stat": "usage_usec 9\nthrottled_usec 1500000\n",
+            "job/cpu.stat": "usage_usec 9\nthrottled_usec 2500000\n",
+        },
+    )
+    assert found.cores() == 2.5
+    assert found.memory() == (8 * GIB, 4 * GIB)
+    assert found.throttled_s() == 2.5
+
+
+def test_version_1_inside_a_container_that_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
+    found = cgroup(
+        tmp_path,
+        "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n",
+        {
+            "cpu/cpu.cfs_quota_us": "150000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpu/cpu.stat": "nr_periods 7\nnr_throttled 3\nthrottled_time 4000000000\n",
+            "memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
+        },
+    )
+    assert found.cores() == 1.5
+    assert found.memory() == (4 * GIB, 2 * GIB)
+    assert found.throttled_s() == 4.0
+
+
+def test_version_1_on_the_host_is_found_below_the_mount(tmp_path: Path) -> None:
+    found = cgroup(
+        tmp_path,
+        "4:memory:/slurm/job_1\n",
+        {
+            "memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "memory/memory.usage_in_bytes": "5\n",
+            "memory/slurm/job_1/memory.limit_in_bytes": f"{GIB}\n",
+            "memory/slurm/job_1/memory.usage_in_bytes": "1000\n",
+            "memory/slurm/job_1/memory.stat": "total_inactive_file 2000\n",
+        },
+    )
+    assert found.memory() == (GIB, 0), "never negative"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"cgroup.controllers": "cpu memory\n", "cpu.max": "max 100000\n",
+         "memory.max": "max\n", "memory.current": "1\n"},
+        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n",
+         "memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"},
+    ],
+)  # fmt: skip
+def test_no_limit_is_none_not_a_number(tmp_path: Path, files: dict[str, str]) -> None:
+    found = cgroup(tmp_path, "0::/\n", files)
+    assert found.cores() is None
+    assert found.memory() is None
+    assert found.throttled_s() is None
+
+
+def test_a_machine_without_cgroups_has_no_limits(tmp_path: Path) -> None:
+    found = Cgroup(tmp_path / "absent", tmp_path / "absent too")
+    assert (found.cores(), found.memory(), found.throttled_s()) == (None, None, None)
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    assert 1 <= host_cores() <= (os.cpu_count() or 1)
+    limit, used = host_memory()
+    assert 0 < limit <= psutil.virtual_memory().total
+    assert 0 <= used <= limit
