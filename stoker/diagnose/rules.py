@@ -289,6 +289,5 @@ def _phase(seen: Records, phase: str) -> Evidence:
 
 
 def _attempts(seen: Records) -> Evidence:
-    return Evidence(
-        text=f"{seen.totals.attempts} attempts", value=float(seen.totals.attempts), place="events.jsonl: attempt"
-    )
+    count = seen.totals.attempts
+    return Evidence(text=f"{count} attempts", value=float(count), place="events.jsonl: attempt")

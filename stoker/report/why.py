@@ -1,0 +1,168 @@
+"""What `stoker why RUN` says, as data: where the time of a run went, what that cost, what to change, what is known.
+
+`gather` reads a run, live, dead or finished; `terminal.print_why` prints it; `why_as_dict` is its JSON.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stoker import records
+from stoker.diagnose import rules
+from stoker.records import Event, Finding, Totals
+
+State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
+
+MEANINGS = {
+    "compute": "the device worked on optimizer steps",
+    "startup": "imports, weights, index, choice of the batch, until the first step",
+    "compile": "kernels were compiled or chosen",
+    "input_wait": "the device waited for pictures",
+    "h2d": "the device waited for copies from the host",
+    "host": "the device waited for the host to issue work",
+    "sync": "the host waited for the device by name",
+    "comm": "devices exchanged gradients",
+    "straggler": "devices waited for the slowest one",
+    "eval": "evaluation",
+    "checkpoint": "training stood still for a checkpoint",
+    "recovery": "steps that a restart lost were done again",
+    "idle": "nothing was asked of the device",
+    "unattributed": "no clock saw it",
+}
+"""A phase in a few words; docs/run-folder.md has more."""
+
+
+class PhaseShare(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table. share: of all device time, 0 … 1; money: None without a price."""
+
+    phase: str
+    device_s: float
+    share: float
+    money: float | None
+    meaning: str
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    run: str
+    state: State
+    state_text: str
+    """The state in a sentence."""
+    last_event: Event | None
+    last_sign_t: float | None
+    """Unix time of the last line of any record."""
+    wall_s: float
+    devices: int
+    device_s: float
+    attempts: int
+    steps: int
+    """Of the newest state."""
+    steps_lost: int
+    """Done, lost by a restart and done again."""
+    pictures: int
+    img_per_s: float | None
+    price: float
+    """Money per device-hour; 0: unknown."""
+    phases: list[PhaseShare]
+    """The largest first."""
+    productive_share: float | None
+    largest_loss: PhaseShare | None
+    findings: list[Finding]
+    places: dict[str, str]
+    """Record → path, of those that are there."""
+
+
+def gather(run: str | Path, price: float | None = None) -> Why:
+    """Reads a run. price: money per device-hour; None: the run's own. Raises UsageError when there is no such run."""
+    path = records.open_run(run)
+    seen = rules.read(path, price)
+    totals = seen.totals
+    events = list(records.read_lines(path, records.EVENTS, Event))
+    last = events[-1] if events else None
+    sign_t = _last_sign(path)
+    state, text = _state(path, events, sign_t)
+    phases = _phases(totals, seen.price)
+    losses = [row for row in phases if row.phase != "compute"]
+    names = (records.STEPS, records.EVENTS, records.DEVICES, records.QUARANTINE, records.CONFIG, records.ENVIRONMENT,
+             records.CHECKPOINTS, records.BEST, records.FINAL)  # fmt: skip
+    return Why(
+        run=str(path),
+        state=state,
+        state_text=text,
+        last_event=last,
+        last_sign_t=sign_t,
+        wall_s=totals.wall_s,
+        devices=totals.devices,
+        device_s=totals.device_s,
+        attempts=totals.attempts,
+        steps=totals.step,
+        steps_lost=max(0, totals.steps - totals.step),
+        pictures=totals.pictures,
+        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 else None,
+        price=seen.price,
+        phases=phases,
+        productive_share=seen.share("compute") if totals.device_s > 0 else None,
+        largest_loss=losses[0] if losses else None,
+        findings=rules.judge(seen),
+        places={name: str(path / name) for name in names if (path / name).exists()},
+    )
+
+
+def why_as_dict(why: Why) -> dict[str, Any]:
+    """The answer in plain values, for JSON."""
+    built: dict[str, Any] = msgspec.to_builtins(why)
+    return built
+
+
+def _phases(totals: Totals, price: float) -> list[PhaseShare]:
+    rows = [
+        PhaseShare(
+            phase=phase,
+            device_s=seconds,
+            share=seconds / totals.device_s,
+            money=seconds * price / 3600 if price > 0 else None,
+            meaning=MEANINGS.get(phase, ""),
+        )
+        for phase, seconds in totals.phases.items()
+        if seconds > 0
+    ]
+    return sorted(rows, key=lambda row: -row.device_s)
+
+
+def _last_sign(path: Path) -> float | None:
+    times = [(path / name).stat().st_mtime for name in (records.EVENTS, records.STEPS, records.DEVICES)
+             if (path / name).exists()]  # fmt: skip
+    return max(times, default=None)
+
+
+_ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
+
+
+def _state(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
+    """Live when a process holds the run; else what the newest attempt wrote last; dead when it wrote no end."""
+    held = _is_held(path)
+    if held:
+        return "live", "live: a process is training it"
+    newest = [event for event in events if event.attempt == max(e.attempt for e in events)]
+    ended = next((event for event in reversed(newest) if event.kind in _ENDS), None)
+    if ended is not None:
+        said = ended.text.partition("\n")[0]
+        words = {"preempted": "stopped by a signal, everything saved; the same command continues it"}
+        return _ENDS[ended.kind], f"{ended.kind}: {words.get(ended.kind, said)}"
+    if held is None:
+        return "unknown", "no end is recorded, and its lock cannot be asked from here"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign_t)) if sign_t is not None else "never"
+    return "dead", f"dead: the process ended without a word (killed?); its last sign was at {when}"
+
+
+def _is_held(path: Path) -> bool | None:
+    """Whether a living process of this machine trains the run; None where the lock cannot be tried."""
+    if not (path / ".lock").exists():
+        return False
+    with contextlib.suppress(OSError), records.locked(path) as free:  # a read-only copy of a run, or no locks there
+        return not free
+    return None

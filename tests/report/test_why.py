@@ -1,0 +1,150 @@
+"""`stoker why`: what it prints of a run, what its JSON holds, and how it tells the living from the dead."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.errors import UsageError
+from stoker.records import CONFIG, PHASES, STEPS, RunFolder, StepWindow, locked
+from stoker.report.terminal import print_why, why_as_dict
+from stoker.report.why import MEANINGS, gather
+
+
+def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts: int = 1) -> Path:
+    """1,000 s on 2 devices in each attempt; each restart went back by 10 of 100 steps."""
+    path.mkdir()
+    step = 0
+    for attempt in range(1, attempts + 1):
+        folder = RunFolder(path, attempt)
+        folder.event("started" if attempt == 1 else "resumed")
+        step += 100 if attempt == 1 else 90
+        phases = {"compute": 1500.0, "input_wait": 440.0, "startup": 50.0, "recovery": 10.0}
+        folder.append(STEPS, StepWindow(t=1.0, attempt=attempt, step=step, steps=100, pictures=16000, wall_s=1000.0,
+                                        devices=2, phases=phases))  # fmt: skip
+        folder.close()
+    if end is not None:
+        folder.event(end, "what was said\n  fix: more")
+        folder.close()
+    (path / CONFIG).write_text(f"[run]\nprice = {price}\n")
+    return path
+
+
+def shown(run: Path, price: float | None = None) -> str:
+    file = io.StringIO()
+    print_why(gather(run, price), file)
+    return file.getvalue()
+
+
+def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("cars-1"), price=3.6, end="finished", attempts=2)
+    assert (
+        shown(Path("cars-1"))
+        == """\
+run    cars-1
+state  finished: what was said
+time   33 min 20 s on 2 devices, 1 restart, 10 steps done again
+work   190 steps, 32,000 pictures, 16 img/s over all of the time
+
+phase       device time  share  cost
+compute     50 min 00 s   75 %  3.00  the device worked on optimizer steps
+input_wait  14 min 40 s   22 %  0.88  the device waited for pictures
+startup      1 min 40 s  2.5 %  0.10  imports, weights, index, choice of the batch, until the first step
+recovery           20 s  0.5 %  0.02  steps that a restart lost were done again
+total        1 h 06 min  100 %  4.00
+
+The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s, \
+22 %, 0.88 (the device waited for pictures).
+
+critical: The device waits for pictures (14 min 40 s lost)
+  input_wait: 880.0 device-seconds, 22.0% of the run  [steps.jsonl: phases.input_wait]
+  fix: Prepare pictures faster: more --threads while cores are idle, a machine with more cores per device, \
+or pictures stored at no more than twice the canvas
+
+evidence: steps.jsonl, events.jsonl, config.toml in cars-1
+"""
+    )
+
+
+def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", end="finished")
+    assert "  cost" not in shown(run)
+    assert "2.00" in shown(run, price=3.6).split("total")[1].splitlines()[0]
+
+
+def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 1)
+    folder.event("started")
+    folder.event("failed", "The picture cannot be decoded.")
+    folder.close()
+    text = shown(tmp_path)
+    assert "state  failed: The picture cannot be decoded." in text
+    assert "No time is recorded yet" in text
+    assert gather(tmp_path).productive_share is None
+
+
+def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
+    for end in ("finished", "preempted", "failed"):
+        assert gather(make_run(tmp_path / end, end=end)).state == end
+    run = make_run(tmp_path / "dead")
+    assert gather(run).state == "dead"
+    assert "killed?" in gather(run).state_text
+    with locked(run) as mine:
+        assert mine
+        assert gather(run).state == "live"
+    assert gather(run).state == "dead"
+
+
+def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", end="preempted")
+    again = RunFolder(run, 2)
+    again.event("resumed")
+    again.close()
+    assert gather(run).state == "dead"
+
+
+def test_a_run_whose_lock_cannot_be_tried(tmp_path: Path) -> None:
+    """As on a read-only copy; a folder in its place fails for root too."""
+    run = make_run(tmp_path / "run")
+    (run / ".lock").mkdir()
+    assert gather(run).state == "unknown"
+
+
+def test_asking_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before = sorted(path.name for path in run.iterdir())
+    gather(run)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
+    why = why_as_dict(gather(make_run(tmp_path / "run", end="finished", attempts=2), price=1.0))
+    assert json.loads(json.dumps(why)) == why
+    assert sum(row["share"] for row in why["phases"]) == pytest.approx(1.0)
+    assert sum(row["device_s"] for row in why["phases"]) == pytest.approx(why["device_s"]) == pytest.approx(4000.0)
+    assert why["largest_loss"]["phase"] == "input_wait"
+    assert (why["steps"], why["steps_lost"], why["attempts"]) == (190, 10, 2)
+    assert why["findings"][0]["cause"] == "input_bound"
+    assert why["last_event"]["kind"] == "finished"
+    assert set(why["places"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
+
+
+def test_every_phase_of_the_ledger_has_its_words() -> None:
+    assert set(MEANINGS) == set(PHASES)
+
+
+def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run"):
+        gather(tmp_path / "nothing")
+
+
+def test_names_in_records_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    folder = RunFolder(run, 1)
+    folder.event("failed", "\x1b[2Jgone")
+    folder.close()
+    assert "\x1b" not in shown(run)
+    assert msgspec.json.encode(gather(run))
