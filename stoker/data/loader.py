@@ -355,8 +355,13 @@ class Loader:
             for row, error in outcome.failures:
                 if samples.usable(row, position):
                     self._quarantine(row, error, position, outcome.row)
-            if len(samples.quarantined) > max(1, MAX_BAD_SHARE * len(samples)) or (samples.train and outcome.row < 0):
-                raise self._too_many()
+            if samples.train and outcome.row < 0:
+                raise self._unusable(f"None of the {len(samples.quarantined):,} pictures tried can be used.")
+            if len(samples.quarantined) > max(1, MAX_BAD_SHARE * len(samples)):
+                raise self._unusable(
+                    f"{len(samples.quarantined):,} of {len(samples):,} pictures cannot be used; "
+                    f"up to {MAX_BAD_SHARE:.0%} may be bad."
+                )
 
     def _quarantine(self, row: int, error: Exception, position: int, replaced_by: int) -> None:
         text = _in_one_line(error)
@@ -365,17 +370,15 @@ class Loader:
         if self._on_quarantine is not None:
             self._on_quarantine(Quarantine(row, self._index.path(row), text, position, replaced_by))
 
-    def _too_many(self) -> DataError:
-        bad = self._samples.quarantined
-        first = [
-            f"{self._index.path(row)}: {self._errors.get(row, 'failed in an earlier start')}" for row in list(bad)[:5]
-        ]
-        more = [f"and {len(bad) - len(first):,} more"] if len(bad) > len(first) else []
+    def _unusable(self, what: str) -> DataError:
+        bad = list(self._samples.quarantined)
+        named = [f"{self._index.path(row)}: {self._errors.get(row, 'failed in an earlier start')}" for row in bad[:5]]
+        more = [f"and {len(bad) - len(named):,} more"] if len(bad) > len(named) else []
         return DataError(
-            f"{len(bad):,} of {len(self._samples):,} pictures cannot be used; up to {MAX_BAD_SHARE:.0%} are replaced.",
+            what,
             place=self._index.root,
-            cause="\n          ".join(first + more),
-            fix="repair these files or remove them from the annotations; when all are missing, look at the mount",
+            cause="\n          ".join(named + more),
+            fix="repair these files or remove them from the annotations; if all are gone, check the path and the mount",
         )
 
 

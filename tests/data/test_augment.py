@@ -1,0 +1,304 @@
+"""Augmentation: boxes stay with their pixels and inside the content; pure randomness; flip spares the padding."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.batch import DRAWS, Batch
+from stoker.data import augment
+from stoker.data.augment import Stream, draw_placement, flip, place, place_boxes
+from stoker.data.decode import decode_into
+
+SIDES = st.integers(1, 3000)
+CANVASES = st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda sides: (sides[0] * 32, sides[1] * 32))
+RESIZES = st.sampled_from(["letterbox", "squash"])
+UNIT = st.floats(0, 1, exclude_max=True)
+
+
+@st.composite
+def placements(draw):
+    zoom, at = draw(st.floats(0.2, 5)), draw(st.tuples(UNIT, UNIT))
+    return place(draw(st.tuples(SIDES, SIDES)), draw(CANVASES), draw(RESIZES), zoom=zoom, at=at)
+
+
+def boxes_in(height, width, count, seed):
+    """[count, 4] xyxy, some of them partly outside the picture."""
+    rng = np.random.default_rng(seed)
+    corners = rng.uniform(-0.2, 1.2, (count, 2, 2)) * (width, height)
+    return np.concatenate([corners.min(1), corners.max(1)], 1).astype(np.float32)
+
+
+def put(boxes, placement, slots=16, crowd=None):
+    labels = np.arange(1, len(boxes) + 1, dtype=np.int32)
+    return place_boxes(boxes, labels, np.zeros(len(boxes), bool) if crowd is None else crowd, placement, slots)
+
+
+# Randomness.
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(Stream))
+def test_uniforms_are_a_pure_function_in_range(seed, epoch, index, stream):
+    first = augment.uniforms(seed, epoch, index, stream, 16)
+    assert np.array_equal(first, augment.uniforms(seed, epoch, index, stream, 16))
+    assert np.array_equal(first[:3], augment.uniforms(seed, epoch, index, stream, 3))
+    assert ((first >= 0) & (first < 1)).all()
+    for other in ((seed ^ 1, epoch, index), (seed, epoch + 1, index), (seed, epoch, index + 1)):
+        assert not np.array_equal(first, augment.uniforms(*other, stream, 16))
+    assert len({augment.uniforms(seed, epoch, index, s, 1)[0] for s in Stream}) == len(Stream)
+
+
+def test_randomness_is_the_same_on_every_machine():
+    """Known values: a checkpoint made elsewhere, or by another NumPy, must go on with the same stream."""
+    assert augment.uniforms(7, 3, 11, Stream.ZOOM, 2).tolist() == KNOWN_UNIFORMS
+    assert augment.device_draws(7, 3, 11, 2).tolist() == KNOWN_DRAWS
+    assert augment.order(7, 3, 8).tolist() == KNOWN_ORDER
+
+
+KNOWN_UNIFORMS = [0.46418848909122323, 0.6008720934932621]
+KNOWN_DRAWS = [0.5088379979133606, 0.8377248644828796]
+KNOWN_ORDER = [2, 4, 0, 6, 7, 5, 1, 3]
+
+
+def test_device_draws_stay_below_one_in_float32():
+    draws = np.concatenate([augment.device_draws(0, 0, index, 64) for index in range(2000)])
+    assert draws.dtype == np.float32
+    assert draws.max() < 1
+    assert draws.min() >= 0
+    assert abs(draws.mean() - 0.5) < 0.005
+    # The largest raw number: a float64 just below 1 would round up.
+    assert np.float32((2**64 - 1) >> 40) * np.float32(2.0**-24) < 1
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
+def test_order_is_a_permutation(seed, epoch, count):
+    found = augment.order(seed, epoch, count)
+    assert sorted(found) == list(range(count))
+    if count > 20:
+        assert not np.array_equal(found, augment.order(seed, epoch + 1, count))
+
+
+# Placement.
+
+
+@given(placements())
+def test_a_placement_is_inside_picture_and_canvas(placement):
+    x0, y0, x1, y1 = placement.region
+    assert 0 <= x0 < x1 <= placement.size[1]
+    assert 0 <= y0 < y1 <= placement.size[0]
+    assert min(placement.content) >= 1
+
+
+@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
+def test_content_fits_and_fills(size, canvas, resize, zoom, at):
+    placement = place(size, canvas, resize, zoom=zoom, at=at)
+    height, width = placement.content
+    assert height <= canvas[0]
+    assert width <= canvas[1]
+    scale_y, scale_x = placement.scale
+    if zoom >= 1 and min(size) >= 32:
+        # A letterbox fills at least one side, but for a source pixel (or the step of the DCT); squash fills both.
+        gaps = (canvas[0] - height) / max(scale_y, 1), (canvas[1] - width) / max(scale_x, 1)
+        assert (min if resize == "letterbox" else max)(gaps) <= 2
+    if resize == "letterbox" and min(placement.content) >= 16 and min(size) >= 32:
+        assert scale_y == pytest.approx(scale_x, rel=1 / 16)
+
+
+@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES)
+def test_without_zoom_the_whole_picture_is_shown(size, canvas, resize):
+    placement = place(size, canvas, resize)
+    assert not placement.cropped
+    assert placement == draw_placement(size, canvas, resize, crop=0.0, zoom=(0.5, 2), u=np.zeros(4))
+    if resize == "squash":
+        assert placement.content == canvas
+
+
+def test_zoom_is_log_uniform_between_its_ends():
+    def content(u):
+        return draw_placement((640, 640), (640, 640), "squash", crop=1.0, zoom=(0.25, 1.0), u=np.array(u)).content
+
+    assert content([0.5, 0, 0, 0]) == (160, 160)
+    assert content([0.5, 0.5, 0, 0]) == (320, 320)
+    assert content([0.5, 0.99999, 0, 0]) == (640, 640)
+
+
+def test_a_window_can_lie_at_both_ends():
+    first = place((400, 600), (320, 320), "letterbox", zoom=2.0, at=(0.0, 0.0)).region
+    last = place((400, 600), (320, 320), "letterbox", zoom=2.0, at=(0.9999, 0.9999)).region
+    assert first[:2] == (0, 0)
+    assert last[2:] == (600, 400)
+
+
+# Boxes on the host.
+
+
+@given(placements(), st.integers(0, 16), st.integers(0, 2**32 - 1))
+def test_boxes_stay_inside_the_content_and_keep_their_labels(placement, count, seed):
+    original = boxes_in(*placement.size, count, seed)
+    boxes, labels, valid = put(original, placement)
+    height, width = placement.content
+    assert boxes.shape == (16, 4)
+    assert (boxes >= 0).all()
+    assert (boxes[:, [0, 2]] <= width).all()
+    assert (boxes[:, [1, 3]] <= height).all()
+    assert (boxes[valid][:, 2:] > boxes[valid][:, :2]).all()
+    assert (boxes[~valid] == 0).all()
+    assert (labels[~valid] == 0).all()
+    assert (np.diff(labels[valid]) > 0).all()  # in their order
+    # The way back: what was not cut is the original box.
+    scale = np.array([placement.scale[1], placement.scale[0]] * 2)
+    offset = np.array(placement.region[:2] * 2)
+    for box, label in zip(boxes[valid], labels[valid], strict=True):
+        back = box / scale + offset
+        visible = np.clip(original[label - 1], placement.region[:2] * 2, placement.region[2:] * 2)
+        assert back == pytest.approx(visible, abs=1e-3 * max(placement.size) + 1e-3)
+
+
+@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.integers(0, 2**32 - 1))
+def test_a_plain_resize_loses_no_box(size, canvas, resize, seed):
+    rng = np.random.default_rng(seed)
+    corners = np.sort(rng.uniform(0.05, 0.95, (9, 2, 2)), axis=1) * (size[1], size[0])
+    corners[:, 1] += 0.04 * np.array([size[1], size[0]])
+    _, _, valid = put(corners.reshape(9, 4).astype(np.float32), place(size, canvas, resize))
+    assert valid.sum() == 9
+
+
+def test_what_a_crop_leaves_out():
+    placement = augment.Placement((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
+    boxes = np.array(
+        [
+            [10, 10, 90, 90],  # outside
+            [69, 0, 109, 100],  # keeps 9 of 40 columns
+            [60, 0, 120, 90],  # keeps a third
+            [98.5, 0, 101.5, 50],  # keeps half, 1.5 pixels wide
+            [150, 50, 151, 51],  # tiny, and uncut
+            [150, 50, 190, 300],  # hangs out of the picture: judged by what is inside it
+        ],
+        np.float32,
+    )
+    found, labels, valid = put(boxes, placement)
+    assert labels[valid].tolist() == [3, 5, 6]
+    assert found[0].tolist() == [0, 0, 20, 90]
+    assert found[2].tolist() == [50, 50, 90, 100]
+
+
+def test_crowd_boxes_are_not_valid():
+    boxes = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], np.float32)
+    found, labels, valid = put(boxes, place((32, 32), (32, 32), "squash"), crowd=np.array([True, False]))
+    assert valid.tolist() == [True] + [False] * 15
+    assert labels[0] == 2
+    assert found[1:].sum() == 0
+
+
+def test_boxes_are_never_cut_off_in_silence():
+    with pytest.raises(ValueError, match="9 boxes do not fit 8"):
+        put(boxes_in(50, 50, 9, 0), place((50, 50), (32, 32), "squash"), slots=8)
+
+
+# Pixels.
+
+
+def red_frame(image):
+    """xyxy of the red pixels of [h, w, 3], as edges."""
+    ys, xs = np.nonzero((image[..., 0] > 127) & (image[..., 1] < 127))
+    return np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
+
+
+@pytest.mark.parametrize("resize", ["letterbox", "squash"])
+@pytest.mark.parametrize("zoom", [0.4, 1.0, 1.7])
+@pytest.mark.parametrize("size", [(120, 200), (900, 700), (2000, 3000)])
+@pytest.mark.parametrize("kind", ["jpg", "png"])
+def test_pixels_follow_their_box(resize, zoom, size, kind, tmp_path):
+    import cv2
+
+    pixels = np.full((*size, 3), 255, np.uint8)
+    box = np.array([size[1] * 0.4, size[0] * 0.45, size[1] * 0.55, size[0] * 0.6]).round()
+    x0, y0, x1, y1 = box.astype(int)
+    pixels[y0:y1, x0:x1] = (255, 0, 0)
+    path = tmp_path / f"a.{kind}"
+    assert cv2.imwrite(str(path), pixels[..., ::-1])
+
+    placement = place(size, (320, 320), resize, zoom=zoom, at=(0.5, 0.5))
+    canvas = np.zeros((320, 320, 3), np.uint8)
+    height, width = placement.content
+    decode_into(path.read_bytes(), path, region=placement.region, out=canvas[:height, :width])
+    boxes, labels, valid = put(box[None].astype(np.float32), placement)
+    assert np.abs(red_frame(canvas) - boxes[0]).max() <= 1.0
+
+    turned = flip(batch_of(canvas[None], boxes[None], [placement.content], labels[None], valid[None]), 1.0)
+    image = turned.images[0].permute(1, 2, 0).numpy()
+    assert np.abs(red_frame(image) - turned.boxes[0, 0].numpy()).max() <= 1.0
+
+
+# Flip.
+
+
+def batch_of(pixels, boxes, content, labels=None, valid=None, draw=None):
+    """pixels [B, H, W, 3] → Batch, channels last."""
+    count, slots = boxes.shape[:2]
+    return Batch(
+        images=torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2),
+        boxes=torch.from_numpy(boxes),
+        labels=torch.zeros(count, slots, dtype=torch.int64) if labels is None else torch.from_numpy(labels),
+        valid=torch.from_numpy(valid if valid is not None else boxes.sum(-1) > 0),
+        content=torch.tensor(content, dtype=torch.int32),
+        scale=torch.ones(count, 2),
+        size=torch.tensor(content, dtype=torch.int32),
+        image_id=torch.arange(count),
+        draw=torch.zeros(count, DRAWS) if draw is None else draw,
+    )
+
+
+@st.composite
+def batches(draw):
+    count, height, width = draw(st.integers(1, 4)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    content = np.stack([rng.integers(1, height + 1, count), rng.integers(1, width + 1, count)], 1)
+    valid = rng.random((count, 5)) < 0.6
+    corners = np.sort(rng.random((count, 5, 2, 2)), axis=2) * content[:, None, None, ::-1]
+    boxes = (corners.reshape(count, 5, 4) * valid[..., None]).astype(np.float32)
+    pixels = rng.integers(0, 255, (count, height, width, 3), np.uint8)
+    uniform = torch.from_numpy(rng.random((count, DRAWS)).astype(np.float32))
+    return batch_of(pixels, boxes, content, rng.integers(0, 9, (count, 5)), valid, uniform)
+
+
+def same(a, b, atol=0.0):
+    return all(torch.equal(x, y) if name != "boxes" else torch.allclose(x, y, rtol=0, atol=atol)
+               for name, x, y in zip(Batch._fields, a, b, strict=True))  # fmt: skip
+
+
+@given(batches())
+def test_flip_with_probability_zero_changes_nothing(batch):
+    assert same(flip(batch, 0.0), batch)
+
+
+@given(batches(), st.floats(0, 1))
+def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
+    turned = flip(batch, probability)
+    for k in range(len(batch.images)):
+        width = int(batch.content[k, 1])
+        expected, boxes = batch.images[k].clone(), batch.boxes[k].clone()
+        if batch.draw[k, 0] < probability:
+            expected[:, :, :width] = batch.images[k][:, :, :width].flip(2)
+            use = batch.valid[k]
+            boxes[use, 0], boxes[use, 2] = width - batch.boxes[k][use, 2], width - batch.boxes[k][use, 0]
+        assert torch.equal(turned.images[k], expected)
+        assert torch.equal(turned.boxes[k], boxes)
+    assert (turned.boxes[~batch.valid] == 0).all()
+    assert turned.images.is_contiguous(memory_format=torch.channels_last)
+
+
+@given(batches(), st.floats(0, 1))
+def test_flipping_twice_is_the_identity(batch, probability):
+    assert same(flip(flip(batch, probability), probability), batch, atol=1e-5)
+
+
+def test_flip_has_no_data_dependent_part():
+    """One graph without a break: nothing in it asks a tensor for its value."""
+    batch = batch_of(np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 3, 4), np.float32), [(8, 8), (4, 6)])
+    explained = torch.compile(flip, fullgraph=True, backend="eager")(batch, 0.5)
+    assert same(explained, flip(batch, 0.5))
+    with torch.device("meta"):
+        meta = Batch(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in batch))
+    assert flip(meta, 0.5).images.shape == batch.images.shape
