@@ -117,34 +117,48 @@ def detect(
     score_threshold: float = SCORE_THRESHOLD,
     iou_threshold: float = IOU_THRESHOLD,
 ) -> Detections:
-    """What the model finds in the pictures of `batches`; rows of image_id -1 are filling. Boxes in original pixels.
+    """What the model finds in all the pictures of `batches`; see `detect_batches`."""
+    found = detect_batches(
+        model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
+    )
+    return Detections.concatenate(list(found))
+
+
+def detect_batches(
+    model: Detector,
+    batches: Iterable[Batch],
+    device: Device,
+    *,
+    precision: str,
+    score_threshold: float,
+    iou_threshold: float,
+) -> Iterator[Detections]:
+    """What the model finds, batch by batch and one batch late; boxes in original pixels, rows of image_id -1 left out.
 
     Leaves every module of the model in the mode (training or not) in which it was.
     """
     stream = device.make_stream()
-    parts: list[Detections] = []
     pending: tuple[list[Tensor], Ready] | None = None
-    # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
-    with in_eval_mode(model), torch.no_grad():
+    with in_eval_mode(model):
         for batch in batches:
-            with device.autocast(precision):
-                raw = model(batch.images)
-            found = model.decode(
-                raw,
-                batch.content,
-                batch.scale,
-                batch.size,
-                score_threshold=score_threshold,
-                iou_threshold=iou_threshold,
-            )
-            issued = stream.to_host((found.boxes.float(), found.scores.float(), found.labels, found.valid,
-                                     batch.image_id))  # fmt: skip
+            # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
+            with torch.no_grad():
+                with device.autocast(precision):
+                    raw = model(batch.images)
+                found = model.decode(
+                    raw,
+                    batch.content,
+                    batch.scale,
+                    batch.size,
+                    score_threshold=score_threshold,
+                    iou_threshold=iou_threshold,
+                )
+            issued = stream.to_host((found.boxes, found.scores, found.labels, found.valid, batch.image_id))
             if pending is not None:
-                parts.append(_read(*pending))
+                yield _read(*pending)
             pending = issued
     if pending is not None:
-        parts.append(_read(*pending))
-    return Detections.concatenate(parts)
+        yield _read(*pending)
 
 
 @contextlib.contextmanager
@@ -168,7 +182,7 @@ def _read(tensors: list[Tensor], ready: Ready) -> Detections:
         row=np.broadcast_to(image_id[:, None], valid.shape)[valid].astype(np.int64),
         boxes=boxes[valid].astype(np.float32, copy=False),
         score=scores[valid].astype(np.float32, copy=False),
-        label=labels[valid].astype(np.int64),
+        label=labels[valid].astype(np.int64, copy=False),
         pictures=image_id[image_id >= 0].astype(np.int64),
     )
 

@@ -38,7 +38,8 @@ class Detections:
     def of(self, row: int) -> "Detections":
         """The boxes of one picture, the best score first."""
         mine = np.flatnonzero(self.row == row)
-        return self.where(mine[np.argsort(-self.score[mine], kind="stable")])
+        best_first = self.where(mine[np.argsort(-self.score[mine], kind="stable")])
+        return dataclasses.replace(best_first, pictures=np.array([row], np.int64))
 
     @staticmethod
     def concatenate(parts: Sequence["Detections"]) -> "Detections":
