@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         ("area", pa.large_list(pa.float64())),
     ]
 )
-META = b"stoker"
+META, DIGEST = b"stoker", b"stoker-digest"
 
 
 class Meta(msgspec.Struct, kw_only=True):
@@ -133,7 +133,7 @@ def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
             per_picture(pa.array(columns.crowd.view(np.uint8))),
             per_picture(pa.array(columns.area)),
         ],
-        schema=SCHEMA.with_metadata({META: text}),
+        schema=SCHEMA.with_metadata({META: text, DIGEST: _digest(text)}),
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -150,6 +150,10 @@ def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
         ) from error
 
 
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=8).hexdigest().encode()
+
+
 def _rows(values: NDArray[np.float32] | NDArray[np.int32]) -> pa.Array:
     """[N, n] as N lists of n."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
@@ -162,12 +166,15 @@ def read(path: Path, stamp: str) -> tuple[pa.RecordBatch, Meta] | None:
     """
     try:
         with pa.ipc.open_file(pa.memory_map(os.fspath(path))) as reader:
-            meta = msgspec.json.decode((reader.schema.metadata or {})[META], type=Meta)
+            text = reader.schema.metadata[META]
+            if reader.schema.metadata[DIGEST] != _digest(text):
+                return None
+            meta = msgspec.json.decode(text, type=Meta)
             if meta.fingerprint != stamp or not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
                 return None
             batch = reader.get_batch(0)
         batch.validate(full=True)
-    except (OSError, pa.ArrowException, KeyError, msgspec.MsgspecError):
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, msgspec.MsgspecError):
         return None
     labels, folder, split = (np.asarray(column) for column in (batch["labels"].values, batch["folder"], batch["split"]))
     offsets = [batch[name].offsets for name in ("boxes", "labels", "crowd", "area")]

@@ -1,8 +1,8 @@
 """The demo data set: pictures that stoker draws itself, so that everything can be tried without any data.
 
-Six classes of textured, rotated shapes that overlap, 2,000 + 300 JPEG files of 128×128 px with COCO JSON per split: about
-10 CPU-seconds, once, into the cache folder. Small and hard enough that a detector has to learn (a tiny one reaches AP50
-0.8 in about two CPU-minutes), not a benchmark. A picture is a pure function of the seed and its number.
+Six classes of textured, rotated shapes that overlap, 2,000 + 300 JPEG files of 128×128 px with COCO JSON per split:
+about 10 CPU-seconds, once, into the cache folder. Small and hard enough that a detector has to learn (a tiny one
+reaches AP50 0.8 in about two CPU-minutes), not a benchmark. A picture is a pure function of the seed and its number.
 """
 
 import math
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from stoker.data.cache import cache_folder
+from stoker.errors import DataError
 from stoker.records import sync_folder, write_whole
 
 VERSION = 1
@@ -53,13 +54,18 @@ def ensure_demo(folder: Path | None = None) -> Path:
     """The folder of the demo data set, drawn now unless it is there. Safe to be killed, and in several processes.
 
     folder: where; None: in the cache folder. It is drawn beside that and renamed, so it is never half there; a folder
-    that is not a complete demo of this version is replaced only in the cache, otherwise FileExistsError is raised.
+    that is not a complete demo of this version is replaced only in the cache, otherwise DataError is raised.
     """
     place = cache_folder() / f"demo-v{VERSION}" if folder is None else folder
     if _is_complete(place):
         return place
     if folder is not None and folder.exists():
-        raise FileExistsError(f"{folder} exists and is not a complete demo data set of version {VERSION}")
+        raise DataError(
+            "The folder is not the demo data set.",
+            place=folder,
+            cause=f"it has no {MARKER} of version {VERSION}",
+            fix="name a folder that does not exist yet",
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     drawn = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
@@ -96,7 +102,8 @@ def _move(drawn: Path, place: Path) -> None:
 
 def _draw_split(folder: Path, split: str, count: int) -> None:
     folder.mkdir()
-    images, annotations = [], []
+    images: list[dict[str, object]] = []
+    annotations: list[dict[str, object]] = []
     for number in range(count):
         pixels, shapes = draw_picture(split, number)
         name = f"{split}-{number:05d}.jpg"
@@ -174,7 +181,7 @@ def _regular(corners: int, *radii: float) -> tuple[complex, ...]:
     return tuple(radii[i % len(radii)] * complex(math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles))
 
 
-_ARM = (0.33 + 1j, 0.33 + 0.33j, 1 + 0.33j)
+_ARM = tuple(corner / abs(1 + 0.33j) for corner in (0.33 + 1j, 0.33 + 0.33j, 1 + 0.33j))
 """A quarter of the cross: the right side of its upper arm, and on."""
 OUTLINES = {
     "square": _regular(4, 1.0),

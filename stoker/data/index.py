@@ -159,11 +159,12 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
     look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
     wanted = np.arange(len(index)) if rows is None else np.unique(np.fromiter(rows, np.int64))
     folder = index._folder[wanted]
+    everything = index._names.to_pylist()
     missing: list[int] = []
     for number in np.unique(folder).tolist():
         inside = wanted[folder == number]
         place = index.root / index._folders[number]
-        names = index._names.take(pa.array(inside)).to_pylist()
+        names = [everything[row] for row in inside.tolist()]
         present = _files_in(place) if len(names) > FEW else set()
         # the second look settles what a listing cannot: names in another case or Unicode form on macOS
         missing += [

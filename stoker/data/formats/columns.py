@@ -98,7 +98,7 @@ class Columns:
     notes: list[str] = field(default_factory=list)
 
     def picture(self, row: int) -> str:
-        return os.path.join(self.folders[int(self.folder[row])], self.names[row])
+        return os.path.normpath(os.path.join(self.folders[int(self.folder[row])], self.names[row]))
 
 
 class Folders:

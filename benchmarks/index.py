@@ -1,0 +1,182 @@
+"""How long the index of a COCO-size data set takes to build and to reopen, and how much memory, beside pycocotools.
+
+Generates a JSON file like instances_train2017.json (118,287 pictures, 860,001 boxes with polygons, 400 MB) and as many
+empty picture files. Every measurement is a fresh process, the two tools in turn; the clock starts after the imports.
+Peak memory is the process's largest resident set, which for the index includes the mapped JSON file.
+"""
+
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import Bar, Report, options, spread
+
+PICTURES, BOXES = 118_287, 860_001
+POLYGON_CORNERS = 18
+"""Makes the file 400 MB."""
+REOPENINGS = 20
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def generate(folder: Path, pictures: int, boxes: int) -> None:
+    """Writes annotations/instances_train2017.json and train2017/ with empty files."""
+    draw = random.Random(2017)
+    (folder / "annotations").mkdir()
+    (folder / "train2017").mkdir()
+    with (folder / "annotations" / "instances_train2017.json").open("w") as file:
+        file.write('{"info": {"year": 2017}, "licenses": [], "images": [')
+        for i in range(pictures):
+            name = f"{i * 4 + 9:012d}.jpg"
+            (folder / "train2017" / name).touch()
+            file.write(
+                f'{", " if i else ""}{{"license": 3, "file_name": "{name}", "coco_url": '
+                f'"http://images.cocodataset.org/train2017/{name}", "height": 480, "width": 640, "date_captured": '
+                f'"2013-11-14 11:18:45", "flickr_url": "http://farm9.staticflickr.com/8186/{i:010d}_z.jpg", '
+                f'"id": {i * 4 + 9}}}'
+            )
+        file.write('], "annotations": [')
+        for k in range(boxes):
+            x, y = draw.random() * 400, draw.random() * 300
+            width, height = 1 + draw.random() * 239, 1 + draw.random() * 179
+            polygon = ", ".join(f"{draw.random() * 600:.2f}" for _ in range(2 * POLYGON_CORNERS))
+            file.write(
+                f'{", " if k else ""}{{"segmentation": [[{polygon}]], "area": {width * height * 0.6:.4f}, '
+                f'"iscrowd": 0, "image_id": {draw.randrange(pictures) * 4 + 9}, '
+                f'"bbox": [{x:.2f}, {y:.2f}, {width:.2f}, {height:.2f}], '
+                f'"category_id": {draw.randrange(1, 81)}, "id": {k + 1}}}'
+            )
+        names = ", ".join(f'{{"supercategory": "thing", "id": {i}, "name": "class {i}"}}' for i in range(1, 81))
+        file.write(f'], "categories": [{names}]}}')
+
+
+def peak_mb() -> float:
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def measure_pycocotools(folder: Path) -> dict[str, Any]:
+    from pycocotools.coco import COCO
+
+    base, start = peak_mb(), time.perf_counter()
+    COCO(str(folder / "annotations" / "instances_train2017.json"))
+    return {"s": time.perf_counter() - start, "peak_mb": peak_mb(), "base_mb": base}
+
+
+def measure_build(folder: Path) -> dict[str, Any]:
+    from stoker.data.index import open_index
+
+    base, start = peak_mb(), time.perf_counter()
+    index = open_index(folder)
+    seconds = time.perf_counter() - start
+    return {"s": seconds, "peak_mb": peak_mb(), "base_mb": base, "pictures": len(index), "boxes": len(index.boxes)}
+
+
+def measure_reopen(folder: Path) -> dict[str, Any]:
+    from stoker.data.index import missing_pictures, open_index
+
+    base, times = peak_mb(), []
+    for _ in range(REOPENINGS):
+        start = time.perf_counter()
+        index = open_index(folder)
+        times.append(time.perf_counter() - start)
+    opened_mb, start = peak_mb(), time.perf_counter()
+    missing = missing_pictures(index)
+    check = {"s": time.perf_counter() - start, "peak_mb": peak_mb(), "base_mb": opened_mb, "missing": len(missing)}
+    again = statistics.median(times[1:])
+    return {"first_s": times[0], "again_s": again, "peak_mb": opened_mb, "base_mb": base, "check": check}
+
+
+CHILDREN = {"build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen}
+
+
+def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
+    """Runs one measurement in a process of its own. This process stays small: a child's peak starts at its parent's."""
+    environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, "--child", what, str(folder), *map(str, sizes)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run(quick: bool) -> Report:
+    pictures, boxes, n = (PICTURES // 10, BOXES // 10, 3) if quick else (PICTURES, BOXES, 5)
+    runs: dict[str, list[dict[str, Any]]] = {"build": [], "pycocotools": [], "reopen": []}
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
+        folder = Path(temporary) / "coco"
+        folder.mkdir()
+        child("generate", folder, folder, pictures, boxes)
+        size_mb = (folder / "annotations" / "instances_train2017.json").stat().st_size / 1e6
+        for number in range(n):
+            cache = Path(temporary) / f"cache-{number}"
+            for what, results in runs.items():
+                results.append(child(what, folder, cache))
+    built = runs["build"][0]
+    if (built["pictures"], built["boxes"]) != (pictures, boxes) or runs["reopen"][0]["check"]["missing"]:
+        raise RuntimeError(f"the index is not what was generated: {built}, {runs['reopen'][0]['check']}")
+    report = Report(
+        f"Index of a COCO-size data set: {pictures:,} pictures, {boxes:,} boxes, {size_mb:.0f} MB of JSON",
+        n,
+        ("stoker", "pycocotools", "msgspec", "numpy", "pyarrow"),
+    )
+    checks = [result["check"] for result in runs["reopen"]]
+    first = [{**result, "s": result["first_s"]} for result in runs["reopen"]]
+    again = [{**result, "s": result["again_s"]} for result in runs["reopen"]]
+    report.rows = [
+        row("pycocotools COCO(file)", runs["pycocotools"]),
+        row("stoker open_index, built", runs["build"]),
+        row("stoker open_index, reopened", first),
+        row(f"stoker open_index, median of {REOPENINGS - 1} more", again),
+        row("stoker missing_pictures", checks),
+    ]
+    theirs, ours, reopened = (
+        statistics.median(r["s"] for r in rs) for rs in (runs["pycocotools"], runs["build"], first)
+    )
+    their_mb, our_mb = (statistics.median(r["peak_mb"] for r in runs[what]) for what in ("pycocotools", "build"))
+    report.bars = [
+        Bar.at_most("time to build / pycocotools' time", ours / theirs, 1 / 5),
+        Bar.at_most("peak memory of building / pycocotools' peak", our_mb / their_mb, 1 / 2),
+        Bar.at_most("seconds to reopen, imports done", reopened, 0.050),
+    ]
+    return report
+
+
+def row(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = spread([result["s"] for result in results])
+    return {
+        "what": what,
+        "s": seconds["median"],
+        "s min": seconds["min"],
+        "s max": seconds["max"],
+        "peak MB": statistics.median(result["peak_mb"] for result in results),
+        "above imports MB": statistics.median(result["peak_mb"] - result["base_mb"] for result in results),
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        what, folder, *sizes = sys.argv[2:]
+        if what == "generate":
+            generate(Path(folder), *map(int, sizes))
+            print("{}")
+        else:
+            print(json.dumps(CHILDREN[what](Path(folder))))
+        return
+    arguments = options(__doc__ or "").parse_args()
+    try:
+        report = run(arguments.quick)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"could not measure: {error}")
+    report.show()
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What every benchmark of this folder shares: options, the description of the machine, the table, the bars, the JSON.
+
+A bar is a ratio, or a time, of medians that were measured in the same run; a bar that is missed is shown and written,
+and does not change the exit code. Not here: any measuring.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    goal: float
+    """The most that `value` may be; the least where `at_least`."""
+    ok: bool
+
+    @classmethod
+    def at_most(cls, name: str, value: float, goal: float) -> "Bar":
+        return cls(name, value, goal, value <= goal)
+
+    @classmethod
+    def at_least(cls, name: str, value: float, goal: float) -> "Bar":
+        return cls(name, value, goal, value >= goal)
+
+
+@dataclass
+class Report:
+    """The result of one benchmark, on the screen and in its file."""
+
+    what: str
+    n: int
+    """Runs that each median is of."""
+    packages: Sequence[str] = ()
+    """Distributions whose versions matter, besides Python's."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+
+    def show(self) -> None:
+        print(f"{self.what}\n{describe(machine())}; {describe(versions(self.packages))}; n = {self.n}\n")
+        print(table(self.rows))
+        print()
+        print(
+            table(
+                [{"bar": b.name, "value": b.value, "goal": b.goal, "": "ok" if b.ok else "MISSED"} for b in self.bars]
+            )
+        )
+
+    def write(self, path: Path | None) -> None:
+        """Writes the JSON file, where one was asked for."""
+        if path is None:
+            return
+        script = Path(sys.argv[0])
+        content = {
+            "what": self.what,
+            "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+            "machine": machine(),
+            "versions": versions(self.packages),
+            "n": self.n,
+            "rows": self.rows,
+            "bars": [asdict(bar) for bar in self.bars],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller and fewer runs; its numbers are not for publishing"
+    )
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """The kind of machine, without its name."""
+    return {"system": platform.system(), "processor": _processor(), "cores": _cores(), "memory_gib": _memory_gib()}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def describe(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of some runs."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned text; numbers with three significant digits, n/a where a row has no such column."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    lines = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "n/a"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,24 @@
+"""What all tests share: a cache folder of their own, and the real data sets where they are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the user's cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
+    return cache
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets, which are never part of the repository: STOKER_TEST_DATA, else ../shared/data."""
+    default = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+    folder = Path(os.environ.get("STOKER_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"no real data sets in {folder}; STOKER_TEST_DATA names their folder")
+    return folder

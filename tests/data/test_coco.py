@@ -1,0 +1,269 @@
+"""COCO JSON: every layout is found, every valid file comes through whole, every invalid one is named with its place."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data.index import open_index, require_pictures
+from stoker.errors import DataError
+
+Content = dict[str, Any]
+
+
+def picture(number: int, name: str | None = None, **more: Any) -> Content:
+    return {"id": number, "file_name": name or f"{number}.jpg", "height": 100, "width": 200, **more}
+
+
+def box(number: int, image_id: int, category_id: int, bbox: Any = (10, 20, 30, 40), **more: Any) -> Content:
+    return {"id": number, "image_id": image_id, "category_id": category_id, "bbox": bbox, **more}
+
+
+def dataset(images: list[Content], annotations: list[Content], *names: str) -> Content:
+    categories = [{"id": i, "name": name} for i, name in enumerate(names or ("cat", "dog"), 1)]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def write(path: Path, content: Any, *, pictures: Path | None = None) -> Path:
+    """Writes an annotation file, and empty picture files where asked for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        for image in content["images"]:
+            (pictures / image["file_name"]).touch()
+    return path
+
+
+GOOD = dataset([picture(1), picture(2)], [box(1, 1, 1), box(2, 2, 2)])
+
+file_names = st.lists(
+    st.text(st.characters(exclude_characters="\\/\0", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12),
+    min_size=2,
+    max_size=8,
+    unique_by=lambda name: name,
+).filter(lambda names: not {".", ".."} & set(names))
+sides = st.integers(1, 400) | st.floats(0.5, 400, width=32)
+
+
+@st.composite
+def coco_files(draw: st.DrawFn) -> Content:
+    names = draw(file_names)
+    ids = draw(st.lists(st.integers(-(2**40), 2**40), min_size=len(names), max_size=len(names), unique=True))
+    folders = draw(st.lists(st.sampled_from(["", "a/", "a b/ü/"]), min_size=len(names), max_size=len(names)))
+    images = [
+        {"id": i, "file_name": f + n} | draw(st.sampled_from([{}, {"height": 500, "width": 600}]))
+        for i, n, f in zip(ids, names, folders, strict=True)
+    ]
+    categories = draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=5, unique=True))
+    annotations = [
+        {
+            "id": number,
+            "image_id": draw(st.sampled_from(ids)),
+            "category_id": draw(st.sampled_from(categories)),
+            "bbox": [draw(st.integers(0, 90)), draw(st.floats(0, 90, width=32)), draw(sides), draw(sides)],
+            "segmentation": [[1, 2, 3, 4]],
+        }
+        | draw(st.sampled_from([{}, {"iscrowd": 0}, {"iscrowd": 1, "area": 12.5}, {"area": 7}]))
+        for number in range(draw(st.integers(3, 20)))
+    ]
+    annotations += [box(100 + k, i, categories[0]) for k, i in enumerate(ids)]  # so that no split is without boxes
+    return {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": i, "name": f"class {i}", "supercategory": "thing"} for i in categories],
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(coco_files())
+def test_a_valid_file_comes_through_whole(content: Content) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        index = open_index(write(Path(folder) / "some.json", content), val_fraction=0.3)
+        assert [index.path(row) for row in range(len(index))] == [
+            Path(folder).resolve() / image["file_name"] for image in content["images"]
+        ]
+        assert index.image_id.tolist() == [image["id"] for image in content["images"]]
+        assert index.size.tolist() == [[i.get("height", 0), i.get("width", 0)] for i in content["images"]]
+        assert sorted([*index.rows("train"), *index.rows("val")]) == list(range(len(index)))
+        assert list(index.category_ids) == sorted(index.category_ids)
+        assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
+        assert index.dropped == ()
+        for row, image in enumerate(content["images"]):
+            own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
+            some = slice(index.offsets[row], index.offsets[row + 1])
+            xywh = np.array([a["bbox"] for a in own], np.float64)
+            np.testing.assert_array_equal(
+                index.boxes[some], np.hstack([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]]).astype(np.float32)
+            )
+            assert [index.category_ids[label] for label in index.labels[some]] == [a["category_id"] for a in own]
+            assert index.crowd[some].tolist() == [bool(a.get("iscrowd")) for a in own]
+            np.testing.assert_allclose(index.area[some], [a.get("area", np.prod(a["bbox"][2:])) for a in own])
+
+
+def test_the_official_layout(tmp_path: Path) -> None:
+    write(tmp_path / "annotations/instances_train2017.json", GOOD, pictures=tmp_path / "train2017")
+    other = dataset([picture(1)], [box(1, 1, 2)])
+    write(tmp_path / "annotations/instances_val2017.json", other, pictures=tmp_path / "val2017")
+    write(tmp_path / "annotations/captions_val2017.json", other)
+    index = open_index(tmp_path)
+    assert index.splits == ("train", "val")
+    assert [index.path(row) for row in index.rows("train")] == [tmp_path / f"train2017/{n}.jpg" for n in (1, 2)]
+    assert [index.path(row) for row in index.rows("val")] == [tmp_path / "val2017/1.jpg"]
+    assert any("captions_val2017.json" in note for note in index.notes)
+    assert require_pictures(index) == []
+
+
+@pytest.mark.parametrize("place", ["images", "images/train2017", "data", "Images", "."])
+def test_pictures_are_found_beside_one_file(tmp_path: Path, place: str) -> None:
+    file = write(tmp_path / "instances_train2017.json", GOOD, pictures=tmp_path / place)
+    for data in (tmp_path, file):
+        index = open_index(data)
+        assert require_pictures(index) == []
+        assert index.path(0) == (tmp_path / place / "1.jpg")
+
+
+def test_a_file_named_after_a_split_is_that_split(tmp_path: Path) -> None:
+    index = open_index(write(tmp_path / "instances_val2017.json", GOOD))
+    assert index.splits == ("val",)
+    assert any("no training split" in note for note in index.notes)
+    with pytest.raises(DataError, match="no 'train' split"):
+        index.rows("train")
+
+
+def test_file_names_of_another_machine(tmp_path: Path) -> None:
+    content = dataset([picture(1, "C:\\x\\1.jpg"), picture(2, "/gone/2.jpg")], [box(1, 1, 1), box(2, 2, 1)], "cat")
+    file = write(tmp_path / "labels.json", content)
+    (tmp_path / "images").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        (tmp_path / "images" / name).touch()
+    index = open_index(file)
+    assert [index.path(row).name for row in (0, 1)] == ["1.jpg", "2.jpg"]
+    assert require_pictures(index) == []
+    assert any("folders in its file names are ignored" in note for note in index.notes)
+
+
+def test_absolute_file_names(tmp_path: Path) -> None:
+    pictures = tmp_path / "elsewhere"
+    pictures.mkdir()
+    content = dataset([picture(i, str(pictures / f"{i}.jpg")) for i in (1, 2)], [box(i, i, 1) for i in (1, 2)], "cat")
+    for i in (1, 2):
+        (pictures / f"{i}.jpg").touch()
+    index = open_index(write(tmp_path / "data/a.json", content))
+    assert index.path(1) == pictures / "2.jpg"
+    assert require_pictures(index) == []
+
+
+def test_roboflow_with_an_unused_super_category(real_data: Path) -> None:
+    index = open_index(real_data / "cars")
+    assert index.class_names == ("corner", "front", "rear", "side")
+    assert index.category_ids == (1, 2, 3, 4)
+    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 1000, "val": 150, "test": 50}
+    assert any("category 0 (cdf) is a super-category" in note for note in index.notes)
+    assert index.dropped == ()
+    assert require_pictures(index) == []
+    assert (index.size == 320).all()
+
+
+def test_a_super_category_with_boxes_is_a_class(tmp_path: Path) -> None:
+    content = dataset([picture(1), picture(2)], [box(1, 1, 0), box(2, 2, 1)])
+    content["categories"] = [
+        {"id": 0, "name": "car", "supercategory": "none"},
+        {"id": 1, "name": "van", "supercategory": "car"},
+        {"id": 2, "name": "bus", "supercategory": "bus"},
+    ]
+    index = open_index(write(tmp_path / "a.json", content))
+    assert index.class_names == ("car", "van", "bus")
+
+
+def test_files_that_number_their_categories_differently(tmp_path: Path) -> None:
+    write(tmp_path / "train/_annotations.coco.json", GOOD)
+    write(tmp_path / "valid/_annotations.coco.json", dataset([picture(1)], [box(1, 1, 1)], "dog", "cat"))
+    index = open_index(tmp_path)
+    assert index.class_names == ("cat", "dog")
+    assert index.labels.tolist() == [0, 1, 1]
+    assert any("matched by name" in note for note in index.notes)
+
+
+def test_a_class_that_training_does_not_know(tmp_path: Path) -> None:
+    write(tmp_path / "train/_annotations.coco.json", GOOD)
+    write(tmp_path / "valid/_annotations.coco.json", dataset([picture(1)], [box(1, 1, 1)], "Dog"))
+    with pytest.raises(DataError, match="'Dog'") as raised:
+        open_index(tmp_path)
+    assert str(tmp_path / "valid") in str(raised.value)
+    assert "cat, dog" in str(raised.value)
+
+
+def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
+    boxes = {
+        10: (5, 5, 0, 3), 11: (5, 5, 3, 0), 12: (50, 50, -5, 5), 13: (300, 5, 5, 5), 14: (-9, 5, 4, 5),
+        15: (-5, -5, 300, 300), 16: (float("nan"), 5, 5, 5), 17: (1, 1, float("inf"), 5), 18: (1e7, 1e7, 1e-3, 1),
+    }  # fmt: skip
+    annotations = [box(number, 1, 1, bbox) for number, bbox in boxes.items()] + [box(19, 2, 1), box(20, 2, 1, [])]
+    index = open_index(write(tmp_path / "a.json", dataset([picture(1), picture(2)], annotations, "cat")))
+    dropped = {kind.kind: kind for kind in index.dropped}
+    assert {name: kind.count for name, kind in dropped.items()} == {
+        "no box": 1, "not a number": 2, "negative size": 1, "zero size": 3, "outside the picture": 2,
+    }  # fmt: skip
+    assert "1.jpg, annotation 12: [50, 50, 45, 55]" in dropped["negative size"].examples
+    assert "annotation number 10" in dropped["no box"].examples[0]
+    assert index.boxes.tolist() == [[-5, -5, 295, 295], [10, 20, 40, 60]]
+
+
+def broken(**changes: Any) -> Content:
+    return {**GOOD, **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        ("", ["empty"]),
+        ('{"images": [],\n "annotations": [}', ["not valid JSON", "a.json:2", "truncated"]),
+        (json.dumps(GOOD)[:-30], ["not valid JSON", "a.json:1", "truncated"]),
+        (broken(images=[]), ["lists no pictures"]),
+        (broken(categories=None), ["not COCO JSON", "categories"]),
+        ({"shapes": [], "image_id": 1}, ["not COCO JSON", "missing required field"]),
+        (broken(images=[picture(1), picture(1, "b.jpg")]), ["picture id 1", "more than once"]),
+        (broken(images=[picture(1, "b.jpg"), picture(2, "b.jpg")]), ["file name 'b.jpg'", "more than once"]),
+        (broken(annotations=[box(7, 3, 1)]), ["annotation 7 names image_id 3"]),
+        (broken(annotations=[box(7, 1, 9)]), ["annotation 7 has category_id 9", "1 (cat), 2 (dog)"]),
+        (broken(annotations=[box(7, 1, 1, [1, 2, 3])]), ["A box has 3 numbers", "annotation 7"]),
+        (broken(annotations=[box(6, 1, 1), box(7, 1, "1")]), ['"annotations" number 1', "category_id"]),
+        (broken(images=[picture(1), {"id": 2}]), ['"images" number 1', "file_name"]),
+        (broken(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), ["category id 1", "more than once"]),
+        (broken(annotations=[]), ["training split has no boxes"]),
+        (broken(annotations=[box(7, 1, 1, [1, 2, 0, 0])]), ["training split has no boxes", "zero size"]),
+    ],
+)
+def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any, fragments: list[str]) -> None:
+    file = write(tmp_path / "a.json", content)
+    with pytest.raises(DataError) as raised:
+        open_index(file)
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    assert raised.value.fix
+
+
+def test_two_files_for_one_split(tmp_path: Path) -> None:
+    write(tmp_path / "annotations/instances_train2014.json", GOOD)
+    file = write(tmp_path / "annotations/instances_train2017.json", GOOD)
+    with pytest.raises(DataError) as raised:
+        open_index(tmp_path)
+    assert raised.value.choices == ("instances_train2014.json", "instances_train2017.json")
+    assert open_index(file).splits == ("train", "val")
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(open_index(tmp_path)) == 2
+
+
+def test_json_files_of_others_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "package.json", {"name": "x", "version": "1"})
+    write(tmp_path / "instances.json", GOOD)
+    assert len(open_index(tmp_path)) == 2

@@ -1,0 +1,129 @@
+"""The demo data set: the same everywhere, whole or not there at all, and labelled truly."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker.data import demo
+from stoker.data.index import open_index, require_pictures
+from stoker.errors import DataError
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "COUNTS", {"train": 12, "valid": 6})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.usefixtures("small")
+def test_demo_is_a_name_of_a_data_set(own_cache: Path) -> None:
+    index = open_index("demo")
+    assert index.class_names == demo.CLASSES
+    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 12, "val": 6}
+    assert index.dropped == ()
+    assert require_pictures(index) == []
+    assert index.root.is_relative_to(own_cache)
+    with Image.open(index.path(0)) as picture:
+        assert (picture.format, picture.size, picture.mode) == ("JPEG", (demo.SIDE, demo.SIDE), "RGB")
+
+
+@pytest.mark.usefixtures("small")
+def test_it_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = demo.ensure_demo()
+
+    def draw(*_: object) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(demo, "_draw_split", draw)
+    assert demo.ensure_demo() == first
+    monkeypatch.setattr(demo, "SEED", demo.SEED + 1)
+    with pytest.raises(AssertionError, match="drawn again"):
+        demo.ensure_demo()
+
+
+@pytest.mark.usefixtures("small")
+def test_every_drawing_is_the_same(tmp_path: Path) -> None:
+    one, two = (files(demo.ensure_demo(tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 12 + 6 + 2 + 1
+
+
+@pytest.mark.usefixtures("small")
+def test_an_incomplete_folder_in_the_cache_is_replaced(own_cache: Path) -> None:
+    whole = files(demo.ensure_demo())
+    (demo.ensure_demo() / demo.MARKER).unlink()
+    (demo.ensure_demo() / "train" / "train-00000.jpg").write_bytes(b"torn")
+    (own_cache / "demo-v1" / demo.MARKER).unlink()
+    assert files(demo.ensure_demo()) == whole
+    assert [path.name for path in own_cache.iterdir()] == ["demo-v1"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(DataError, match="not the demo"):
+        demo.ensure_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_kill_while_drawing_leaves_nothing_that_looks_whole() -> None:
+    script = (
+        "import os, signal; from stoker.data import demo\n"
+        "demo.COUNTS = {'train': 12, 'valid': 6}; draw = demo._draw_split\n"
+        "def die(folder, split, count):\n"
+        "    draw(folder, split, count)\n"
+        "    if split == 'valid': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "demo._draw_split = die; demo.ensure_demo()"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], env=dict(os.environ), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    place = Path(os.environ["STOKER_CACHE_DIR"]) / "demo-v1"
+    assert not place.exists()
+    assert demo.ensure_demo() == place
+    assert len(open_index("demo")) == 18
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["train", "valid"]), st.integers(0, 10**6))
+def test_boxes_are_inside_and_no_smaller_than_what_is_visible(split: str, number: int) -> None:
+    pixels, shapes = demo.draw_picture(split, number)
+    again, same = demo.draw_picture(split, number)
+    assert same == shapes
+    np.testing.assert_array_equal(pixels, again)
+    assert pixels.shape == (demo.SIDE, demo.SIDE, 3)
+    assert len(shapes) <= demo.SHAPES[1]
+    for label, (x1, y1, x2, y2), area in shapes:
+        assert 0 <= label < len(demo.CLASSES)
+        assert 0 <= x1 < x2 <= demo.SIDE
+        assert 0 <= y1 < y2 <= demo.SIDE
+        box = (x2 - x1) * (y2 - y1)
+        assert demo.VISIBLE_SHARE * box < area <= box
+        assert max(x2 - x1, y2 - y1) <= 2 * demo.RADIUS[1] + 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 5))
+def test_a_box_is_tight_around_its_shape(seed: int, label: int) -> None:
+    mask = demo._mask(np.random.default_rng(seed), label)
+    x1, y1, x2, y2 = demo._box(mask)
+    inside = mask[y1:y2, x1:x2]
+    assert inside.sum() == mask.sum() > 20
+    for edge in (inside[0], inside[-1], inside[:, 0], inside[:, -1]):
+        assert edge.any()
+
+
+def test_pictures_and_splits_differ() -> None:
+    drawn = [demo.draw_picture(split, number)[0] for split in ("train", "valid") for number in range(3)]
+    assert len({picture.tobytes() for picture in drawn}) == len(drawn)

@@ -1,0 +1,321 @@
+"""The index: opened from the cache while the source is the same, built again when it is not, whatever happens to the
+cache; splits that depend on file names alone; pictures that are not there are named."""
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data import clean
+from stoker.data.find import FORMATS
+from stoker.data.index import Index, missing_pictures, open_index, require_pictures
+from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
+
+HASHES = (0.3741817284737937, 0.8564542239357997)
+
+
+def content(names: list[str], label: int = 1) -> str:
+    return json.dumps(
+        {
+            "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
+            "annotations": [
+                {"id": i, "image_id": i, "category_id": label, "bbox": [1, 2, 3, 4]} for i in range(len(names))
+            ],
+            "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+        }
+    )
+
+
+def numbered(count: int) -> list[str]:
+    return [f"{i:05d}.jpg" for i in range(count)]
+
+
+def dataset(folder: Path, names: list[str], *, exist: bool = True) -> Path:
+    (folder / "images").mkdir(parents=True)
+    (folder / "all.json").write_text(content(names))
+    for name in names if exist else ():
+        (folder / "images" / name).touch()
+    return folder
+
+
+def names_of(index: Index, split: str) -> set[str]:
+    return {index.path(row).name for row in index.rows(split)}
+
+
+def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: object) -> None:
+        raise AssertionError("the annotations were read again")
+
+    for name, format in FORMATS.items():
+        monkeypatch.setitem(FORMATS, name, format._replace(read=read))
+
+
+def test_an_unchanged_source_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset(tmp_path / "set", numbered(20))
+    first = open_index(tmp_path / "set")
+    refuse_reading(monkeypatch)
+    second = open_index(str(tmp_path / "set"))
+    assert second.notes == first.notes
+    assert second.splits == first.splits == ("train", "val")
+    np.testing.assert_array_equal(second.boxes, first.boxes)
+    with pytest.raises(AssertionError, match="read again"):
+        open_index(tmp_path / "set", val_fraction=0.4)
+
+
+def test_a_changed_source_is_read_again(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "set", numbered(20))
+    assert set(open_index(folder).labels.tolist()) == {0}
+    (folder / "all.json").write_text(content(numbered(20), label=2))
+    assert set(open_index(folder).labels.tolist()) == {1}
+
+
+def test_a_data_set_that_was_moved(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "here", numbered(5))
+    open_index(folder)
+    folder.rename(tmp_path / "there")
+    index = open_index(tmp_path / "there")
+    assert index.path(0) == tmp_path / "there" / "images" / "00000.jpg"
+    assert require_pictures(index) == []
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert open_index(tmp_path / "link").path(0) == index.path(0)
+
+
+def test_pictures_that_come_after_the_annotations(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content(numbered(3)))
+    assert missing_pictures(open_index(tmp_path)) == [0, 1, 2]
+    (tmp_path / "images").mkdir()
+    for name in numbered(3):
+        (tmp_path / "images" / name).touch()
+    assert missing_pictures(open_index(tmp_path)) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.99])
+def test_a_truncated_cache_is_built_again(tmp_path: Path, own_cache: Path, share: float) -> None:
+    folder = dataset(tmp_path / "set", numbered(50))
+    boxes = open_index(folder).boxes.tolist()
+    (file,) = own_cache.rglob("*.arrow")
+    whole = file.read_bytes()
+    file.unlink()  # another file: whoever has the old one mapped keeps it
+    file.write_bytes(whole[: int(share * len(whole))])
+    assert open_index(folder).boxes.tolist() == boxes
+    assert len(file.read_bytes()) == len(whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
+def test_a_damaged_cache_never_leads_outside_the_arrays(damage: list[tuple[float, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOKER_CACHE_DIR", folder + "/cache")
+        data = dataset(Path(folder) / "set", numbered(20))
+        open_index(data)
+        (file,) = Path(folder, "cache").rglob("*.arrow")
+        whole = bytearray(file.read_bytes())
+        for place, value in damage:
+            whole[int(place * len(whole))] = value
+        file.unlink()
+        file.write_bytes(whole)
+        index = open_index(data)
+        assert (len(index), len(index.boxes)) == (20, 20)
+        assert index.offsets[-1] == len(index.labels) == len(index.crowd) == len(index.area)
+        assert 0 <= index.labels.min() <= index.labels.max() < len(index.class_names)
+        assert len([index.path(row) for row in range(len(index))]) == 20
+
+
+def test_the_arrays_are_views_that_keep_the_file_mapped(tmp_path: Path, own_cache: Path) -> None:
+    index = open_index(dataset(tmp_path / "set", numbered(20)))
+    arrays = (index.size, index.image_id, index.offsets, index.boxes, index.labels, index.crowd, index.area)
+    for array in arrays:
+        assert not array.flags.owndata
+        assert not array.flags.writeable
+    boxes = index.boxes
+    (file,) = own_cache.rglob("*.arrow")
+    del index, arrays
+    file.unlink()
+    gc.collect()
+    assert boxes.tolist() == [[1, 2, 4, 6]] * 20
+
+
+def test_processes_that_build_at_once_all_get_the_index(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "set", numbered(200))
+    script = "import sys; from stoker.data.index import open_index; input(); i = open_index(sys.argv[1]); print(len(i))"
+    command = [sys.executable, "-c", script, str(folder)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate()[0].strip() for process in processes] == ["200"] * 3
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(PreflightError, match="cannot be written") as raised:
+        open_index(dataset(tmp_path / "set", numbered(3)))
+    assert "STOKER_CACHE_DIR" in str(raised.value)
+
+
+def test_a_name_that_is_not_unicode(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\udce9"
+    with pytest.raises(DataError, match="not valid Unicode"):
+        open_index(dataset(folder, numbered(3)))
+
+
+def test_the_index_needs_no_torch() -> None:
+    script = "import sys, stoker.data.index; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
+    """Another value would move pictures between training and validation of everyone's data sets."""
+    assert clean._uniform("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
+    assert clean._uniform("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
+    assert clean._uniform(unicodedata.normalize("NFD", "Zürich 1.png")) == clean._uniform("Zürich 1.png")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, 10**6), min_size=2, max_size=300), st.floats(0.05, 0.9))
+def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fraction: float) -> None:
+    names = [f"{number}.jpg" for number in sorted(numbers)]
+    held = clean._held_back(names, fraction)
+    assert 0 < held.sum() < len(names)
+    fewer = clean._held_back(names[::2], fraction)
+    # only the two that keep both splits from being empty may differ
+    assert (held[::2] != fewer).sum() <= 2
+    alone = np.array([clean._uniform(name) < fraction for name in names])
+    if 0 < alone.sum() < len(names):
+        assert (held == alone).all()
+
+
+def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> None:
+    here = open_index(dataset(tmp_path / "a", numbered(300)))
+    there = open_index(dataset(tmp_path / "b", numbered(400)))
+    assert names_of(here, "val") == names_of(there, "val") & set(numbered(300))
+    assert 15 <= len(here.rows("val")) <= 45
+    assert set(here.splits) == {"train", "val"}
+    assert any("held back" in note for note in here.notes)
+
+
+def test_a_share_for_validation_that_is_not_needed(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "_annotations.coco.json").write_text(content(numbered(3)))
+    assert any("val_fraction 0.2 is not used" in note for note in open_index(tmp_path, val_fraction=0.2).notes)
+    assert not any("val_fraction" in note for note in open_index(tmp_path).notes)
+
+
+def test_pictures_in_two_splits_are_said(tmp_path: Path) -> None:
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "train.json").write_text(content(numbered(3)))
+    (tmp_path / "annotations" / "val.json").write_text(content(numbered(1)))
+    index = open_index(tmp_path)
+    assert any("1 pictures are in more than one split, e.g. 00000.jpg" in note for note in index.notes)
+    assert any("no boxes in the training split: dog" in note for note in index.notes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.integers(0, 149)), st.booleans())
+def test_exactly_the_missing_pictures_are_listed(gone: set[int], few: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        index = open_index(dataset(Path(folder) / "set", numbered(150)))
+        for row in gone:
+            index.path(row).unlink()
+        asked = range(20) if few else None
+        assert missing_pictures(index, asked) == sorted(gone & set(asked or range(150)))
+
+
+def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
+    index = open_index(dataset(tmp_path / "set", numbered(400)))
+    rows = index.rows("train")
+    few = rows.size // 100
+    for row in rows[:few].tolist():
+        index.path(row).unlink()
+    assert require_pictures(index) == rows[:few].tolist()
+    index.path(rows[few]).unlink()
+    with pytest.raises(DataError, match=f"{few + 1} of the {rows.size} pictures of the train split") as raised:
+        require_pictures(index)
+    assert str(index.path(rows[0])) in str(raised.value)
+
+
+@pytest.mark.parametrize(("names", "fix"), [(["x/00000.jpg"], "lies in"), (["images/00000.JPEG"], "00000.JPEG exists")])
+def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix: str) -> None:
+    folder = dataset(tmp_path / "set", numbered(1), exist=False)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    with pytest.raises(DataError) as raised:
+        require_pictures(open_index(folder))
+    assert fix in str(raised.value)
+
+
+def test_a_folder_without_annotations(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError, match="No annotations found") as raised:
+        open_index(tmp_path)
+    for fragment in (str(tmp_path), "_annotations.coco.json", "Annotations/*.xml", "notes.txt, photos/"):
+        assert fragment in str(raised.value)
+
+
+def test_a_wrong_path_names_the_nearest(tmp_path: Path) -> None:
+    dataset(tmp_path / "birds", numbered(1))
+    with pytest.raises(DataError, match="does not exist") as raised:
+        open_index(tmp_path / "brids")
+    assert f"did you mean {tmp_path / 'birds'}?" in str(raised.value)
+    with pytest.raises(DataError, match="does not exist") as raised:
+        open_index(tmp_path / "no" / "where")
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_several_data_sets_below_a_folder(tmp_path: Path) -> None:
+    for name in ("birds", "cats"):
+        dataset(tmp_path / name, numbered(2))
+    with pytest.raises(DataError, match="2 data sets") as raised:
+        open_index(tmp_path)
+    assert raised.value.choices == ("birds", "cats")
+
+
+def test_both_formats_in_one_folder(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "set", numbered(2))
+    (folder / "Annotations").mkdir()
+    (folder / "Annotations" / "x.xml").write_text(
+        "<annotation><object><name>bird</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax>"
+        "</bndbox></object></annotation>"
+    )
+    index = open_index(folder)
+    assert index.format == "coco"
+    assert any("format='voc' reads the other" in note for note in index.notes)
+    assert open_index(folder, format="voc").class_names == ("bird",)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "kind", "fragment"),
+    [
+        ("set", {"format": "yolo"}, UsageError, "coco, voc"),
+        ("set", {"val_fraction": 0.0}, ConfigError, "val_fraction"),
+        ("set", {"val_fraction": 1.0}, ConfigError, "val_fraction"),
+        ("set/images/00000.jpg", {}, DataError, "not a data set"),
+        ("set", {"format": "voc"}, DataError, "in the format 'voc'"),
+    ],
+)
+def test_what_cannot_be_asked_for(
+    tmp_path: Path, data: str, options: dict[str, str], kind: type[StokerError], fragment: str
+) -> None:
+    dataset(tmp_path / "set", numbered(2))
+    with pytest.raises(kind) as raised:
+        open_index(tmp_path / data, **options)
+    assert fragment in str(raised.value)
+
+
+def test_an_address_of_an_object_store() -> None:
+    with pytest.raises(DataError, match="object store"):
+        open_index("gs://bucket/set")

@@ -1,0 +1,210 @@
+"""Pascal VOC: every layout is found, the right picture is taken, what is wrong is named with its place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stoker.data.index import missing_pictures, open_index, require_pictures
+from stoker.errors import DataError
+
+SIZE = "<size><width>200</width><height>100</height></size>"
+
+
+def thing(name: str = "cat", corners: Sequence[object] = (10, 20, 40, 60), more: str = "") -> str:
+    box = "".join(f"<{t}>{v}</{t}>" for t, v in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True))
+    return f"<object><name>{name}</name>{more}<bndbox>{box}</bndbox></object>"
+
+
+def annotate(folder: Path, stem: str, *content: str, filename: str | None = None, size: str = SIZE) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    body = "".join(content or (thing(),))
+    file = folder / f"{stem}.xml"
+    said = f"{stem}.jpg" if filename is None else filename
+    file.write_text(f"<annotation><filename>{said}</filename>{size}{body}</annotation>", encoding="utf-8")
+    return file
+
+
+def pictures(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+
+
+def classic(root: Path, *stems: str, **lists: Sequence[str]) -> Path:
+    """Annotations/, JPEGImages/ and, where lists are given, ImageSets/Main."""
+    for stem in stems:
+        annotate(root / "Annotations", stem)
+    pictures(root / "JPEGImages", *(f"{stem}.jpg" for stem in stems))
+    for name, lines in lists.items():
+        file = root / "ImageSets" / "Main" / f"{name}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{line}\n" for line in lines))
+    return root
+
+
+def test_the_blood_cells_and_their_two_points(real_data: Path) -> None:
+    index = open_index(real_data / "bccd" / "BCCD")
+    assert index.format == "voc"
+    assert index.class_names == ("Platelets", "RBC", "WBC")
+    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 205, "val": 87, "test": 72}
+    assert len(index.boxes) == 4888 - 2
+    (zero,) = index.dropped
+    assert (zero.kind, zero.count) == ("zero size", 2)
+    named = " ".join(zero.examples)
+    assert "BloodImage_00338.jpg, object 13" in named
+    assert "BloodImage_00343.jpg, object 4" in named
+    assert require_pictures(index) == []
+    assert open_index(real_data / "bccd").root == index.root  # one folder up is near enough
+
+
+def test_xml_beside_the_pictures_is_read_and_the_csv_is_not(real_data: Path) -> None:
+    index = open_index(real_data / "microcontroller")
+    assert len(index) == 149
+    assert len(index.boxes) == 177
+    assert index.splits == ("train", "val", "test")
+    assert any("train_labels.csv" in note for note in index.notes)
+    assert require_pictures(index) == []
+
+
+def test_what_a_file_says_is_what_the_index_says(tmp_path: Path) -> None:
+    part = "<part><name>head</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax></bndbox></part>"
+    annotate(
+        tmp_path,
+        "a ü",
+        thing("dog", (1, 2, 200, 100), "<difficult>1</difficult>"),
+        thing("cat", ("3.5", "4", "5e1", " 6 "), part),
+        thing("dog", (-5, -5, 300, 300)),
+    )
+    annotate(tmp_path, "b", "<segmented>0</segmented>", size="<size><width>0</width></size>")
+    annotate(tmp_path, "c", thing("cat"), size="")
+    index = open_index(tmp_path)
+    assert index.class_names == ("cat", "dog")
+    assert index.offsets.tolist() == [0, 3, 3, 4]
+    assert index.boxes.tolist() == [[1, 2, 200, 100], [3.5, 4, 50, 6], [-5, -5, 300, 300], [10, 20, 40, 60]]
+    assert index.labels.tolist() == [1, 0, 1, 0]
+    assert index.size.tolist() == [[100, 200], [0, 0], [0, 0]]
+    assert index.area.tolist() == [199 * 98, 46.5 * 2, 305 * 305, 30 * 40]
+    assert not index.crowd.any()
+    assert index.path(0) == tmp_path / "a ü.jpg"
+
+
+def test_image_sets(tmp_path: Path) -> None:
+    root = classic(
+        tmp_path, "a", "b", "c 1", "d",
+        train=["b  1", "a"], val=["c 1"], trainval=["a", "b", "c 1"], test=["d.jpg"], cat_train=["d 1"],
+    )  # fmt: skip
+    index = open_index(root)
+    names = {split: [index.path(row).stem for row in index.rows(split)] for split in index.splits}
+    assert names == {"train": ["b", "a"], "val": ["c 1"], "test": ["d"]}
+
+
+def test_trainval_alone_is_divided_and_the_rest_is_left_out(tmp_path: Path) -> None:
+    index = open_index(classic(tmp_path, *"abcd", trainval="abc"))
+    assert index.splits == ("train", "val")
+    assert len(index) == 3
+    assert any("no validation split" in note for note in index.notes)
+    assert any("1 annotated pictures are in no split" in note and "d.xml" in note for note in index.notes)
+
+
+def test_a_test_split_without_annotations_is_left_out(tmp_path: Path) -> None:
+    index = open_index(classic(tmp_path, *"ab", train="a", val="b", test="xyz"))
+    assert index.splits == ("train", "val")
+    assert any("test split has no annotations" in note for note in index.notes)
+
+
+@pytest.mark.parametrize("inner", [("", ""), ("Annotations", "JPEGImages"), ("annotations", "images")])
+def test_split_folders(tmp_path: Path, inner: tuple[str, str]) -> None:
+    for split, stem in (("train", "a"), ("valid", "b"), ("test", "c")):
+        annotate(tmp_path / split / inner[0], stem)
+        pictures(tmp_path / split / inner[1], f"{stem}.png")
+    index = open_index(tmp_path)
+    assert {split: index.path(index.rows(split)[0]).name for split in index.splits} == {
+        "train": "a.png", "val": "b.png", "test": "c.png",
+    }  # fmt: skip
+    assert require_pictures(index) == []
+
+
+def test_the_picture_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path: Path) -> None:
+    annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # lies: b is another picture
+    annotate(tmp_path / "Annotations", "b", filename="C:\\x\\b.PNG")  # lies about the ending
+    annotate(tmp_path / "Annotations", "c", filename="other.jpg")  # has no picture of its own
+    annotate(tmp_path / "Annotations", "D", filename="")  # differs in case
+    annotate(tmp_path / "Annotations", "e", filename="e.png")  # two pictures of its stem
+    annotate(tmp_path / "Annotations", "f", filename="gone.jpg")
+    annotate(tmp_path / "Annotations", "g", filename="")
+    pictures(tmp_path / "JPEGImages", "a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.jpg", "e.png")
+    index = open_index(tmp_path)
+    names = {index.path(row).name for row in range(len(index))}
+    assert names == {"a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.png", "gone.jpg", "g.jpg"}
+    missing = [index.path(row) for row in missing_pictures(index)]
+    assert sorted(missing) == [tmp_path / "JPEGImages" / name for name in ("g.jpg", "gone.jpg")]
+
+
+def test_a_picture_that_is_added_later_is_found(tmp_path: Path) -> None:
+    annotate(tmp_path / "Annotations", "a")
+    annotate(tmp_path / "Annotations", "b")
+    pictures(tmp_path / "JPEGImages", "b.jpg")
+    assert [open_index(tmp_path).path(row).name for row in missing_pictures(open_index(tmp_path))] == ["a.jpg"]
+    pictures(tmp_path / "JPEGImages", "a.png")
+    assert missing_pictures(open_index(tmp_path)) == []
+
+
+def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
+    corners = [(40, 20, 10, 60), ("nan", 1, 2, 3), (1, 1, "inf", 3), (7, 7, 7, 9), (200, 1, 210, 9), (1, 2, 3, 4)]
+    annotate(tmp_path, "a", "<object><name>dog</name></object>", *(thing("cat", c) for c in corners))
+    annotate(tmp_path, "b", thing("dog"))
+    index = open_index(tmp_path)
+    assert {kind.kind: kind.examples[0].partition(":")[0] for kind in index.dropped} == {
+        "no box": "a.xml, object 1",
+        "negative size": "a.jpg, object 2",
+        "not a number": "a.jpg, object 3",
+        "zero size": "a.jpg, object 5",
+        "outside the picture": "a.jpg, object 6",
+    }
+    assert index.boxes.tolist() == [[1, 2, 3, 4], [10, 20, 40, 60]]
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("", ["not valid XML", "a.xml:1", "cut short"]),
+        ("<annotation>\n<object>", ["not valid XML", "a.xml:2"]),
+        ("<project/>", ["not a Pascal VOC annotation", "<project>"]),
+        (f"<annotation>{thing('cat')}{thing('')}</annotation>", ["no class", "a.xml: object 2"]),
+        (f"<annotation>{thing('cat', (1, 'x', 3, 4))}</annotation>", ["a.xml: object 1", "<ymin> is 'x'"]),
+        (
+            "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>",
+            ["a.xml: object 1", "there is no <ymin>"],
+        ),
+        ("<annotation></annotation>", ["training split has no boxes"]),
+    ],
+)
+def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    (tmp_path / "a.xml").write_text(text)
+    with pytest.raises(DataError) as raised:
+        open_index(tmp_path)
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    assert raised.value.fix
+
+
+def test_two_annotations_of_one_picture(tmp_path: Path) -> None:
+    annotate(tmp_path, "a")
+    annotate(tmp_path, "copy", filename="a.jpg")
+    pictures(tmp_path, "a.jpg")
+    with pytest.raises(DataError, match=r"about one picture, 'a\.jpg'") as raised:
+        open_index(tmp_path)
+    assert "copy.xml" in str(raised.value)
+
+
+def test_an_empty_list(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="val split is empty") as raised:
+        open_index(classic(tmp_path, "a", train="a", val=["", "  "]))
+    assert "val.txt" in str(raised.value)
+
+
+def test_a_list_that_names_no_annotation(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 of 2 entries of the train split") as raised:
+        open_index(classic(tmp_path, "a", train=["a", "gone"]))
+    assert "train.txt:2: 'gone'" in str(raised.value)
