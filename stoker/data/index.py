@@ -98,14 +98,26 @@ def open_index(data: str | Path, *, format: str | None = None, val_fraction: flo
         raise ConfigError(
             f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
         )
-    found = find_data(_demo() if data == "demo" else Path(data).expanduser(), format)
+    try:
+        return _open(_demo() if data == "demo" else Path(data).expanduser(), format, fraction, val_fraction is not None)
+    except OSError as error:
+        raise DataError(
+            "The data set cannot be read.",
+            place=error.filename or data,
+            cause=error.strerror or str(error),
+            fix="check the permissions of the folder and that its disk is there",
+        ) from error
+
+
+def _open(data: Path, format: str | None, fraction: float, asked: bool) -> Index:
+    found = find_data(data, format)
     only = found.parts[0].annotations if len(found.parts) == 1 else found.root
     path = cache.index_path(only, found.format, fraction)
     stamp = cache.fingerprint(found, fraction)
     content = cache.read(path, stamp)
     if content is None:
         columns = clean.drop_degenerate(FORMATS[found.format].read(found))
-        columns = clean.check(clean.divide(columns, fraction, asked=val_fraction is not None))
+        columns = clean.check(clean.divide(columns, fraction, asked=asked))
         columns.notes.insert(0, f"{found.layout}, from {found.root}")
         cache.write(path, columns, found, stamp)
         content = cache.read(path, stamp)

@@ -249,6 +249,13 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
     assert raised.value.fix
 
 
+def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
+    write(tmp_path / "train/_annotations.coco.json", GOOD)
+    (tmp_path / "valid").mkdir()
+    with pytest.raises(DataError, match="val split is empty"):
+        open_index(tmp_path)
+
+
 def test_two_files_for_one_split(tmp_path: Path) -> None:
     write(tmp_path / "annotations/instances_train2014.json", GOOD)
     file = write(tmp_path / "annotations/instances_train2017.json", GOOD)

@@ -163,6 +163,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert "STOKER_CACHE_DIR" in str(raised.value)
 
 
+def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read|does not exist") as raised:
+        open_index(tmp_path / ("x" * 300))
+    assert "x" * 300 in str(raised.value)
+
+
 def test_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     folder = tmp_path / "caf\udce9"
     with pytest.raises(DataError, match="not valid Unicode"):

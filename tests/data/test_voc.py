@@ -125,6 +125,17 @@ def test_split_folders(tmp_path: Path, inner: tuple[str, str]) -> None:
     assert require_pictures(index) == []
 
 
+def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
+    annotate(tmp_path / "train", "a")
+    annotate(tmp_path / "train", "b")
+    (tmp_path / "test").mkdir()
+    assert any("test/ has no annotations" in note for note in open_index(tmp_path).notes)
+    (tmp_path / "valid").mkdir()
+    with pytest.raises(DataError, match="val split is empty") as raised:
+        open_index(tmp_path)
+    assert str(tmp_path / "valid") in str(raised.value)
+
+
 def test_the_picture_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path: Path) -> None:
     annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # lies: b is another picture
     annotate(tmp_path / "Annotations", "b", filename="C:\\x\\b.PNG")  # lies about the ending
@@ -170,6 +181,7 @@ def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
     [
         ("", ["not valid XML", "a.xml:1", "cut short"]),
         ("<annotation>\n<object>", ["not valid XML", "a.xml:2"]),
+        ('<?xml version="1.0" encoding="GB2312"?><annotation/>', ["cannot be decoded", "convert it to UTF-8"]),
         ("<project/>", ["not a Pascal VOC annotation", "<project>"]),
         (f"<annotation>{thing('cat')}{thing('')}</annotation>", ["no class", "a.xml: object 2"]),
         (f"<annotation>{thing('cat', (1, 'x', 3, 4))}</annotation>", ["a.xml: object 1", "<ymin> is 'x'"]),

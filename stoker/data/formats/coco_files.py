@@ -23,6 +23,7 @@ from stoker.data.formats.columns import (
     split_folders,
     split_in_name,
     subfolders,
+    without_annotations,
 )
 from stoker.errors import DataError
 
@@ -48,7 +49,10 @@ def find(folder: Path) -> Found | None:
         if file is not None:
             parts.append(Part(split=split, annotations=file, pictures=(*picture_folders(path)[::-1],)))
     if parts:
-        return Found(format="coco", layout="COCO JSON per split folder", root=folder, parts=tuple(parts))
+        notes = without_annotations(folder, parts)
+        return Found(
+            format="coco", layout="COCO JSON per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
+        )
 
     annotations = subfolders(folder).get("annotations")
     for place, layout in ((annotations, "COCO JSON in annotations/"), (folder, "COCO JSON")):
@@ -70,6 +74,8 @@ def from_file(path: Path) -> Found:
 
 def _looks_like_coco(path: Path) -> bool:
     """Whether the first 64 KiB have one of COCO's keys: package.json and the like lie about in folders, too."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         head = file.read(2**16)
     return any(key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"'))

@@ -148,6 +148,24 @@ def split_folders(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(seen.items(), key=lambda item: SPLITS.index(item[0]))
 
 
+def without_annotations(folder: Path, parts: list[Part]) -> list[str]:
+    """Notes on folders that are named after a split, beside those of `parts`, but have no annotations. Raises DataError
+    where that is the training or validation split: pictures of a test are often given without."""
+    notes = []
+    for split, path in split_folders(folder):
+        if split in [part.split for part in parts]:
+            continue
+        if split != "test":
+            raise DataError(
+                f"The {split} split is empty: its folder has no annotations.",
+                place=path,
+                cause=f"{parts[0].annotations} is where those of the {parts[0].split} split are",
+                fix="put them there, or delete the folder to have a part of the training pictures held back",
+            )
+        notes.append(f"{path.name}/ has no annotations and is left out")
+    return notes
+
+
 def picture_folders(folder: Path) -> tuple[Path, ...]:
     """Where pictures may lie below a folder, whatever the case of its name; the folder itself comes last."""
     below = subfolders(folder)

@@ -97,7 +97,7 @@ def _files(part: Part, notes: list[str]) -> list[Path]:
     known = {path.stem: path for path in _xml_in(part.annotations)}
     found: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
-    lines = part.listing.read_text(encoding="utf-8-sig").splitlines()
+    lines = part.listing.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     for number, entry in entries:
         # a name may be followed by 1 or -1, or carry the picture's ending
@@ -148,6 +148,10 @@ def _parse(file: Path) -> _Annotation:
             place=f"{file}:{error.position[0]}",
             cause=str(error),
             fix="correct or delete it; an empty or truncated file comes from a copy that was cut short",
+        ) from error
+    except (ValueError, LookupError) as error:  # an encoding that Python's parser does not have
+        raise DataError(
+            "An annotation file cannot be decoded.", place=f"{file}:1", cause=str(error), fix="convert it to UTF-8"
         ) from error
     if root.tag != "annotation":
         raise DataError(

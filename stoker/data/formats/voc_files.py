@@ -7,7 +7,15 @@ pictures in one folder; either of these in `train/`, `valid/`, `test/`. Not here
 import os
 from pathlib import Path
 
-from stoker.data.formats.columns import SPLITS, Found, Part, picture_folders, split_folders, subfolders
+from stoker.data.formats.columns import (
+    SPLITS,
+    Found,
+    Part,
+    picture_folders,
+    split_folders,
+    subfolders,
+    without_annotations,
+)
 
 
 def find(folder: Path) -> Found | None:
@@ -24,7 +32,10 @@ def find(folder: Path) -> Found | None:
         if place is not None:
             parts.append(Part(split=split, annotations=place, pictures=picture_folders(path)))
     if parts:
-        return Found(format="voc", layout="Pascal VOC per split folder", root=folder, parts=tuple(parts))
+        notes = without_annotations(folder, parts)
+        return Found(
+            format="voc", layout="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
+        )
     if _has_xml(folder):
         part = Part(split=None, annotations=folder, pictures=picture_folders(folder))
         return Found(format="voc", layout="Pascal VOC, XML files in one folder", root=folder, parts=(part,))
