@@ -1,0 +1,134 @@
+"""What the accounting costs: the ledger per step, and the second witness per second.
+
+A small convolutional training step runs with the ledger and without, in turn; what the ledger adds is too small to show
+in that difference on a machine that does anything else, so its calls are also timed around steps that do nothing. Runs
+on the accelerator where there is one, else on the CPU.
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from contextlib import AbstractContextManager
+
+import torch
+from report import Bar, Report, options, spread
+from torch import Tensor, nn
+
+from stoker import device
+from stoker.errors import StokerError
+from stoker.measure.gpu import Gpus
+from stoker.measure.host import Host
+from stoker.measure.ledger import Ledger
+
+
+class Off:
+    """The ledger's calls, doing nothing."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        del name
+        return contextlib.nullcontext()
+
+    def compute(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def window(self) -> None:
+        return None
+
+
+class Step:
+    """One training step of a small network on random pictures: tens of milliseconds on two cores."""
+
+    def __init__(self, where: device.Device) -> None:
+        torch.manual_seed(0)
+        layers = [
+            nn.Conv2d(3, 32, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3),
+        ]
+        self.model = nn.Sequential(*layers).to(where.torch_device)
+        self.pictures: Tensor = torch.rand(4, 3, 160, 160, device=where.torch_device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.pictures).square().mean().backward()
+        self.optimizer.step()
+
+
+def step(ledger: Ledger | Off, work: Step | None) -> float:
+    """Seconds of one turn of a loop like the training loop's."""
+    began = time.perf_counter()
+    with ledger.phase("input_wait"):
+        pass
+    with ledger.compute():
+        if work is not None:
+            work()
+    ledger.window()
+    return time.perf_counter() - began
+
+
+def processor_s(ledger: Ledger | Off, count: int) -> float:
+    """Processor seconds of one empty step, the mean of `count`: what else the machine does is not in it."""
+    began = time.thread_time()
+    for _ in range(count):
+        step(ledger, None)
+    return (time.thread_time() - began) / count
+
+
+def row(what: str, seconds: list[float]) -> dict[str, object]:
+    return {"what": what, **{f"{name} µs": value * 1e6 for name, value in spread(seconds).items()}}
+
+
+def run(quick: bool) -> Report:
+    rounds, empty = (30, 300) if quick else (100, 2000)
+    where = device.pick()
+    ledger, off, work = Ledger(where.make_clock(), started_s=time.perf_counter()), Off(), Step(where)
+    host, gpus = Host(), Gpus()
+    for _ in range(5):  # what happens once: memory, kernels
+        step(off, work)
+    off_s, on_s, empty_off_s, empty_on_s, sample_s = ([] for _ in range(5))
+    for number in range(rounds):
+        for on in (True, False) if number % 2 else (False, True):
+            where.wait()
+            which = ledger if on else off
+            (on_s if on else off_s).append(step(which, work))
+            where.wait()
+            (empty_on_s if on else empty_off_s).append(processor_s(which, empty))
+        began = time.thread_time()
+        host.sample()
+        gpus.sample()
+        sample_s.append(time.thread_time() - began)
+
+    report = Report(f"Cost of the accounting on {where.name}; an empty step is a mean of {empty:,}", rounds)
+    report.packages = ("stoker", "torch", "psutil", "nvidia-ml-py")
+    report.rows = [
+        row("step, ledger off", off_s),
+        row("step, ledger on", on_s),
+        row("empty step, ledger off, processor time", empty_off_s),
+        row("empty step, ledger on, processor time", empty_on_s),
+        row("sample of the witness, processor time", sample_s),
+    ]
+    added_s = statistics.median(empty_on_s) - statistics.median(empty_off_s)
+    report.bars = [
+        Bar.at_most("what the ledger adds to an empty step / a step", added_s / statistics.median(off_s), 0.01),
+        Bar.at_most("a step with the ledger / without", statistics.median(on_s) / statistics.median(off_s), 1.01),
+        Bar.at_most("processor time of the witness / a second of one core", statistics.median(sample_s), 0.01),
+    ]
+    return report
+
+
+def main() -> None:
+    arguments = options(__doc__ or "").parse_args()
+    try:
+        report = run(arguments.quick)
+    except StokerError as error:
+        sys.exit(f"could not measure: {error}")
+    report.show()
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
