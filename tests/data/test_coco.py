@@ -203,15 +203,16 @@ def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
     boxes = {
         10: (5, 5, 0, 3), 11: (5, 5, 3, 0), 12: (50, 50, -5, 5), 13: (300, 5, 5, 5), 14: (-9, 5, 4, 5),
         15: (-5, -5, 300, 300), 16: (float("nan"), 5, 5, 5), 17: (1, 1, float("inf"), 5), 18: (1e7, 1e7, 1e-3, 1),
+        21: (50, 50, 5, -5),
     }  # fmt: skip
     annotations = [box(number, 1, 1, bbox) for number, bbox in boxes.items()] + [box(19, 2, 1), box(20, 2, 1, [])]
     index = open_index(write(tmp_path / "a.json", dataset([picture(1), picture(2)], annotations, "cat")))
     dropped = {kind.kind: kind for kind in index.dropped}
     assert {name: kind.count for name, kind in dropped.items()} == {
-        "no box": 1, "not a number": 2, "negative size": 1, "zero size": 3, "outside the picture": 2,
+        "no box": 1, "not a number": 2, "negative size": 2, "zero size": 3, "outside the picture": 2,
     }  # fmt: skip
     assert "1.jpg, annotation 12: [50, 50, 45, 55]" in dropped["negative size"].examples
-    assert "annotation number 10" in dropped["no box"].examples[0]
+    assert "annotation number 11" in dropped["no box"].examples[0]
     assert index.boxes.tolist() == [[-5, -5, 295, 295], [10, 20, 40, 60]]
 
 
@@ -263,6 +264,14 @@ def test_two_files_for_one_split(tmp_path: Path) -> None:
         open_index(tmp_path)
     assert raised.value.choices == ("instances_train2014.json", "instances_train2017.json")
     assert open_index(file).splits == ("train", "val")
+
+
+def test_a_file_of_all_beside_those_of_the_splits(tmp_path: Path) -> None:
+    for name in ("all", "train", "val"):
+        write(tmp_path / f"annotations/{name}.json", GOOD)
+    index = open_index(tmp_path)
+    assert (len(index), index.splits) == (4, ("train", "val"))
+    assert any("not read: all.json" in note for note in index.notes)
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
