@@ -53,7 +53,11 @@ def draw_boxes(
     canvas = ImageDraw.Draw(picture)
     for n in np.argsort(boxes.score, kind="stable").tolist():
         label = int(boxes.label[n])
-        x0, y0, x1, y1 = (boxes.boxes[n].astype(np.float64) * factor).tolist()
+        sides = (picture.width, picture.height) * 2
+        # Boxes may reach far outside; just outside looks the same, and Pillow would walk all the way.
+        x0, y0, x1, y1 = np.clip(
+            boxes.boxes[n].astype(np.float64) * factor, -2 * line, np.add(sides, 2 * line)
+        ).tolist()
         if not (x1 > x0 and y1 > y0):
             continue
         canvas.rectangle((x0, y0, x1, y1), outline=colour(label), width=line)
