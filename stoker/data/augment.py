@@ -160,10 +160,9 @@ def place_boxes(
     sides = cut[:, 2:] - cut[:, :2]
     use = ~crowd & (sides > 0).all(1)
     if placement.cropped:
-        whole = (moved[:, 2:] - moved[:, :2]).prod(1)
-        use &= (sides.prod(1) >= MIN_SHARE * whole) & (sides >= np.minimum(MIN_SIDE, moved[:, 2:] - moved[:, :2])).all(
-            1
-        )
+        whole = moved[:, 2:] - moved[:, :2]
+        uncut = (sides >= 0.999 * whole).all(1)
+        use &= uncut | ((sides.prod(1) >= MIN_SHARE * whole.prod(1)) & (sides >= MIN_SIDE).all(1))
     count = int(use.sum())
     out_boxes, out_labels = np.zeros((slots, 4), np.float32), np.zeros(slots, np.int64)
     out_boxes[:count], out_labels[:count] = cut[use], labels[use]

@@ -76,7 +76,11 @@ def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels) -> None
     if not (0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height):
         raise ValueError(f"region {region} is not inside the picture, {width} × {height} pixels: {path}")
     if not data.startswith(_JPEG):
-        _resize_into(_decode_other(data, path)[y0:y1, x0:x1], out)
+        whole = _decode_other(data, path)
+        if whole.shape[:2] != (height, width):
+            said = f"its header says {width} × {height} pixels, it decodes to {whole.shape[1]} × {whole.shape[0]}"
+            raise _unusable(path, said)
+        _resize_into(whole[y0:y1, x0:x1], out)
         cv2.cvtColor(out, cv2.COLOR_BGR2RGB, dst=out)
         return
     if _jpeg_header(data, path)[2] in ("CMYK", "YCCK"):

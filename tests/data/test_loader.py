@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from stoker.batch import DRAWS, Batch
 from stoker.data import samples
+from stoker.data.index import open_index
 from stoker.data.loader import DEPTH, HELD, Loader, box_slots
 from stoker.device import Device
 from stoker.errors import CheckpointError, DataError, OutOfMemoryError
@@ -139,6 +141,23 @@ def test_box_slots_are_the_most_boxes_rounded_up(pictures):
 def test_more_boxes_than_slots_is_an_error_with_the_name(pictures):
     with make(pictures, boxes=1) as loader, pytest.raises(RuntimeError, match=r"\d+\.(png|jpg).*box slots"):
         take(loader, 9)
+
+
+def test_a_real_data_set(tmp_path, monkeypatch):
+    """COCO on disk → the index → a batch: the loader needs nothing that the index does not say."""
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "coco").mkdir()
+    Pictures(tmp_path / "coco", 6)
+    records = [{"id": 50 + n, "file_name": f"{n:03}.{'jpg' if n % 2 else 'png'}"} for n in range(6)]
+    boxes = [{"id": n, "image_id": 50 + n, "category_id": 7, "bbox": [1, 2, 4, 5], "iscrowd": 0} for n in range(6)]
+    text = json.dumps({"images": records, "annotations": boxes, "categories": [{"id": 7, "name": "cell"}]})
+    (tmp_path / "coco" / "_annotations.coco.json").write_text(text)
+    index = open_index(tmp_path / "coco", val_fraction=0.2)
+    rows = index.rows("train")
+    batch = stream(index, 1, rows=rows, train=False, batch=8)[0]
+    assert batch.image_id.tolist() == rows.tolist() + [-1] * (8 - len(rows))
+    scale = batch.scale[: len(rows)].flip(1).repeat(1, 2)
+    assert torch.allclose(batch.boxes[: len(rows), 0] / scale, torch.tensor([1.0, 2, 5, 7]), atol=1e-4)
 
 
 # The stream.
@@ -333,6 +352,16 @@ def test_a_resumed_run_repeats_a_replacement_though_the_file_is_back(pictures, s
     with make(pictures) as loader:
         loader.load_state_dict({"position": 4 * stop, "quarantined": state_at[4]["quarantined"]})
         assert_same(take(loader, 12 - stop), (before + after)[stop:])
+
+
+def test_a_picture_is_used_up_to_the_position_from_which_it_is_quarantined(pictures):
+    healthy = stream(pictures, 13, batch=4)
+    with make(pictures) as loader:
+        loader.load_state_dict({"position": 0, "quarantined": {4: 26}})
+        found = take(loader, 13)
+    assert ids(found)[:26] == ids(healthy)[:26]
+    assert 4 in ids(found)[:26]
+    assert 4 not in ids(found)[26:]
 
 
 def test_a_picture_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch):
