@@ -4,6 +4,7 @@ So `stoker --help` and `stoker why` start at once, also where torch is absent. E
 message and their exit code; anything else is a bug and keeps its traceback.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -167,6 +168,8 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
 
 def main() -> None:
     """The entry point; never returns."""
+    # OpenMP's threads spin at every barrier, also against our decoding threads: LOG.md, "Spinning threads".
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except StokerError as error:

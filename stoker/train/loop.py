@@ -22,14 +22,15 @@ from stoker.config import Config, Duration, parse_duration, rows_of
 from stoker.data.augment import flip
 from stoker.data.loader import Loader, box_slots
 from stoker.device import Ready, out_of_memory_as_error
-from stoker.diagnose.rules import diagnose
+from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import DivergedError, Preempted, StokerError, UsageError
-from stoker.evaluate import evaluate
+from stoker.evaluate import detect, ground_truth, some_pictures
+from stoker.evaluate import score as metrics_of
 from stoker.measure.ledger import Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
 from stoker.models import Detector
-from stoker.records import BEST, FINAL, FINDINGS, STEPS, StepWindow, locked, write_whole
+from stoker.records import BEST, FINAL, STEPS, StepWindow, locked
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.train import checkpoint, start
@@ -102,7 +103,7 @@ def train(asked: Config, *, run: str | None = None, resume: str | None = None) -
         except BaseException as error:
             job.folder.event("failed", f"{type(error).__name__}: {error}", step=job.step)
             raise
-        write_whole(job.folder.path / FINDINGS, msgspec.json.encode(diagnose(job.folder.path)))
+        write_findings(job.folder.path, diagnose(job.folder.path))
         return Result(job.folder.path, job.step, metrics)
 
 
@@ -119,8 +120,9 @@ class Training:
         self.say = say
         run, optim = job.config.run, job.config.optim
         self.ledger = Ledger(job.device.make_clock(), started_s=started_s)
-        self.board = Board(job.folder.path, purge_step=job.step)
+        self.board = Board(job.folder.path, purge_step=job.step, on_error=lambda text: say("warning", text))
         self.stream = job.device.make_stream()
+        self.truth = ground_truth(job.index, job.val_rows)
         self.length = parse_duration(run.for_)
         self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch, job)
         self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch, job)
@@ -291,8 +293,8 @@ class Training:
             )
             with contextlib.closing(batches):
                 pictures = self.until_stopped(batches)
-                metrics = evaluate(job.stepper.averaged, pictures, job.index, job.val_rows, job.device,
-                                   precision=config.run.precision)  # fmt: skip
+                found = detect(job.stepper.averaged, pictures, job.device, precision=config.run.precision)
+            metrics = metrics_of(self.truth, found)
         ap = metrics.ap if metrics.ap is not None else 0.0
         names = [FINAL] if final else []
         if ap > job.best_ap:
@@ -307,6 +309,7 @@ class Training:
         job.folder.event("evaluated", step=job.step, metrics=msgspec.to_builtins(metrics))
         self.screen.evaluated(job.step, metrics)
         self.board.metrics(job.step, metrics)
+        self.board.pictures(job.step, some_pictures(job.index, job.val_rows, found), job.index.class_names)
         self.eval_due.done()
         return metrics
 
