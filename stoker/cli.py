@@ -18,8 +18,8 @@ app = App(
     name="stoker",
     help="Trains object detectors on cloud GPUs at full utilisation, and says where every GPU-second went.",
     version_flags=["--version"],
-    help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 pre-flight"
-    " failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 saved and stopped: run me again.",
+    help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 pre-"
+    "flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 saved and stopped: run me again.",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
 )

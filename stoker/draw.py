@@ -41,12 +41,10 @@ def draw_boxes(
 
     boxes: of this picture alone, in its pixels. The best scores are drawn last, on top.
     """
-    picture = image.convert("RGB")
+    picture = image.convert("RGB")  # a copy, always
     factor = max(1, -(-READABLE_SIDE // max(1, *picture.size)))
     if factor > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    elif picture is image:
-        picture = picture.copy()
     longest = max(picture.size)
     line = max(1, round(longest / 400))
     font = ImageFont.load_default(size=max(10, round(longest / 55)))

@@ -219,7 +219,7 @@ def _is_torn(handle: int) -> bool:
     return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Replaces a file as a whole: after a kill or a power cut it is the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

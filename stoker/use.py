@@ -1,6 +1,6 @@
 """Using a model that stoker trained: scoring it on a data set, finding objects in pictures.
 
-The commands `eval` and `predict` are these functions with a screen. How a model is run is `evaluate.py` and `predict.py`.
+The commands `eval` and `predict` are these functions with a screen. How a model is run: `evaluate.py`, `predict.py`.
 """
 
 import contextlib
@@ -40,7 +40,9 @@ def evaluate_run(
     index = open_index(data, format=format, val_fraction=val_fraction)
     require_pictures(index)
     if split not in index.splits:
-        raise DataError(f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME")
+        raise DataError(
+            f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME"
+        )
     _require_same_classes(index, card.class_names, weights)
     rows = index.rows(split)
     batches = Loader(

@@ -61,6 +61,7 @@ _FORBIDDEN: dict[str, str] = {
     "aten::item": _READ,
     "aten::is_nonzero": _READ,
     "aten::equal": "compare with (a == b).all() and keep the result in a tensor",
+    "aten::allclose": _READ,
     "aten::nonzero": _SIZE,
     "aten::nonzero_numpy": _SIZE,
     "aten::masked_select": _SIZE,

@@ -11,10 +11,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torchvision.models import mobilenet_v2, resnet50
 from torchvision.models._utils import IntermediateLayerGetter
-from torchvision.ops import FeaturePyramidNetwork
-from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 Norm = Callable[[int], nn.Module]
 
@@ -22,8 +21,9 @@ Norm = Callable[[int], nn.Module]
 class FrozenNorm(nn.Module):
     """BatchNorm2d whose statistics and affine are constants, under the names that BatchNorm2d has.
 
-    The whole norm is one multiply-add in the type of its input, so that mixed precision stays in bf16 (torchvision's
-    promotes to fp32, which doubles the activations), and backward needs none of its input or output.
+    In mixed precision it is one multiply-add that stays in bf16 (torchvision's promotes to fp32, which doubles the
+    activations), and backward needs none of its input or output. In fp32 it rounds as torchvision's does: the gradients
+    of a deep ReLU network change by a percent with the last bit of its activations.
     """
 
     weight: Tensor
@@ -43,6 +43,8 @@ class FrozenNorm(nn.Module):
         """x: [B, C, H, W] → the same shape and type."""
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         shift = self.bias - self.running_mean * scale
+        if x.dtype == torch.float32:
+            return x * scale[:, None, None] + shift[:, None, None]
         return torch.addcmul(shift.to(x.dtype)[:, None, None], x, scale.to(x.dtype)[:, None, None])
 
 
@@ -54,7 +56,7 @@ class FeaturePyramid(nn.Module):
     """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
 
     stages: children of `body` whose output goes to the FPN, with their channels; more: whether two coarser levels (P6,
-    P7 of the RetinaNet paper) are added.
+    P7 of the RetinaNet paper) are added; norm: after each convolution of the FPN, None for none.
     """
 
     def __init__(
@@ -62,11 +64,50 @@ class FeaturePyramid(nn.Module):
     ) -> None:
         super().__init__()
         self.body = IntermediateLayerGetter(body, {name: name for name in stages})
-        extra = LastLevelP6P7(channels, channels) if more else None
-        self.fpn = FeaturePyramidNetwork(list(stages.values()), channels, extra_blocks=extra, norm_layer=norm)
+        self.fpn = TopDown(list(stages.values()), channels, more=more, norm=norm)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        return list(self.fpn(self.body(images)).values())
+        levels: list[Tensor] = self.fpn(list(self.body(images).values()))
+        return levels
+
+
+class TopDown(nn.Module):
+    """The FPN (arXiv 1612.03144): each level is its own map plus the coarser level, enlarged; with torchvision's names.
+
+    Not torchvision's module, because under autocast its enlarging runs in fp32 and takes the sums with it.
+    """
+
+    def __init__(self, inputs: list[int], channels: int, *, more: bool, norm: Norm | None) -> None:
+        super().__init__()
+        self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, norm) for width in inputs)
+        self.layer_blocks = nn.ModuleList(_lateral(channels, channels, 3, norm) for _ in inputs)
+        self.extra_blocks: nn.ModuleDict | None = None
+        if more:
+            coarser = {name: nn.Conv2d(channels, channels, 3, stride=2, padding=1) for name in ("p6", "p7")}
+            self.extra_blocks = nn.ModuleDict(coarser)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_uniform_(module.weight, a=1)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """maps: finest first, each [B, inputs, h, w] and half the size of the one before it."""
+        merged = [inner(some) for inner, some in zip(self.inner_blocks, maps, strict=True)]
+        for level in reversed(range(len(merged) - 1)):
+            with torch.autocast(merged[0].device.type, enabled=False):
+                larger = functional.interpolate(merged[level + 1], scale_factor=2.0, mode="nearest")
+            merged[level] = merged[level] + larger
+        levels = [layer(some) for layer, some in zip(self.layer_blocks, merged, strict=True)]
+        if self.extra_blocks is not None:
+            levels.append(self.extra_blocks["p6"](levels[-1]))
+            levels.append(self.extra_blocks["p7"](functional.relu(levels[-1])))
+        return levels
+
+
+def _lateral(inputs: int, outputs: int, kernel: int, norm: Norm | None) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm is None)
+    return nn.Sequential(convolution) if norm is None else nn.Sequential(convolution, norm(outputs))
 
 
 def resnet50_pyramid(channels: int, norm: Literal["frozen", "train"], trainable_stages: int) -> FeaturePyramid:
@@ -129,4 +170,4 @@ class _Residual(nn.Module):
         self.second = _convolution(channels, channels, norm)[:2]
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu(x + self.second(self.first(x)))
+        return functional.relu(x + self.second(self.first(x)))

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torchvision.ops import batched_nms
 
 from stoker.models.boxes import clip, decode
+from stoker.models.losses import at_least_fp32
 from stoker.waits import allow_host_wait
 
 
@@ -62,9 +63,9 @@ def candidates_of(
         values.append(value)
         indices.append(index + start * classes)
         start += count
-    scores, index = torch.cat(values, dim=1).float().sigmoid(), torch.cat(indices, dim=1)
+    scores, index = at_least_fp32(torch.cat(values, dim=1)).sigmoid(), torch.cat(indices, dim=1)
     place = torch.div(index, classes, rounding_mode="floor")
-    chosen_deltas = deltas.gather(1, place[..., None].expand(-1, -1, 4)).float()
+    chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
     boxes = clip(decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4)), content)
     return Candidates(boxes, torch.where(scores > score_threshold, scores, 0.0), index % classes)
 

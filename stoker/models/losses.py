@@ -42,7 +42,7 @@ class _FocalLoss(torch.autograd.Function):
         ctx.alpha, ctx.gamma, ctx.block = alpha, gamma, block
         sums = []
         for pictures in _blocks(logits, block):
-            some, index, positive = _exact(logits[pictures]), target[pictures], target[pictures] >= 0
+            some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
             chosen = some.gather(2, _channel(index))[..., 0]
             per_anchor = _cost(some, gamma).sum(2).mul_(1 - alpha)
             correction = alpha * _cost(-chosen, gamma) - (1 - alpha) * _cost(chosen, gamma)
@@ -55,7 +55,7 @@ class _FocalLoss(torch.autograd.Function):
         logits, target = ctx.saved_tensors
         result = torch.empty_like(logits)
         for pictures in _blocks(logits, ctx.block):
-            some, index, positive = _exact(logits[pictures]), target[pictures], target[pictures] >= 0
+            some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
             channel = _channel(index)
             chosen = some.gather(2, channel)
             slope = _slope(some, ctx.gamma).mul_(1 - ctx.alpha)
@@ -71,8 +71,9 @@ def _blocks(logits: Tensor, block: int) -> Iterator[slice]:
     return (slice(start, start + pictures) for start in range(0, logits.shape[0], pictures))
 
 
-def _exact(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def at_least_fp32(x: Tensor) -> Tensor:
+    """The same numbers in fp32, or in fp64 where they are."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _channel(target: Tensor) -> Tensor:

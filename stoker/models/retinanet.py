@@ -17,12 +17,12 @@ from stoker.config import ModelSettings
 from stoker.models.backbones import FeaturePyramid, Norm
 from stoker.models.boxes import cell_anchors, grid_anchors
 from stoker.models.detections import Detections, candidates_of, suppress, to_original
-from stoker.models.losses import box_loss, focal_loss
+from stoker.models.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.matching import match
 
-# Mean and standard deviation of ImageNet's pixels, 0 … 255: what torchvision's weights were trained with.
-PIXEL_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
-PIXEL_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
+# Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
+PIXEL_MEAN = (0.485, 0.456, 0.406)
+PIXEL_STD = (0.229, 0.224, 0.225)
 
 PRIOR = 0.01
 """Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
@@ -117,7 +117,7 @@ class RetinaNet(nn.Module):
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        pixels = (images - self.pixel_mean) / self.pixel_std
+        pixels = (images / 255 - self.pixel_mean) / self.pixel_std
         levels = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors, counts = self.anchors((images.shape[2], images.shape[3]), grids)
@@ -127,8 +127,8 @@ class RetinaNet(nn.Module):
         """All anchors of a canvas, float32 [A, 4], and how many each level has; made on the device, once per canvas."""
         cells = [self.get_buffer(f"cells_{level}") for level in range(len(grids))]
         counts = tuple(h * w * cell.shape[0] for (h, w), cell in zip(grids, cells, strict=True))
-        # A tensor made in inference mode must not be kept for training.
-        key = (canvas, cells[0].device, torch.is_inference_mode_enabled())
+        # A tensor made in inference mode cannot take part in training, so those that train have their own entry.
+        key = (canvas, cells[0].device, torch.is_grad_enabled())
         if key not in self._anchors:
             strides = [(canvas[0] // h, canvas[1] // w) for h, w in grids]
             levels = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
@@ -152,7 +152,7 @@ class RetinaNet(nn.Module):
             target = torch.where(positive, batch.labels.gather(1, index), slot)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
             classes = focal_loss(raw.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
-            offsets = box_loss(settings.box_loss, raw.deltas.float(), raw.anchors, boxes, positive)
+            offsets = box_loss(settings.box_loss, at_least_fp32(raw.deltas), raw.anchors, boxes, positive)
             return {"classification": (classes / count).mean(), "bbox_regression": (offsets / count).mean()}
 
     def decode(

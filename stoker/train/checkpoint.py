@@ -65,16 +65,22 @@ def snapshot(
 
     weights: of the file to use; state: any tree of dicts, lists, numbers and tensors.
     """
-    tensors: list[Tensor] = list(weights.values())
-    _walk(state, tensors.append)
-    copies, ready = stream.to_host(tensors)
+    copies, ready = stream.to_host([*weights.values(), *_tensors(state)])
     copied = dict(zip(weights, copies, strict=False))
     remaining = iter(copies[len(weights) :])
     return Snapshot(step, card, copied, _map(state, lambda _: next(remaining)), ready)
 
 
-def _walk(tree: Any, visit: Callable[[Tensor], None]) -> None:
-    _map(tree, lambda tensor: (visit(tensor), tensor)[1])
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in the order in which `_map` meets them."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map(tree, note)
+    return found
 
 
 def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -30,7 +30,7 @@ def batch(config: Config, index: Index, device: Device, *, wanted: int, pictures
     `config` needs canvas, precision and the model's settings; `pictures` is how many the training split has. Raises
     OutOfMemoryError when one picture does not fit.
     """
-    asked = config.run.batch
+    asked: int | None = config.set_fields().get("batch")
     target: int = asked if asked is not None else max(1, min(wanted, pictures))
     slots = box_slots(index, index.rows("train"))
     classes = len(index.class_names)
@@ -129,7 +129,7 @@ def _largest_on_device(config: Config, classes: int, slots: int, device: Device,
 
 def _trial(config: Config, classes: int, slots: int, device: Device, count: int) -> int:
     """Peak bytes of two steps and an evaluation of the worst case at `count` pictures."""
-    model = build(config.model, classes).to(device.torch_device, memory_format=torch.channels_last).train()
+    model = build(config.model, classes).to(device.torch_device).train()
     optim = config.optim if config.optim.ema is not None else dataclasses.replace(config.optim, ema=0.99)
     stepper = Stepper(model, optim, device, precision=config.run.precision)
     case = worst_case(count, canvas=config.data.canvas, slots=slots, classes=classes, device=device)

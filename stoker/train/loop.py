@@ -61,6 +61,7 @@ def train(asked: Config, *, run: str | None = None, resume: str | None = None) -
     """
     started_s = time.perf_counter() - (time.time() - psutil.Process().create_time())
     with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
+        path: Path | None
         if resume is not None:
             if asked.set_fields():
                 raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
@@ -336,7 +337,11 @@ class Training:
 
 
 def forward_backward(
-    model: Detector, stepper: Stepper, batch: Batch, parts: int, autocast: contextlib.AbstractContextManager[Any]
+    model: Detector,
+    stepper: Stepper[Detector],
+    batch: Batch,
+    parts: int,
+    autocast: contextlib.AbstractContextManager[Any],
 ) -> dict[str, Tensor]:
     """Adds the gradients of a batch, taken in `parts` micro-batches. Returns the parts of the loss, scalars, summed."""
     size = batch.images.shape[0] // parts

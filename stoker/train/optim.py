@@ -7,7 +7,7 @@ issues the same calls whatever the numbers are. The rate's schedule is a pure fu
 
 import copy
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from stoker.config import OptimSettings
 from stoker.device import Device
 
+Model = TypeVar("Model", bound=nn.Module)
+
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
-class Stepper:
+class Stepper(Generic[Model]):
     """The optimizer of a model, its averaged copy, and what the steps since the last `Meter.take` were like.
 
     model: already on the device and initialised. averaged: the weights to evaluate and save; `model` itself when
     `settings.ema` is 0.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimSettings, device: Device, *, precision: str) -> None:
+    def __init__(self, model: Model, settings: OptimSettings, device: Device, *, precision: str) -> None:
         self.model = model
         self.settings = settings
         self.averaged = copy.deepcopy(model).requires_grad_(False) if settings.ema else model

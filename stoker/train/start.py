@@ -62,7 +62,7 @@ class Job:
     """Rows of the training split."""
     val_rows: NDArray[np.int64]
     model: models.Detector
-    stepper: Stepper
+    stepper: Stepper[models.Detector]
     meter: Meter
     loader: Loader
     writer: checkpoint.Writer
@@ -171,7 +171,7 @@ def _build(config: Config, device: Device, index: Index, folder: RunFolder, say:
     model = models.build(config.model, len(index.class_names))
     for sentence in load_weights(model, config.model, class_names=index.class_names):
         say("note", f"weights: {sentence}")
-    model = model.to(device.torch_device, memory_format=torch.channels_last).train()
+    model = model.to(device.torch_device).train()
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows)
 
