@@ -212,7 +212,7 @@ def test_pictures_that_were_not_seen_are_left_out_and_counted() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], [(0, 0, 60, 60, 0, 0, 1.0)]], 1)
     found = detections([0], [[0, 0, 50, 50]], [0.9], [0], [0])
     metrics = score(ground_truth(index, np.array([0, 1])), found)
-    assert (metrics.ap, metrics.pictures, metrics.missing) == (1.0, 1, 1)
+    assert (metrics.ap, metrics.pictures, metrics.missing, metrics.boxes) == (1.0, 1, 1, 1)
 
 
 def test_only_the_boxes_of_the_given_rows_count() -> None:
@@ -319,6 +319,11 @@ def test_detections_survive_buffers_that_are_used_again() -> None:
     found = detect(Painter(), loader(), CPU, precision="fp32")
     assert found.pictures.tolist() == [0, 1]
     assert found.boxes.tolist() == [[2, 2, 20, 20], [4, 4, 40, 40]]
+
+
+def test_rows_that_fill_a_batch_are_left_out() -> None:
+    found = detect(Painter(), [batch([4, -1], [[1, 1, 9, 9]] * 2)], CPU, precision="fp32")
+    assert (found.row.tolist(), found.pictures.tolist()) == ([4], [4])
 
 
 def test_no_batches_is_nothing_found() -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stoker.config import ModelSettings
+from stoker.data.samples import Slot
 from stoker.device import Device
 from stoker.draw import READABLE_SIDE, colour, draw_boxes
 from stoker.errors import DataError, UsageError
@@ -31,10 +32,12 @@ class FindsBright(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
         self.shapes: set[tuple[int, ...]] = set()
 
     def forward(self, images: Tensor) -> Tensor:
         self.shapes.add(tuple(images.shape))
+        assert not (images * self.weight).requires_grad, "an evaluation needs no graph"
         return images
 
     def decode(self, raw: Tensor, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
@@ -95,6 +98,26 @@ def test_a_picture_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) 
     assert [len(one.found) for one in found] == [0, 1, 0, 1]
     assert "torn.png" in str(found[0].error)
     assert "gone.png" in str(found[2].error)
+
+
+def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Used(Slot):
+        """Memory of a batch before: white pictures of the first row."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.pixels[:], self.image_id[:] = 255, 1
+
+    monkeypatch.setattr("stoker.predict.Slot", Used)
+    good = lamp(tmp_path / "good.png", (96, 32), (10, 10, 30, 30))
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(good.read_bytes()[:-30])
+    (tmp_path / "empty.png").touch()
+    found = run([bad, good, tmp_path / "empty.png"], batch=4)
+    assert [len(one.found) for one in found] == [0, 1, 0]
+    assert found[1].found.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the picture
 
 
 def test_no_pictures_is_no_work() -> None:
@@ -255,6 +278,15 @@ def test_any_size_can_be_drawn_on_and_small_ones_are_enlarged_by_a_whole_factor(
     assert factor == int(factor)
     assert drawn.height == size[1] * factor
     assert max(drawn.size) >= min(READABLE_SIDE, max(size))
+
+
+def test_boxes_are_enlarged_with_their_picture() -> None:
+    drawn = np.asarray(draw_boxes(Image.new("RGB", (100, 100)), boxes([(20, 50, 60, 90)], [0], [0.9]), ["a"]))
+    assert drawn.shape == (400, 400, 3)
+    edge = (drawn == colour(0)).all(axis=2)
+    assert edge[300, 80]
+    assert edge[300, 240]
+    assert edge[360, 160]
 
 
 def test_the_best_score_is_on_top() -> None:

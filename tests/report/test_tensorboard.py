@@ -1,6 +1,7 @@
 """The board's files, read back record by record through tensorboardX's own protocol buffers."""
 
 import io
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,20 @@ def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path)
     assert len(said) == 1
     assert "not written any more: FileExistsError" in said[0]
     assert board.error is not None
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing thread hangs in a file (a pipe that nobody has opened): lines beyond the backlog are dropped."""
+    monkeypatch.setattr("stoker.report.tensorboard._BACKLOG", 10)
+    os.mkfifo(tmp_path / "hangs.png")
+    board = Board(tmp_path, on_error=lambda _: None)
+    board.pictures(1, [Shown(path=tmp_path / "hangs.png", truth=boxes(), found=boxes())], [])
+    for step in range(100):
+        board.window(window(step))
+    assert board.dropped >= 89
+    (tmp_path / "hangs.png").write_bytes(b"no picture")  # goes on when the thread reads
+    board.close()
+    assert len(curves(tmp_path)["loss/total"]) == 100 - board.dropped
 
 
 def test_a_disk_that_fills_up_ends_the_board_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

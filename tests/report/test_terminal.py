@@ -223,8 +223,10 @@ with Screen() as screen:
 assert screen.lost is not None
 sys.stderr.write("went on")
 """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env=environment,
+                              text=True, check=False)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "went on")
 
 
