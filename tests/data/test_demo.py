@@ -124,6 +124,14 @@ def test_a_box_is_tight_around_its_shape(seed: int, label: int) -> None:
         assert edge.any()
 
 
+def test_shapes_cover_each_other() -> None:
+    shapes = [shape for number in range(100) for shape in demo.draw_picture("train", number)[1]]
+    circles = [area / ((x2 - x1) * (y2 - y1)) for label, (x1, y1, x2, y2), area in shapes if label == 0]
+    assert max(circles) == pytest.approx(np.pi / 4, abs=0.1)
+    assert sum(share < 0.6 for share in circles) >= 5
+    assert min(circles) > demo.VISIBLE_SHARE
+
+
 def test_pictures_and_splits_differ() -> None:
     drawn = [demo.draw_picture(split, number)[0] for split in ("train", "valid") for number in range(3)]
     assert len({picture.tobytes() for picture in drawn}) == len(drawn)

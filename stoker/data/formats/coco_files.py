@@ -154,7 +154,6 @@ def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> 
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
         if head not in number:
-            absolute = head == "" and name.startswith("/")
-            number[head] = folders.number(os.path.normpath(os.path.join(base, "/" if absolute else head)))
+            number[head] = folders.number(os.path.normpath(os.path.join(base, head)))
         folder[i] = number[head]
     return Located(folder, names, notes)
