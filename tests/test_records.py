@@ -236,6 +236,16 @@ def test_a_file_is_old_or_new_after_a_kill(tmp_path: Path, after: int) -> None:
     assert int(found[:10]) >= after
 
 
+def test_a_file_is_replaced_not_overwritten(tmp_path: Path) -> None:
+    """Whoever has the old file open reads it to its end."""
+    target = tmp_path / "findings.json"
+    write_whole(target, b"old")
+    with target.open("rb") as reader:
+        write_whole(target, b"new")
+        assert reader.read() == b"old"
+    assert target.read_bytes() == b"new"
+
+
 @linux
 def test_a_file_stays_the_old_one_on_a_full_disk(tmp_path: Path) -> None:
     target = tmp_path / "config.toml"
@@ -283,7 +293,7 @@ def test_one_process_holds_a_run_and_a_kill_frees_it(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_name_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("bccd-tiny-10", "bccd-tiny-9", "bccd-tiny-2", "bccd-tiny-two", "bccd-tiny-x-3", "cars-tiny-1"):
+    for name in ("bccd-tiny-9", "bccd-tiny-2", "bccd-tiny-10", "bccd-tiny-two", "bccd-tiny-x-3", "cars-tiny-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "bccd-tiny-11").touch()
     assert [path.name for path in runs_named(tmp_path, "bccd-tiny")] == ["bccd-tiny-2", "bccd-tiny-9", "bccd-tiny-10"]

@@ -31,16 +31,16 @@ TWO_GPUS = """
 1 memory_used 0
 """
 
-SAMPLE_TWICE = """
+SAMPLE_THRICE = """
 import json, os, pathlib, msgspec
 from stoker.measure.gpu import Gpus
 gpus = Gpus()
 answers = [msgspec.to_builtins(gpus.sample()), gpus.reason]
 answers.append(gpus.describe())
-with pathlib.Path(os.environ["NVML_STUB"]).open("a") as file:
-    file.write(os.environ["AFTER"])
-answers += [msgspec.to_builtins(gpus.sample()), gpus.reason]
-answers += [msgspec.to_builtins(gpus.sample()), gpus.reason]
+for change in ("AFTER", "LATER"):
+    with pathlib.Path(os.environ["NVML_STUB"]).open("a") as file:
+        file.write(os.environ[change])
+    answers += [msgspec.to_builtins(gpus.sample()), gpus.reason]
 print(json.dumps(answers))
 """
 
@@ -58,14 +58,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(driver: Path, tmp_path: Path, scene: str, *, after: str = "", **environment: str) -> list[Any]:
-    """[sample, reason, describe, sample after, reason after, sample after that, reason after that]"""
+def ask(driver: Path, tmp_path: Path, scene: str, *, after: str = "", later: str = "", **environment: str) -> list[Any]:
+    """[sample, reason, describe, sample and reason after one change of the scene, and after another]"""
     scene_file = tmp_path / "scene"
     scene_file.write_text(scene)
     clean = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    stub = {"LD_LIBRARY_PATH": str(driver), "NVML_STUB": str(scene_file), "AFTER": after}
+    stub = {"LD_LIBRARY_PATH": str(driver), "NVML_STUB": str(scene_file), "AFTER": after, "LATER": later}
     done = subprocess.run(
-        [sys.executable, "-c", SAMPLE_TWICE], env=clean | stub | environment, capture_output=True, text=True
+        [sys.executable, "-c", SAMPLE_THRICE], env=clean | stub | environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -120,11 +120,12 @@ def test_only_the_gpus_that_cuda_may_use_are_sampled(
 
 def test_a_gpu_that_is_lost_during_the_run_is_a_value(driver: Path, tmp_path: Path) -> None:
     lost = "0 fail.nvmlDeviceGetUtilizationRates 15\n"
-    _, _, _, after, reason, later, later_reason = ask(driver, tmp_path, TWO_GPUS, after=lost)
+    back = "0 fail.nvmlDeviceGetUtilizationRates 0\n"
+    _, _, _, after, reason, later, later_reason = ask(driver, tmp_path, TWO_GPUS, after=lost, later=back)
     assert after[0] == {"index": 0}
     assert after[1]["utilisation"] == 0.0
     assert reason == later_reason == "GPU 0 does not answer any more: GPU is lost"
-    assert later == after
+    assert later == after, "it is not asked again"
 
 
 def test_a_gpu_that_was_lost_before_leaves_the_others(driver: Path, tmp_path: Path) -> None:
