@@ -1,9 +1,9 @@
 """COCO metrics: runs a model over pictures with known boxes and scores what it finds.
 
 `detect` runs the model, `score` compares, `evaluate` does both. Detections leave the device by a side stream and are
-read one batch later, so the host never waits for the batch it has just issued; the only wait by name is NMS, inside the
-model's `decode`. Matching is faster-coco-eval's C++; pycocotools is the oracle in the tests (equal within 1e-9).
-Pictures without known boxes are `predict.py`'s.
+read one batch later, so the host never waits for the batch it has just issued. The waits have names: "detections", and
+"nms" inside the model's `decode`. Matching is faster-coco-eval's C++; pycocotools is the oracle in the tests (equal
+within 1e-9). Pictures without known boxes are `predict.py`'s.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from stoker.draw import Shown
 from stoker.errors import DataError
 from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics
 from stoker.models import Detector
+from stoker.waits import allow_host_wait
 
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
@@ -175,8 +176,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _read(tensors: list[Tensor], ready: Ready) -> Detections:
     """The columns of one batch, once its copies have arrived."""
-    ready.wait()
-    boxes, scores, labels, valid, image_id = (tensor.numpy() for tensor in tensors)
+    with allow_host_wait("detections"):  # of the batch before the one that the device works on
+        ready.wait()
+        boxes, scores, labels, valid, image_id = (tensor.numpy() for tensor in tensors)
     valid = valid & (image_id >= 0)[:, None]
     return Detections(
         row=np.broadcast_to(image_id[:, None], valid.shape)[valid].astype(np.int64),

@@ -15,10 +15,13 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from stoker.batch import DRAWS, Batch
+from stoker.config import ModelSettings
 from stoker.device import Device
 from stoker.errors import DataError
 from stoker.evaluate import GroundTruth, detect, evaluate, ground_truth, score, some_pictures
 from stoker.metrics import TWELVE, Detections, Metrics, no_detections
+from stoker.models import architecture, build
+from stoker.waits import HostWait, NoHostWaits
 
 CPU = Device(torch.device("cpu"))
 
@@ -343,3 +346,17 @@ def test_some_pictures_are_the_same_every_time_with_their_own_boxes() -> None:
     assert [one.path for one in shown] == [Path("3.jpg"), Path("6.jpg"), Path("9.jpg")]
     assert [one.truth.boxes.tolist() for one in shown] == [[[n, n, n + 9, n + 9]] for n in (3, 6, 9)]
     assert [one.found.boxes.tolist() for one in shown] == [[[1, 1, 2, 2]], [], [[5, 5, 6, 6]]]
+
+
+def test_an_evaluation_waits_for_the_device_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real model, every operator watched: only "nms" and "detections" may wait."""
+    row = architecture("retinanet_tiny_fpn")
+    model = build(ModelSettings(model="retinanet_tiny_fpn", weights="none", **row.defaults), 2)
+    batches = [batch([0, 1], [[1, 1, 9, 9]] * 2), batch([2, -1], [[1, 1, 9, 9]] * 2)]
+    with NoHostWaits():
+        found = detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
+    assert found.pictures.tolist() == [0, 1, 2]
+    assert len(found) > 0
+    monkeypatch.setattr("stoker.evaluate.allow_host_wait", lambda _: contextlib.nullcontext())
+    with pytest.raises(HostWait), NoHostWaits():
+        detect(model, batches, CPU, precision="fp32")
