@@ -293,10 +293,11 @@ def test_one_process_holds_a_run_and_a_kill_frees_it(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_name_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("bccd-tiny-9", "bccd-tiny-2", "bccd-tiny-10", "bccd-tiny-two", "bccd-tiny-x-3", "cars-tiny-1"):
+    numbers = [9, 2, 10, 1, 30, 4, 100, 3, 7, 20]
+    for name in (*(f"bccd-tiny-{number}" for number in numbers), "bccd-tiny-two", "bccd-tiny-x-3", "cars-tiny-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "bccd-tiny-11").touch()
-    assert [path.name for path in runs_named(tmp_path, "bccd-tiny")] == ["bccd-tiny-2", "bccd-tiny-9", "bccd-tiny-10"]
+    assert [path.name for path in runs_named(tmp_path, "bccd-tiny")] == [f"bccd-tiny-{n}" for n in sorted(numbers)]
     assert runs_named(tmp_path / "absent", "bccd-tiny") == []
 
 
