@@ -1,0 +1,322 @@
+"""A fake accelerator: whole training steps, mixed precision included, on a machine that has none.
+
+Tensors on the device "fakegpu" have shapes, types and strides but no memory, so a step at full size takes seconds. Two
+things are proved with it: a step that reads a value of the device cannot run, since there are no values; and the peak
+of the memory that a step's tensors take can be counted. What is not modelled: a driver's context, cuDNN's workspace,
+fragmentation of the allocator, and the time anything takes.
+
+It stands on private API of torch (a back-end written in Python for PrivateUse1, fake tensors), and it changes the whole
+process. So it runs in a process of its own, which prints a line of JSON for each trial:
+
+    python -m tests.fakes '{"model": "retinanet_resnet50_fpn", "batch": 32, "canvas": [800, 800]}' …
+
+A torch version that breaks it makes `install` raise FakeAcceleratorBroken; every test that needs it fails saying so.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.batch import DRAWS, Batch
+from stoker.config import ModelSettings
+from stoker.models import MODELS, build
+from stoker.waits import NoHostWaits
+
+DEVICE = "fakegpu"
+
+# Types that CUDA's autocast gives to the inputs of operators (ATen/autocast_mode.h), as far as detectors use them.
+LOWER = ("conv2d", "linear", "matmul", "bmm", "addmm")
+FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits")
+PROMOTE = ("addcmul", "cat", "stack")
+
+GRANULE = 512
+"""Bytes that CUDA's caching allocator rounds every block up to."""
+
+
+class FakeAcceleratorBroken(RuntimeError):
+    """This version of torch no longer has the private API that the fake accelerator stands on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A training step to try. `oracle`: torchvision's RetinaNet-R50 instead of ours, which has to fail."""
+
+    model: str = "retinanet_tiny_fpn"
+    classes: int = 80
+    batch: int = 2
+    slots: int = 16
+    canvas: tuple[int, int] = (128, 192)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    steps: int = 2
+    oracle: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """error: the exception that the step died of, None when it ran. Bytes: peak, and alive between two steps."""
+
+    error: str | None
+    peak: int
+    resting: int
+    peak_operator: str
+    by_type: dict[str, int]
+    """Bytes alive at the peak by the tensors' type."""
+
+
+def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:
+    """The outcomes of trials, from one process of their own. Raises FakeAcceleratorBroken when they cannot be tried."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "tests.fakes", *(json.dumps(dataclasses.asdict(trial)) for trial in trials)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode != 0:
+        raise FakeAcceleratorBroken(f"torch {torch.__version__}: the fake accelerator did not run\n{done.stderr}")
+    return [Outcome(**json.loads(line)) for line in done.stdout.splitlines()[-len(trials) :]]
+
+
+_autocast_cache: dict[int, Tensor] = {}
+_libraries: list[torch.library.Library] = []  # what they register lives as long as they do
+
+
+def install() -> None:
+    """Registers the device with this process: back-end, its autocast, a fall-through for everything else."""
+    try:
+        from torch.utils import backend_registration
+
+        class Backend(backend_registration._DummyBackendModule):
+            def get_amp_supported_dtype(self) -> list[torch.dtype]:
+                return [torch.bfloat16, torch.float16]
+
+        backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
+        operators = torch.library.Library("aten", "IMPL")
+        for names, cast in ((LOWER, _to_lower), (FULL, _to_full), (PROMOTE, _to_widest)):
+            for name in names:
+                _autocast(operators, name, cast)
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        _libraries.extend((operators, others))
+    except Exception as error:
+        raise FakeAcceleratorBroken(f"torch {torch.__version__}: {error!r}") from error
+
+
+def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:
+    packet = getattr(torch.ops.aten, name)
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    for overload in packet.overloads():
+        if overload == "out" or overload.endswith("_out"):
+            continue
+        operator = getattr(packet, overload)
+
+        def casting(*args: Any, operator: Any = operator, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(key):
+                args, kwargs = cast((args, kwargs))
+                return operator(*args, **kwargs)
+
+        library.impl(operator.name().removeprefix("aten::"), casting, "AutocastPrivateUse1")
+
+
+def _to_lower(inputs: Any) -> Any:
+    wanted = torch.get_autocast_dtype(DEVICE)
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(wanted)
+        if id(value) not in _autocast_cache:  # a parameter's copy serves the whole forward pass
+            _autocast_cache[id(value)] = value.to(wanted)
+        return _autocast_cache[id(value)]
+
+    return _pytree.tree_map(cast, inputs)
+
+
+def _to_full(inputs: Any) -> Any:
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+    return _pytree.tree_map(cast, inputs)
+
+
+def _to_widest(inputs: Any) -> Any:
+    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return _to_full(inputs) if any(tensor.dtype == torch.float32 for tensor in tensors) else inputs
+
+
+@contextlib.contextmanager
+def autocast(precision: str) -> Iterator[None]:
+    """Mixed precision on the fake device, with the cache of cast parameters that real devices have."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    with torch.autocast(DEVICE, dtype if precision != "fp32" else torch.bfloat16, enabled=precision != "fp32"):
+        try:
+            yield
+        finally:
+            _autocast_cache.clear()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside it have no memory, on whatever device."""
+    from torch._subclasses import FakeTensorMode
+
+    class Mode(FakeTensorMode):
+        avoid_device_init = property(lambda _: True)
+
+    with Mode():
+        yield
+
+
+def to_fake(module: nn.Module) -> nn.Module:
+    """Replaces all parameters and buffers of a module built for real by empty ones on the fake device, in place.
+
+    (`Module.to` swaps tensors, which fake ones do not allow.)
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+    return module
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of the fake device's storages from their making to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.peak_operator, self.by_type = "", {}
+        self._alive: dict[int, tuple[int, str]] = {}
+
+    def add(self, tensor: Tensor, operator: str = "before") -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.device.type != DEVICE or key in self._alive:
+            return
+        size = -(-storage.nbytes() // GRANULE) * GRANULE
+        self._alive[key] = (size, str(tensor.dtype))
+        self.now += size
+        weakref.finalize(storage, self._free, key)
+        if self.now > self.peak:
+            self.peak, self.peak_operator = self.now, operator
+            self.by_type = {}
+            for nbytes, dtype in self._alive.values():
+                self.by_type[dtype] = self.by_type.get(dtype, 0) + nbytes
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in _pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf, str(func))
+        return result
+
+
+def fake_batch(trial: Trial) -> Batch:
+    """A batch of the trial's shapes on the fake device; to be called inside `fake_tensors`."""
+    b, m, (h, w) = trial.batch, trial.slots, trial.canvas
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    return Batch(
+        images=empty(b, h, w, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
+        boxes=empty(b, m, 4),
+        labels=empty(b, m, dtype=torch.int64),
+        valid=empty(b, m, dtype=torch.bool),
+        content=empty(b, 2, dtype=torch.int32),
+        scale=empty(b, 2),
+        size=empty(b, 2, dtype=torch.int32),
+        image_id=empty(b, dtype=torch.int64),
+        draw=empty(b, DRAWS),
+    )
+
+
+def make_optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW; SGD through foreach, since fused SGD does not run on fake tensors."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trial.optimizer == "adamw":
+        return torch.optim.AdamW(trained, fused=True)
+    return torch.optim.SGD(trained, lr=0.01, momentum=0.9, foreach=True)
+
+
+def try_step(trial: Trial) -> Outcome:
+    """Runs the trial in this process, which `install` was called in."""
+    settings = ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model, **trial.settings})
+    model: nn.Module = _oracle(trial) if trial.oracle else build(settings, trial.classes)
+    memory = PeakMemory()
+    with fake_tensors():
+        to_fake(model).train()
+        batch = fake_batch(trial)
+        optimizer = make_optimizer(trial, model)
+        for tensor in (*model.parameters(), *model.buffers(), *batch):
+            memory.add(tensor)
+        with memory:
+            error = _steps(trial, model, batch, optimizer)
+    return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type)
+
+
+def _steps(trial: Trial, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> str | None:
+    try:
+        for _ in range(trial.steps):
+            with NoHostWaits():
+                with autocast(trial.precision):
+                    losses = _oracle_losses(model, batch) if trial.oracle else model.loss(model(batch.images), batch)  # type: ignore[operator]
+                    total = sum(losses.values())
+                    del losses
+                total.backward()
+                del total
+                optimizer.step()
+                optimizer.zero_grad()
+    except (RuntimeError, TypeError, ValueError) as error:  # HostWait and what fake tensors raise: the outcome
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _oracle(trial: Trial) -> nn.Module:
+    from torchvision.models.detection import retinanet_resnet50_fpn
+
+    short, long = sorted(trial.canvas)
+    model: nn.Module = retinanet_resnet50_fpn(
+        weights=None, weights_backbone=None, num_classes=trial.classes, min_size=short, max_size=long
+    )
+    return model
+
+
+def _oracle_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    pictures = list((batch.images / 255).unbind(0))
+    targets = [{"boxes": boxes, "labels": labels} for boxes, labels in zip(batch.boxes, batch.labels, strict=True)]
+    losses: dict[str, Tensor] = model(pictures, targets)
+    return losses
+
+
+if __name__ == "__main__":
+    install()
+    for text in sys.argv[1:]:
+        given = json.loads(text)
+        given["canvas"] = tuple(given.get("canvas", Trial.canvas))
+        print(json.dumps(dataclasses.asdict(try_step(Trial(**given)))), flush=True)

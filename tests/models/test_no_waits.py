@@ -1,0 +1,174 @@
+"""A training step never makes the host wait for the device: by dispatch on CPU tensors, on the fake accelerator, and by
+torch.compile. torchvision's RetinaNet, which waits, has to fail the same tests: so the tests can fail."""
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torchvision.ops import nms
+
+from stoker.models import MODELS, build, detections
+from stoker.waits import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
+from tests import fakes
+from tests.models.oracle import oracle_losses, oracle_of
+from tests.models.samples import make_batch, settings_of
+
+CANVAS, CLASSES = (64, 96), 5
+
+
+def train_step(losses: Callable[[], dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """Forward, loss, backward, optimizer, with no host wait allowed."""
+    with NoHostWaits():
+        torch.autograd.backward(sum(losses().values(), torch.zeros(())))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("box_loss", ["l1", "giou"])
+def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str) -> None:
+    model = build(settings_of(name, box_loss=box_loss), CLASSES).train()
+    batch = make_batch((3, 0), CANVAS, CLASSES)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    for _ in range(2):  # the first step makes the anchors and the optimizer's state
+        train_step(lambda: model.loss(model(batch.images), batch), optimizer)
+
+
+def test_a_step_of_torchvision_waits() -> None:
+    oracle = oracle_of(build(settings_of("retinanet_mobilenet_v2_fpn"), CLASSES), CANVAS).train()
+    batch = make_batch((3, 0), CANVAS, CLASSES)
+    with pytest.raises(HostWait):
+        train_step(lambda: oracle_losses(oracle, batch), torch.optim.AdamW(oracle.parameters(), fused=True))
+
+
+def test_decoding_waits_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(settings_of("retinanet_tiny_fpn"), CLASSES).eval()
+    batch = make_batch((0, 0), CANVAS, CLASSES)
+
+    def decode() -> None:
+        with NoHostWaits(), torch.inference_mode():
+            model.decode(model(batch.images), batch.content, batch.scale, batch.size, score_threshold=0.0)
+
+    decode()
+    model.train()
+    model.loss(model(batch.images), batch)["classification"].backward()  # anchors of inference mode are not reused
+    monkeypatch.setattr(detections, "allow_host_wait", lambda _: contextlib.nullcontext())
+    with pytest.raises(HostWait):
+        decode()
+
+
+TRIALS = {
+    # The bar of memory: bf16, stem and layer1 frozen, 80 classes, 800 × 800, 32 pictures.
+    "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800), optimizer="sgd"),
+    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", optimizer="adamw"),
+    "tiny": fakes.Trial(model="retinanet_tiny_fpn", optimizer="adamw", precision="fp16"),
+    "torchvision": fakes.Trial(oracle=True),
+}
+
+HALF = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, fakes.Outcome]:
+    return dict(zip(TRIALS, fakes.run(*TRIALS.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet", "tiny"])
+def test_a_mixed_precision_step_on_a_fake_accelerator(name: str, outcomes: dict[str, fakes.Outcome]) -> None:
+    assert outcomes[name].error is None
+    assert outcomes[name].resting < outcomes[name].peak  # its tensors were counted, and they ended
+    assert HALF[TRIALS[name].precision] in outcomes[name].by_type  # it was mixed precision
+
+
+def test_a_step_of_torchvision_fails_on_the_fake_accelerator(outcomes: dict[str, fakes.Outcome]) -> None:
+    error = outcomes["torchvision"].error
+    assert error is not None
+    assert error.startswith("HostWait")
+
+
+def test_the_predicted_peak_of_resnet50_is_below_14_gib(outcomes: dict[str, fakes.Outcome]) -> None:
+    peak_gib = outcomes["resnet50"].peak / 2**30
+    logits_gib = 32 * 120_087 * 80 * 2 / 2**30  # they are kept, in bf16
+    assert 4 * logits_gib < peak_gib < 14
+
+
+@pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn"])
+def test_forward_and_loss_are_one_graph(name: str) -> None:
+    model = build(settings_of(name), CLASSES).train()
+    batch = make_batch((3, 0), CANVAS, CLASSES)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda some: model.loss(model(some.images), some), fullgraph=True, backend=graphs)
+    losses = compiled(batch)
+    sum(losses.values()).backward()
+    assert graphs.frame_count == 1
+    for part, loss in model.loss(model(batch.images), batch).items():
+        torch.testing.assert_close(losses[part], loss, rtol=1e-3, atol=1e-5)
+
+
+MASK, VALUES = torch.tensor([True, False, True]), torch.tensor([3.0, 1.0, 2.0])
+
+WAITS: dict[str, Callable[[], object]] = {
+    "item": lambda: VALUES.sum().item(),
+    "float": lambda: float(VALUES[0]),
+    "bool": lambda: bool(VALUES.any()),
+    "tolist": lambda: VALUES.tolist(),
+    "numpy": lambda: VALUES.numpy(),
+    "cpu": lambda: VALUES.cpu(),
+    "print": lambda: print(VALUES, file=io.StringIO()),
+    "equal": lambda: torch.equal(VALUES, VALUES),
+    "allclose": lambda: torch.allclose(VALUES, VALUES),
+    "nonzero": lambda: torch.nonzero(MASK),
+    "where": lambda: torch.where(MASK),
+    "masked_select": lambda: VALUES.masked_select(MASK),
+    "mask index": lambda: VALUES[MASK],
+    "mask assignment": lambda: VALUES.clone().__setitem__(MASK, VALUES[:2]),
+    "unique": lambda: VALUES.unique(),
+    "unique_consecutive": lambda: VALUES.unique_consecutive(),
+    "repeat_interleave": lambda: VALUES.repeat_interleave(MASK.long()),
+    "bincount": lambda: torch.bincount(MASK.long()),
+    "list": lambda: torch.tensor([1.0, 2.0]),
+    "scalar": lambda: torch.tensor(0.5),
+    "as_tensor": lambda: torch.as_tensor([1.0]),
+    "max of tensor and number": lambda: max(1, MASK.sum()),
+    "linalg.inv": lambda: torch.linalg.inv(torch.eye(2)),
+    "multinomial": lambda: torch.multinomial(VALUES, 1),
+    "nms": lambda: nms(torch.rand(3, 4), VALUES, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_raises_unless_allowed_by_name(name: str) -> None:
+    with NoHostWaits():
+        with pytest.raises(HostWait) as caught:
+            WAITS[name]()
+        assert "fix:" in str(caught.value)
+        with allow_host_wait("this test"):
+            assert host_waits_allowed() == ("this test",)
+            WAITS[name]()
+        assert host_waits_allowed() == ()
+        with pytest.raises(HostWait):
+            WAITS[name]()
+    WAITS[name]()  # and nothing is left behind
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda: torch.where(MASK, VALUES, 0.0).clamp(min=1) * 2 + torch.arange(3),
+        lambda: VALUES[torch.arange(2)],
+        lambda: VALUES.clone().masked_fill_(MASK, 0.0),
+        lambda: VALUES.repeat_interleave(MASK.long(), output_size=2),
+        lambda: VALUES.repeat_interleave(2),
+        lambda: torch.full((2,), 0.5).topk(1),
+        lambda: torch.as_tensor(VALUES),
+        lambda: VALUES.to(torch.bfloat16).float(),
+    ],
+)
+def test_what_does_not_wait_passes(passes: Callable[[], object]) -> None:
+    with NoHostWaits():
+        passes()
