@@ -335,9 +335,12 @@ def totals(run: Path) -> Totals:
 def locked(run: Path) -> Iterator[bool]:
     """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it."""
     with (run / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for _ in range(20):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
+        else:
             yield False
             return
         yield True
