@@ -1,8 +1,8 @@
 """COCO JSON: finds its usual layouts and reads them into columns.
 
 The file is memory-mapped and decoded once; polygons are skipped without becoming objects, and the decoded annotations
-become numpy columns at once. COCO's own size (118,287 pictures, 860,001 boxes, 402 MB) takes about a seventh of the time
-and a third of the memory of pycocotools: `benchmarks/index.py`. Format: https://cocodataset.org/#format-data.
+become numpy columns at once. COCO's own size (118,287 pictures, 860,001 boxes, 401 MB) takes about a seventh of
+pycocotools' time and a third of its memory: `benchmarks/index.py`. Format: https://cocodataset.org/#format-data.
 """
 
 import json
