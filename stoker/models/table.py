@@ -25,7 +25,7 @@ class Architecture:
     build: Callable[[ModelSettings, int], Detector]
     what_for: str
     parameters: int
-    """With 80 classes and the default anchors."""
+    """With 80 classes and the default settings (frozen norms have none)."""
     levels: int
     """Pyramid levels; each has its own anchor size."""
     defaults: Mapping[str, Any]
@@ -77,7 +77,7 @@ MODELS: dict[str, Architecture] = {
     "retinanet_resnet50_fpn": _row(
         build=_resnet50,
         what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
-        parameters=33_839_924,
+        parameters=33_786_804,
         levels=5,
         defaults={**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")},
         urls={
@@ -88,7 +88,7 @@ MODELS: dict[str, Architecture] = {
     "retinanet_mobilenet_v2_fpn": _row(
         build=_mobilenet_v2,
         what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
-        parameters=4_604_404,
+        parameters=4_570_292,
         levels=5,
         defaults={
             **_FOCAL,

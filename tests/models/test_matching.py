@@ -1,0 +1,77 @@
+"""torchvision's Matcher is the oracle, picture by picture, without the padding that it does not know."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchvision.models.detection._utils import Matcher
+from torchvision.ops import box_iou
+
+from stoker.models.matching import BACKGROUND, BLOCK, match
+
+# Whole coordinates on a small grid: boxes tie with each other, repeat, and equal anchors all the time.
+corners = st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))
+pictures = st.lists(st.lists(corners, max_size=6), min_size=1, max_size=3)
+
+EVERYWHERE = torch.tensor([[-1.0, -1.0, 21.0, 21.0]])
+"""An anchor that overlaps every box: a box that overlaps none is where we differ on purpose."""
+
+
+def xyxy(corner: tuple[int, int, int, int]) -> list[float]:
+    x, y, width, height = corner
+    return [float(x), float(y), float(x + width), float(y + height)]
+
+
+def expected(boxes: Tensor, slots: Tensor, anchors: Tensor, foreground: float, background: float) -> Tensor:
+    """The oracle's matches of one picture, in slots of the padded batch."""
+    if len(slots) == 0:
+        return torch.full((len(anchors),), BACKGROUND)
+    found = Matcher(foreground, background, allow_low_quality_matches=True)(box_iou(boxes[slots], anchors))
+    return torch.where(found >= 0, slots[found.clamp(min=0)], found)
+
+
+@given(
+    pictures=pictures,
+    anchors=st.lists(corners, min_size=1, max_size=12),
+    thresholds=st.sampled_from([(0.5, 0.4), (0.7, 0.3), (0.5, 0.5), (0.2, 0.0)]),
+    block=st.sampled_from([1, 7, 30, BLOCK]),
+    gap=st.integers(0, 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_matches_are_those_of_torchvision(
+    pictures: list[list[tuple[int, int, int, int]]],
+    anchors: list[tuple[int, int, int, int]],
+    thresholds: tuple[float, float],
+    block: int,
+    gap: int,
+) -> None:
+    slots = 8 + 2 * gap
+    boxes, valid = torch.zeros(len(pictures), slots, 4), torch.zeros(len(pictures), slots, dtype=torch.bool)
+    for picture, corners_of_it in enumerate(pictures):
+        for place, corner in enumerate(corners_of_it):
+            boxes[picture, gap + place] = torch.tensor(xyxy(corner))
+            valid[picture, gap + place] = True
+    grid = torch.cat((torch.tensor([xyxy(corner) for corner in anchors]), EVERYWHERE))
+    foreground, background = thresholds
+    found = match(boxes, valid, grid, foreground_iou=foreground, background_iou=background, block=block)
+    for picture in range(len(pictures)):
+        used = valid[picture].nonzero()[:, 0]
+        assert torch.equal(found[picture], expected(boxes[picture], used, grid, foreground, background))
+
+
+def test_a_box_that_overlaps_no_anchor_takes_none() -> None:
+    anchors = torch.tensor([[0.0, 0.0, 4.0, 4.0], [4.0, 0.0, 8.0, 4.0]])
+    boxes = torch.tensor([[[20.0, 20.0, 24.0, 24.0]]])
+    found = match(boxes, torch.ones(1, 1, dtype=torch.bool), anchors, foreground_iou=0.5, background_iou=0.4)
+    assert found.tolist() == [[BACKGROUND, BACKGROUND]]
+
+
+def test_what_padding_holds_does_not_matter() -> None:
+    draw = torch.Generator().manual_seed(0)
+    anchors = torch.rand(50, 2, generator=draw) * 10
+    anchors = torch.cat((anchors, anchors + 5), 1)
+    boxes, valid = anchors[:6].clone()[None], torch.tensor([[True, False, True, True, False, False]])
+    known = match(boxes, valid, anchors, foreground_iou=0.5, background_iou=0.4)
+    boxes[0, [1, 4, 5]] = torch.nan
+    assert torch.equal(known, match(boxes, valid, anchors, foreground_iou=0.5, background_iou=0.4))
+    assert set(known[0].tolist()) <= {-2, -1, 0, 2, 3}

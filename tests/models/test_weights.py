@@ -1,0 +1,297 @@
+"""Weights: every kind of file that is understood, and the messages for those that are not."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18, resnet50
+from torchvision.models.detection import (
+    RetinaNet_ResNet50_FPN_Weights,
+    fasterrcnn_mobilenet_v3_large_320_fpn,
+    retinanet_resnet50_fpn,
+)
+from torchvision.models.detection._utils import overwrite_eps
+from torchvision.ops import FrozenBatchNorm2d
+
+from stoker.errors import WeightsError
+from stoker.models import MODELS, architecture_of, build, load_weights
+from stoker.models.class_head import CLASS_HEAD
+from stoker.models.saved import Card
+from stoker.models.sources import fetch
+from tests.models.samples import settings_of
+
+RESNET50, MOBILENET, TINY = "retinanet_resnet50_fpn", "retinanet_mobilenet_v2_fpn", "retinanet_tiny_fpn"
+COCO = RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
+COCO_URL = RetinaNet_ResNet50_FPN_Weights.COCO_V1.url
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.delenv("STOKER_WEIGHTS_DIR", raising=False)
+
+
+@pytest.fixture(scope="module")
+def coco_state() -> dict[str, Tensor]:
+    """A state_dict like torchvision's COCO file: 91 channels, the names it had before version 0.13."""
+    torch.manual_seed(0)
+    oracle = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
+    state = {}
+    for name, tensor in oracle.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            continue
+        parts = name.split(".")
+        if "fpn" in parts and "_blocks" in name and "extra" not in name:
+            parts.remove("0") if parts[3] != "0" else parts.pop(4)
+        if parts[2] == "conv" and parts[0] == "head":
+            parts[3:5] = [str(2 * int(parts[3]))]
+        state[".".join(parts)] = torch.rand_like(tensor) + 0.5 if tensor.dim() == 1 else tensor
+    return state
+
+
+def test_none_leaves_the_model_as_it_is() -> None:
+    settings = settings_of(TINY, weights="none")
+    model = build(settings, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert load_weights(model, settings, class_names=("a", "b", "c")) == ["none, every layer starts from random values"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", ["frozen", "train"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: bool) -> None:
+    path = tmp_path / "any_name.pth"
+    classifier = mobilenet_v2(weights=None)
+    for module in classifier.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean)
+    state = classifier.state_dict()
+    torch.save({"model": {f"module.{k}": v for k, v in state.items()}} if wrapped else state, path)
+    assert architecture_of(path) == MOBILENET
+    settings = settings_of(MOBILENET, weights=str(path), norm=norm)
+    model = build(settings, 3)
+    heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}
+    sentences = load_weights(model, settings, class_names=("a", "b", "c"))
+    assert sentences == ["backbone from any_name.pth", "FPN and heads are random"]
+    filled = model.state_dict()
+    for name in ("0.0.weight", "0.1.running_mean", "14.conv.0.0.weight", "18.1.bias"):
+        assert torch.equal(filled[f"backbone.body.{name}"], state[f"features.{name}"])
+    assert all(torch.equal(tensor, filled[name]) for name, tensor in heads.items())
+
+
+def test_resnet50_and_old_files_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "resnet.pth"
+    classifier = resnet50(weights=None)
+    torch.save(classifier.state_dict(), path, _use_new_zipfile_serialization=False)
+    assert architecture_of(path) == RESNET50
+    settings = settings_of(RESNET50, weights=str(path))
+    model = build(settings, 1)
+    load_weights(model, settings, class_names=("a",))
+    assert torch.equal(model.get_parameter("backbone.body.layer4.2.conv3.weight"), classifier.layer4[2].conv3.weight)
+
+
+def test_coco_weights_are_found_and_kept_for_coco_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coco_state: dict[str, Tensor]
+) -> None:
+    monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(tmp_path))
+    torch.save(coco_state, tmp_path / COCO_URL.rsplit("/", 1)[1])
+    settings = settings_of(RESNET50, weights="coco")
+    names = ("zebra", "Person")
+    model = build(settings, len(names)).eval()
+    backbone, head = load_weights(model, settings, class_names=names)
+    assert backbone.startswith("backbone, FPN and heads from retinanet_resnet50_fpn_coco-eeacb38b.pth (found in ")
+    assert head == "class head kept, 91 -> 2 channels; every class is one of the file's, matched by name"
+    theirs = coco_state[CLASS_HEAD[0]].view(9, 91, 256, 3, 3)
+    ours = model.state_dict()[CLASS_HEAD[0]].view(9, 2, 256, 3, 3)
+    assert torch.equal(ours, theirs[:, [COCO.index("zebra"), COCO.index("person")]])
+
+    # The same numbers come out as from torchvision's model with this file, whose norms have an epsilon of 0.
+    oracle = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
+    _freeze_norms(oracle)
+    oracle.load_state_dict(coco_state)
+    overwrite_eps(oracle, 0.0)
+    images = torch.randint(0, 256, (1, 3, 64, 96), dtype=torch.uint8)
+    with torch.no_grad():
+        pixels = oracle.eval().transform.normalize(images[0].float() / 255)[None]
+        expected = oracle.head(list(oracle.backbone(pixels).values()))
+        found = model(images)
+    torch.testing.assert_close(found.deltas, expected["bbox_regression"], rtol=1e-3, atol=1e-4)
+    wanted = expected["cls_logits"][..., [COCO.index("zebra"), COCO.index("person")]]
+    torch.testing.assert_close(found.logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+def _freeze_norms(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(module, name, FrozenBatchNorm2d(child.num_features))
+        else:
+            _freeze_norms(child)
+
+
+def test_other_classes_get_a_new_head(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
+    path = tmp_path / "detector.pth"
+    torch.save(coco_state, path)
+    assert architecture_of(path) == RESNET50
+    settings = settings_of(RESNET50, weights=str(path))
+    model = build(settings, 2)
+    before = model.state_dict()[CLASS_HEAD[0]].clone()
+    _, head = load_weights(model, settings, class_names=("person", "platelet"))
+    assert head == "class head replaced: 91 -> 2 channels, random; not among the file's classes: platelet"
+    assert torch.equal(model.state_dict()[CLASS_HEAD[0]], before)
+    tower = "head.classification_head.conv.{}.weight"
+    assert torch.equal(model.state_dict()[tower.format("3.0")], coco_state[tower.format("6")])
+
+
+def save(model: nn.Module, path: Path, header: dict[str, str] | None) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, header)
+
+
+@pytest.mark.parametrize("with_header", [True, False])
+def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header: bool) -> None:
+    path = tmp_path / "best.safetensors"
+    settings = settings_of(TINY)
+    trained = build(settings, 3)
+    card = Card(settings=settings, class_names=("cat", "dog", "owl"), canvas=(64, 64), resize="letterbox")
+    save(trained, path, card.header() if with_header else None)
+    assert architecture_of(path) == TINY
+    settings = settings_of(TINY, weights=str(path))
+    model = build(settings, 3)
+    _, head = load_weights(model, settings, class_names=("owl", "cat", "dog"))
+    order = [2, 0, 1] if with_header else [0, 1, 2]
+    assert ("matched by name" if with_header else "does not name them") in head
+    theirs, ours = (some.state_dict()[CLASS_HEAD[1]].view(2, 3) for some in (trained, model))
+    assert torch.equal(ours, theirs[:, order])
+    for name, tensor in trained.state_dict().items():
+        if name not in CLASS_HEAD and not name.endswith("num_batches_tracked"):
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("norm", ["frozen", "train"])
+def test_weights_trained_with_either_norm_fill_a_model_with_the_other(tmp_path: Path, norm: str) -> None:
+    path = tmp_path / "some.safetensors"
+    other = "train" if norm == "frozen" else "frozen"
+    save(build(settings_of(TINY, norm=other), 2), path, {"model": TINY})
+    settings = settings_of(TINY, norm=norm, weights=str(path))
+    load_weights(build(settings, 2), settings, class_names=("a", "b"))
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    def failure(weights: object, *, name: str = MOBILENET, **changes: object) -> str:
+        settings = settings_of(name, weights=str(weights), **changes)
+        model = build(settings, 2)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        with pytest.raises(WeightsError) as caught:
+            load_weights(model, settings, class_names=("a", "b"))
+        assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+        return str(caught.value)
+
+    mobilenet = tmp_path / "mobilenet.pth"
+    torch.save(mobilenet_v2(weights=None).state_dict(), mobilenet)
+
+    assert "did you mean imagenet?" in failure("imagnet")
+    assert "did you mean mobilenet.pth?" in failure(tmp_path / "mobilenet.pt")
+    assert f"belongs to {MOBILENET}, not to {RESNET50}" in failure(mobilenet, name=RESNET50)
+    assert f"no coco weights for {MOBILENET}" in failure("coco")
+    assert f"{RESNET50} has coco weights" in failure("coco")
+
+    torch.save(resnet18(weights=None).state_dict(), tmp_path / "resnet18.pth")
+    assert architecture_of(tmp_path / "resnet18.pth") is None
+    assert "nor to another model" in failure(tmp_path / "resnet18.pth")
+    faster = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    torch.save(faster.state_dict(), tmp_path / "faster.pth")
+    assert architecture_of(tmp_path / "faster.pth") is None
+
+    cut = tmp_path / "cut.pth"
+    cut.write_bytes(mobilenet.read_bytes()[:100_000])
+    assert "cannot be read" in failure(cut)
+    assert str(cut) in failure(cut)
+    (tmp_path / "page.safetensors").write_text("<html>not found</html>")
+    assert "cannot be read" in failure(tmp_path / "page.safetensors")
+    torch.save([1, 2], tmp_path / "list.pth")
+    assert "does not hold a state_dict" in failure(tmp_path / "list.pth")
+    torch.save({"model": build(settings_of(TINY), 1)}, tmp_path / "module.pth")
+    assert "more than tensors" in failure(tmp_path / "module.pth")
+
+    incomplete = mobilenet_v2(weights=None).state_dict()
+    del incomplete["features.3.conv.1.0.weight"]
+    torch.save(incomplete, tmp_path / "incomplete.pth")
+    assert "lacks tensor backbone.body.3.conv.1.0.weight." in failure(tmp_path / "incomplete.pth")
+
+    save(build(settings_of(TINY), 2), tmp_path / "tiny.safetensors", {"model": TINY})
+    message = failure(tmp_path / "tiny.safetensors", name=TINY, anchor_ratios=(0.5, 1.0))
+    assert "head.regression_head.bbox_reg.weight has another shape" in message
+    assert "--anchor-ratios" in message
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves CONTENT under any name; cuts it short under /cut/."""
+
+    content = b""
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path.startswith("/missing/"):
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content[:1000] if self.path.startswith("/cut/") else self.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Server.content, Server.asked = json.dumps(list(range(10_000))).encode(), []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_download_is_checked_and_kept(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"some-{hashlib.sha256(Server.content).hexdigest()[:8]}.pth"
+    path, where = fetch(f"{address}/a/{name}")
+    assert path == tmp_path / "torch" / "hub" / "checkpoints" / name
+    assert path.read_bytes() == Server.content
+    assert where == f"downloaded to {path.parent}"
+    assert fetch(f"{address}/a/{name}") == (path, f"found in {path.parent}")
+    assert len(Server.asked) == 1
+
+    own = tmp_path / "own"
+    monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(own))
+    assert fetch(f"{address}/a/{name}")[0] == path  # torch's cache is still looked into
+    path.unlink()
+    assert fetch(f"{address}/a/{name}")[0] == own / name
+    assert [p.name for p in own.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "cut", "missing", "refused"])
+def test_a_failed_download_leaves_nothing_and_says_what_to_do(address: str, tmp_path: Path, fault: str) -> None:
+    digest = "00000000" if fault == "wrong" else hashlib.sha256(Server.content).hexdigest()[:8]
+    host = "http://127.0.0.1:9" if fault == "refused" else address
+    url = f"{host}/{fault}/some-{digest}.pth"
+    with pytest.raises(WeightsError) as caught:
+        fetch(url)
+    message = str(caught.value)
+    folder = tmp_path / "torch" / "hub" / "checkpoints"
+    for part in (url, f"some-{digest}.pth", str(folder), "STOKER_WEIGHTS_DIR", "--weights none", "--weights FILE"):
+        assert part in message
+    assert list(folder.iterdir()) == []
+
+
+def test_the_addresses_are_those_of_torchvision() -> None:
+    assert MODELS[RESNET50].urls["coco"] == COCO_URL
+    assert all(url.startswith("https://download.pytorch.org/") for row in MODELS.values() for url in row.urls.values())
