@@ -6,8 +6,6 @@ slot of the ring is free, commits what came of them (the quarantine), and starts
 depends on how many threads there are or which was first. What one sample is: `samples.py`.
 """
 
-import queue
-import threading
 import time
 import weakref
 from collections import deque
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.batch import Batch
+from stoker.data.crew import Crew, Work
 from stoker.data.samples import Outcome, Quarantine, Samples, Slot, Stats, as_batch, box_slots
 from stoker.device import Device, Ready
 from stoker.errors import CheckpointError, DataError
@@ -35,69 +34,6 @@ HELD = 2
 """Slots beside them: that of the batch in work, and of the one before (CPU) or of the next one's copy (device)."""
 MAX_BAD_SHARE = 0.01
 """Share of the pictures that may be in quarantine before the run stops; one always may."""
-JOIN_TIMEOUT_S = 10.0
-"""How long `close` waits for a thread that a file system does not answer. Threads are daemons: they end no later."""
-
-
-class _Work:
-    """A batch on its way: where in the stream it begins, its slot, and what came of each of its samples."""
-
-    def __init__(self, base: int, start: int, slot: Slot, count: int) -> None:
-        self.base, self.start, self.slot = base, start, slot
-        self.outcomes: list[Outcome | BaseException | None] = [None] * count
-        self.left = count
-
-
-class _Crew:
-    """The threads, and the queue they work from. Holds no loader, so that a forgotten loader can be collected."""
-
-    def __init__(self, samples: Samples, threads: int) -> None:
-        self.done = threading.Condition()
-        self.stats = [Stats() for _ in range(threads)]
-        self._samples = samples
-        self._tasks: queue.SimpleQueue[tuple[_Work, int] | None] = queue.SimpleQueue()
-        self.stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, args=(stats,), name=f"stoker-loader-{n}", daemon=True)
-            for n, stats in enumerate(self.stats)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def give(self, work: _Work) -> None:
-        for k in range(work.left):
-            self._tasks.put((work, k))
-
-    def _run(self, stats: Stats) -> None:
-        while True:
-            asked = time.perf_counter()
-            task = self._tasks.get()
-            stats.idle_s += time.perf_counter() - asked
-            if task is None or self.stopped:
-                return
-            work, k = task
-            outcome: Outcome | BaseException
-            try:
-                outcome = self._samples.load(work.slot, k, work.start + k, stats)
-            except BaseException as error:  # noqa: BLE001  (it travels: `Loader._commit` raises it)
-                outcome = error
-            with self.done:
-                work.outcomes[k] = outcome
-                work.left -= 1
-                if work.left == 0:
-                    self.done.notify_all()
-
-    def stop(self) -> None:
-        """Asks the threads to end after the sample they are at. Does not wait."""
-        self.stopped = True
-        for _ in self._threads:
-            self._tasks.put(None)
-        with self.done:
-            self.done.notify_all()
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(JOIN_TIMEOUT_S)
 
 
 class Loader:
@@ -147,12 +83,12 @@ class Loader:
         self._slots = [Slot(device, batch, canvas, boxes) for _ in range(depth + HELD)]
         self._errors: dict[int, str] = {}
         self._stats = Stats()
-        self._crew: _Crew | None = None
+        self._crew: Crew | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
         self._failure: Exception | None = None
         self._closed = False
-        self._pending: deque[_Work] = deque()
-        self._copied: tuple[_Work, list[Tensor], Ready] | None = None
+        self._pending: deque[Work] = deque()
+        self._copied: tuple[Work, list[Tensor], Ready] | None = None
         self._handed: deque[tuple[Slot, Ready]] = deque()
         self._rewind(0)
 
@@ -264,8 +200,9 @@ class Loader:
         if self._closed:
             raise RuntimeError("this loader is closed")
         if self._crew is None:
-            self._crew = _Crew(self._samples, self._threads)
+            self._crew = Crew(self._samples, self._threads)
             self._finalizer = weakref.finalize(self, self._crew.stop)
+            self._finalizer.atexit = False  # `crew.py` stops and joins at exit
         crew = self._crew
         self._take_back()
         self._schedule(crew)
@@ -298,15 +235,15 @@ class Loader:
         while self._handed and not self._device.is_cpu and self._handed[0][1].done():
             self._free.append(self._handed.popleft()[0])
 
-    def _schedule(self, crew: _Crew) -> None:
+    def _schedule(self, crew: Crew) -> None:
         """Gives the samples of the next batches to the threads, as far as there are free slots."""
         while self._free and (self._samples.train or self._next_base < len(self._samples)):
-            work = _Work(self._next_base, self._next_base + self._rank * self._batch, self._free.popleft(), self._batch)
+            work = Work(self._next_base, self._next_base + self._rank * self._batch, self._free.popleft(), self._batch)
             self._next_base += self._batch * self._ranks
             self._pending.append(work)
             crew.give(work)
 
-    def _wait_for_next(self, crew: _Crew) -> _Work:
+    def _wait_for_next(self, crew: Crew) -> Work:
         """The next batch of the stream, once all its samples are there. Raises StopIteration after the last."""
         started = time.perf_counter()
         try:
@@ -324,11 +261,11 @@ class Loader:
         finally:
             self._stats.wait_s += time.perf_counter() - started
 
-    def _copy(self, work: _Work) -> tuple[_Work, list[Tensor], Ready]:
+    def _copy(self, work: Work) -> tuple[Work, list[Tensor], Ready]:
         tensors, ready = self._stream.to_device(work.slot.tensors)
         return work, tensors, ready
 
-    def _is_clean(self, work: _Work) -> bool:
+    def _is_clean(self, work: Work) -> bool:
         """Whether committing this batch would change nothing."""
         return all(
             isinstance(outcome, Outcome)
@@ -337,7 +274,7 @@ class Loader:
             for k, outcome in enumerate(work.outcomes)
         )
 
-    def _commit(self, work: _Work) -> None:
+    def _commit(self, work: Work) -> None:
         """Makes what the threads found the truth, sample by sample in the order of the stream.
 
         A thread reads ahead, so it may have used a picture that an earlier position has put into quarantine meanwhile

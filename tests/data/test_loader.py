@@ -1,5 +1,6 @@
 """The loader: one stream whatever the threads, exact state, nothing lost, nothing swallowed, nothing overwritten."""
 
+import errno
 import gc
 import itertools
 import json
@@ -470,7 +471,14 @@ def test_no_pictures_at_all(pictures):
 # Bugs and ends.
 
 
-@pytest.mark.parametrize(("error", "kind"), [(KeyError("oops"), RuntimeError), (MemoryError(), OutOfMemoryError)])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("oops"), RuntimeError),
+        (MemoryError(), OutOfMemoryError),
+        (OSError(errno.EMFILE, "Too many open files"), RuntimeError),  # says nothing about the picture
+    ],
+)
 def test_an_unexpected_exception_surfaces_with_the_name(pictures, monkeypatch, error, kind):
     real = samples.decode.decode_into
 
@@ -557,8 +565,9 @@ def test_a_forgotten_loader_does_not_hold_up_the_interpreter(pictures):
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import pathlib, test_loader
 index = test_loader.Pictures(pathlib.Path({str(pictures.root)!r}), 13)
-loader = test_loader.make(index)
-next(loader)
+loaders = [test_loader.make(index, threads=4, depth=50) for _ in range(4)]
+for loader in loaders:
+    next(loader)  # and leaves the threads at work: one that returned into a dying interpreter would abort it
 print("out")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
