@@ -30,8 +30,8 @@ class Card(msgspec.Struct, kw_only=True):
     """AP of these weights on the validation split, where it was measured."""
 
     def header(self) -> dict[str, str]:
-        """The safetensors header. `model` names the architecture for other readers."""
-        return {"model": self.settings.model, KEY: msgspec.json.encode(self).decode()}
+        """The safetensors header. One key, since several are written in any order: equal models are equal files."""
+        return {KEY: msgspec.json.encode(self).decode()}
 
 
 def load(path: Path) -> tuple["models.Detector", Card]:

@@ -51,9 +51,8 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     spent: dict[str, float] = {}
     next_batch = Loader.__next__
     slow_next = delayed(spent, "input_wait", next_batch)
-    monkeypatch.setattr(
-        Loader, "__next__", lambda self: slow_next(self) if self._samples.train else next_batch(self)  # only of training
-    )  # fmt: skip
+    # only of training: evaluation has a loader of its own
+    monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
     monkeypatch.setattr(loop, "detect", delayed(spent, "eval", loop.detect))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     result = loop.train(settings(data), run=str(tmp_path / "run"))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from stoker.config import SECTION_OF, Config, from_fields, from_toml
 from stoker.errors import DataError, DivergedError, UsageError
 from stoker.models import saved
+from stoker.models.weights import architecture_of
 from stoker.records import (
     CONFIG,
     ENVIRONMENT,
@@ -67,8 +67,7 @@ def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, d
 
 
 def test_the_saved_model_stands_alone(run: Path):
-    with safe_open(run / "final.safetensors", "pt") as file:
-        assert file.metadata()["model"] == "retinanet_tiny_fpn"
+    assert architecture_of(run / "final.safetensors") == "retinanet_tiny_fpn"
     model, card = saved.load(saved.find(run))
     assert card.class_names == tuple(sorted(CLASSES)) or card.class_names == CLASSES
     assert (card.canvas, card.resize) == ((64, 64), "letterbox")
