@@ -113,7 +113,7 @@ class RetinaNet(nn.Module):
         for level, size in enumerate(settings.anchor_sizes):
             cells = cell_anchors(size, settings.anchor_scales, settings.anchor_ratios)
             self.register_buffer(f"cells_{level}", cells, persistent=False)
-        self._anchors: dict[tuple[object, ...], Tensor] = {}
+        self._anchors: dict[tuple[tuple[int, int], torch.device], Tensor] = {}
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
@@ -127,12 +127,12 @@ class RetinaNet(nn.Module):
         """All anchors of a canvas, float32 [A, 4], and how many each level has; made on the device, once per canvas."""
         cells = [self.get_buffer(f"cells_{level}") for level in range(len(grids))]
         counts = tuple(h * w * cell.shape[0] for (h, w), cell in zip(grids, cells, strict=True))
-        # A tensor made in inference mode cannot take part in training, so those that train have their own entry.
-        key = (canvas, cells[0].device, torch.is_grad_enabled())
+        key = (canvas, cells[0].device)
         if key not in self._anchors:
             strides = [(canvas[0] // h, canvas[1] // w) for h, w in grids]
-            levels = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
-            self._anchors[key] = torch.cat(levels)
+            with torch.inference_mode(False):  # a tensor of inference mode could not be saved for backward later
+                levels = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
+                self._anchors[key] = torch.cat(levels)
         return self._anchors[key], counts
 
     def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:

@@ -40,7 +40,10 @@ def test_focal_loss_and_gradient_are_those_of_torchvision(
     seed: int, alpha: float, gamma: float, spread: float, block: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(PICTURES, ANCHORS, CLASSES, generator=draw).double() * spread).requires_grad_()
+    # Beyond 20 torchvision's 1 - p_t rounds to 0, and below gamma 1 its gradient is NaN there; ours stays finite.
+    logits = (
+        torch.randn(PICTURES, ANCHORS, CLASSES, generator=draw).double().mul(spread).clamp(-20, 20).requires_grad_()
+    )
     target, weight = some_targets(draw), torch.rand(PICTURES, generator=draw).double()
     ours, theirs = (
         focal_loss(logits, target, alpha=alpha, gamma=gamma, block=block),
