@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
+from stoker.config import OptimSettings
+from stoker.device import pick
 from stoker.models import MODELS, build, detections
+from stoker.train.optim import Stepper
 from stoker.waits import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
 from tests import fakes
 from tests.models.oracle import oracle_losses, oracle_of
@@ -20,29 +23,40 @@ from tests.models.samples import make_batch, settings_of
 CANVAS, CLASSES = (64, 96), 5
 
 
-def train_step(losses: Callable[[], dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Forward, loss, backward, optimizer, with no host wait allowed."""
+def make_stepper(model: nn.Module, optimizer: str) -> Stepper:
+    settings = OptimSettings(
+        optimizer=optimizer,  # type: ignore[arg-type]
+        rate=0.01,
+        momentum=0.9,
+        weight_decay=0.01,
+        clip=1.0,
+        ema=0.99,
+    )
+    return Stepper(model, settings, pick("cpu"), precision="fp32")
+
+
+def train_step(losses: Callable[[], dict[str, Tensor]], stepper: Stepper, done: int = 0) -> None:
+    """Forward, loss, backward, clipping, optimizer, averaging, with no host wait allowed."""
     with NoHostWaits():
-        torch.autograd.backward(sum(losses().values(), torch.zeros(())))
-        optimizer.step()
-        optimizer.zero_grad()
+        stepper.backward(sum(losses().values(), torch.zeros(())))
+        stepper.step(0.01, done)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("box_loss", ["l1", "giou"])
-def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str) -> None:
+@pytest.mark.parametrize(("box_loss", "optimizer"), [("l1", "sgd"), ("giou", "adamw")])
+def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str, optimizer: str) -> None:
     model = build(settings_of(name, box_loss=box_loss), CLASSES).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    for _ in range(2):  # the first step makes the anchors and the optimizer's state
-        train_step(lambda: model.loss(model(batch.images), batch), optimizer)
+    stepper = make_stepper(model, optimizer)
+    for done in range(2):  # the first step makes the anchors
+        train_step(lambda: model.loss(model(batch.images), batch), stepper, done)
 
 
 def test_a_step_of_torchvision_waits() -> None:
     oracle = oracle_of(build(settings_of("retinanet_mobilenet_v2_fpn"), CLASSES), CANVAS).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)
     with pytest.raises(HostWait):
-        train_step(lambda: oracle_losses(oracle, batch), torch.optim.AdamW(oracle.parameters(), fused=True))
+        train_step(lambda: oracle_losses(oracle, batch), make_stepper(oracle, "adamw"))
 
 
 def test_decoding_waits_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
