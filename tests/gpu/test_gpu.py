@@ -1,0 +1,119 @@
+"""What only a real accelerator can show. Skipped without one; `pytest -m gpu tests/gpu` where there is one."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.batch import Batch
+from stoker.config import OptimSettings, from_fields
+from stoker.device import Device, pick
+from stoker.measure.gpu import Gpus
+from stoker.measure.ledger import Ledger
+from stoker.models import build
+from stoker.records import DEVICES, STEPS, DeviceSample, StepWindow, read_lines
+from stoker.train.fit import worst_case
+from stoker.train.loop import forward_backward, train
+from stoker.train.optim import Meter, Stepper
+from tests.drawn import draw
+from tests.models.samples import settings_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+OPTIM = OptimSettings(optimizer="adamw", rate=1e-3, momentum=0.9, weight_decay=0.01, clip=1.0, ema=0.9, max_skipped=5)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return pick("cuda")
+
+
+def case(count: int, side: int, device: Device) -> Batch:
+    return worst_case(count, canvas=(side, side), slots=8, classes=4, device=device)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_whole_step_never_waits(device: Device, optimizer: str, precision: str):
+    model = build(settings_of("retinanet_mobilenet_v2_fpn"), 4).to(device.torch_device).train()
+    stepper = Stepper(model, dataclasses.replace(OPTIM, optimizer=optimizer), device, precision=precision)
+    meter = Meter(device, limit=5)
+    batch = case(2, 128, device)
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            losses = forward_backward(model, stepper, batch, 1, device.autocast(precision))
+            norm, bad = stepper.step(1e-3, step)
+            meter.add(losses, norm, bad, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    reading = meter.read([tensor.cpu() for tensor in meter.take()], 3)
+    assert reading.losses["total"] > 0
+
+
+def test_losses_are_those_of_the_cpu(device: Device):
+    torch.manual_seed(0)
+    model = build(settings_of("retinanet_resnet50_fpn"), 4).train()
+    on_cpu = case(2, 128, Device(torch.device("cpu")))
+    on_gpu = Batch(*(tensor.to(device.torch_device) for tensor in on_cpu))
+    expected = model.loss(model(on_cpu.images), on_cpu)
+    model = model.to(device.torch_device)
+    found = model.loss(model(on_gpu.images), on_gpu)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=1e-4)
+
+
+def test_side_stream_copies_arrive_whole(device: Device):
+    stream = device.make_stream()
+    host = device.empty_host((64, 1024, 1024), torch.uint8)
+    for value in range(5):
+        host.fill_(value)
+        (copy,), ready = stream.to_device([host])
+        ready.block_device()
+        total = copy.long().sum()
+        (back,), there = stream.to_host([copy])
+        there.wait()
+        assert int(total) == value * host.numel()
+        assert bool((back == value).all())
+
+
+def test_the_ledger_sees_computation_and_starvation(device: Device):
+    import time
+
+    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    matrix = torch.randn(4096, 4096, device=device.torch_device)
+    for _ in range(5):
+        with ledger.phase("input_wait"):
+            time.sleep(0.1)
+        with ledger.compute():
+            for _ in range(20):
+                matrix = torch.tanh(matrix @ matrix)
+    device.wait()
+    account = ledger.finish()
+    assert account is not None
+    assert account.steps == 5
+    assert sum(account.phases.values()) == pytest.approx(account.wall_s, rel=1e-6)
+    assert min(account.phases.values()) >= 0
+    assert 0.2 < account.phases["input_wait"] <= 0.55
+    assert account.phases["compute"] > 0
+
+
+def test_nvml_sees_the_device():
+    gpus = Gpus()
+    samples = gpus.sample()
+    assert samples, gpus.reason
+    assert samples[0].memory_total_bytes
+
+
+def test_a_training_on_the_device(tmp_path: Path):
+    config = from_fields({"data": str(draw(tmp_path / "data", train=64)), "model": "retinanet_tiny_fpn",
+                          "canvas": (64, 64), "batch": 8, "for_": "200", "device": "cuda"})  # fmt: skip
+    result = train(config, run=str(tmp_path / "run"))
+    windows = list(read_lines(result.run, STEPS, StepWindow))
+    assert sum(window.steps for window in windows) == 200
+    for window in windows:
+        assert sum(window.phases.values()) == pytest.approx(window.wall_s, rel=1e-6)
+    assert any(sample.gpus for sample in read_lines(result.run, DEVICES, DeviceSample))
