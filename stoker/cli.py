@@ -168,8 +168,8 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
 
 def main() -> None:
     """The entry point; never returns."""
-    # OpenMP's threads spin at every barrier, also against our decoding threads: LOG.md, "Spinning threads".
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         app()
     except StokerError as error:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the command line does, before torch is imported
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
