@@ -37,7 +37,8 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python benchmarks/index.py
+	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
+	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
 
 clean:
 	rm -rf .venv .uv

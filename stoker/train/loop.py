@@ -291,6 +291,7 @@ class Training:
                 seed=config.run.seed,
                 threads=config.run.threads,
                 train=False,
+                on_quarantine=job.quarantine,
             )
             with contextlib.closing(batches):
                 pictures = self.until_stopped(batches)

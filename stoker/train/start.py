@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker import models
 from stoker.config import Config, from_toml, parse_duration, to_toml
 from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.loader import Loader, box_slots
+from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.device import Device, pick
 from stoker.errors import CheckpointError, DataError, UsageError
 from stoker.measure.environment import describe
@@ -65,6 +65,8 @@ class Job:
     stepper: Stepper[models.Detector]
     meter: Meter
     loader: Loader
+    quarantine: Callable[[Quarantine], None]
+    """Writes down a picture that cannot be used; of evaluation too."""
     writer: checkpoint.Writer
     card: Card
     total_steps: int | None
@@ -175,12 +177,7 @@ def _build(config: Config, device: Device, index: Index, folder: RunFolder, say:
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows)
 
-    def quarantine(line: Any) -> None:
-        folder.append(QUARANTINE, Quarantined(t=time.time(), attempt=folder.attempt, row=line.row, path=str(line.path),
-                                              error=str(line.error), position=line.position,
-                                              replaced_by=line.replaced_by))  # fmt: skip
-        say("warning", f"picture left out: {line.error}".replace("\n", " "))
-
+    quarantine = _quarantine_reporter(folder, say)
     loader = Loader(
         index,
         rows,
@@ -206,12 +203,48 @@ def _build(config: Config, device: Device, index: Index, folder: RunFolder, say:
         stepper=Stepper(model, config.optim, device, precision=config.run.precision),
         meter=Meter(device, limit=config.optim.max_skipped),
         loader=loader,
+        quarantine=quarantine,
         writer=checkpoint.Writer(folder.path, say),
         card=Card(settings=config.model, class_names=index.class_names, canvas=config.data.canvas,
                   resize=config.data.resize),
         total_steps=total_steps(parse_duration(config.run.for_), len(rows), config.run.batch),
         slots=slots,
     )  # fmt: skip
+
+
+def _quarantine_reporter(folder: RunFolder, say: Say) -> Callable[[Quarantine], None]:
+    """Says and records each picture once; every evaluation meets the same ones."""
+    seen: set[int] = set()
+
+    def report(found: Quarantine) -> None:
+        if found.row in seen:
+            return
+        seen.add(found.row)
+        folder.append(
+            QUARANTINE,
+            Quarantined(
+                t=time.time(),
+                attempt=folder.attempt,
+                row=found.row,
+                path=str(found.path),
+                error=found.error,
+                position=found.position,
+                replaced_by=found.replaced_by,
+            ),
+        )
+        say("warning", f"picture left out: {found.error}")
+
+    return report
+
+
+def _known_bad(run: Path, until: dict[int, int]) -> dict[int, int]:
+    """Row → position of every picture that an attempt quarantined in training, `until` being those of a checkpoint.
+
+    The rest comes from quarantine.jsonl: an attempt that goes over the same stretch again replaces the same pictures,
+    also one whose file is readable by now.
+    """
+    lines = read_lines(run, QUARANTINE, Quarantined)
+    return {line.row: line.position for line in lines if line.replaced_by >= 0} | until
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
@@ -227,6 +260,8 @@ def _restore(job: Job, say: Say) -> None:
     if loaded is None:
         if job.folder.attempt > 1:
             say("note", "no checkpoint yet: starting from the first step")
+        bad = _known_bad(job.folder.path, {})
+        job.loader.load_state_dict(job.loader.state_dict() | {"quarantined": bad})
         return
     if loaded.state["data"] != fingerprint(job):
         raise CheckpointError(
@@ -236,7 +271,8 @@ def _restore(job: Job, say: Say) -> None:
             fix="start a new run with another --run, or put the data set back",
         )
     job.stepper.load_state_dict(loaded.state["stepper"], loaded.weights)
-    job.loader.load_state_dict(loaded.state["loader"])
+    stream = loaded.state["loader"]
+    job.loader.load_state_dict(stream | {"quarantined": _known_bad(job.folder.path, stream["quarantined"])})
     job.step = loaded.step
     job.trained_s = loaded.state["trained_s"]
     job.best_ap = loaded.state["best_ap"]

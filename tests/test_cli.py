@@ -1,0 +1,119 @@
+"""The commands in processes of their own: help, errors and exit codes, and a model's way from training to pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.drawn import draw, run_stoker
+
+TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "20", "--eval-every", "0"]
+
+
+def test_help_names_the_commands(tmp_path: Path):
+    code, output = run_stoker("--help", cwd=tmp_path)
+    assert code == 0
+    for command in ("train", "why", "eval", "predict"):
+        assert f"│ {command} " in output
+
+
+def test_help_and_why_import_no_torch(tmp_path: Path):
+    script = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'torchvision'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from stoker.cli import app\n"
+        "import stoker.report.why, stoker.report.terminal, stoker.diagnose.rules\n"
+        "assert not any(name.split('.')[0] == 'torch' for name in sys.modules)\n"
+    )
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train"], 2, ["What should be trained on?", "demo"]),
+        (["trian", "demo"], 2, ['Did you mean "train"']),
+        (["train", "demo", "--bach", "3"], 2, ["--batch"]),
+        (["train", "nowhere"], 4, ["nowhere", "fix:"]),
+        (["train", "empty"], 4, ["empty", "COCO JSON", "fix:"]),
+        (["train", "demo", "--device", "warp"], 3, ["'warp'", "valid:", "cpu"]),
+        (["train", "demo", "--canvas", "100", "100"], 2, ["multiples of 32"]),
+        (["train", "demo", "--optimizer", "adam"], 2, ["sgd", "adamw"]),
+        (["train", "--resume", "nowhere"], 2, ["'nowhere' is not a run"]),
+        (["why", "nowhere"], 2, ["'nowhere' is not a run"]),
+        (["eval", "nowhere"], 3, ["nowhere"]),
+        (["predict", "nowhere", "x.jpg"], 3, ["nowhere"]),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path: Path, arguments: list[str], code: int, words: list[str]):
+    (tmp_path / "empty").mkdir()
+    found, output = run_stoker(*arguments, cwd=tmp_path)
+    assert found == code, output
+    for word in words:
+        assert word in output
+    assert "Traceback" not in output
+
+
+def test_weights_that_are_not_there(tmp_path: Path):
+    data = draw(tmp_path / "data")
+    code, output = run_stoker("train", data, *TRAIN, "--weights", "gone.pth", cwd=tmp_path)
+    assert code == 3, output
+    assert "gone.pth" in output
+    assert "Traceback" not in output
+
+
+def test_from_training_to_pictures(tmp_path: Path):
+    data = draw(tmp_path / "data")
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    code, output = run_stoker("train", data, *TRAIN, cwd=tmp_path)
+    assert code == 0, output
+    assert output.splitlines()[-1].startswith("AP50 0.")
+    run = tmp_path / "runs" / "data-retinanet_tiny_fpn-1"
+    assert str(run.relative_to(tmp_path)) in output
+
+    code, output = run_stoker("eval", run, "--json", cwd=tmp_path)
+    assert code == 0, output
+    metrics = json.loads(output)
+    finished = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    for name in ("ap", "ap50", "ar100"):
+        assert metrics[name] == pytest.approx(finished["data"]["metrics"][name], abs=1e-6)
+
+    code, output = run_stoker("predict", run, data / "valid", "--conf", "0.01", "--out", "found", cwd=tmp_path)
+    assert code == 0, output
+    answers = json.loads((tmp_path / "found" / "predictions.json").read_text())
+    assert len(answers) == 6
+    assert {Path(answer["path"]).suffix for answer in answers} == {".jpg"}
+    assert any(answer["detections"] for answer in answers)
+
+    code, output = run_stoker("why", run, "--price", "3.6", cwd=tmp_path)
+    assert code == 0, output
+    for word in ("finished", "compute", "startup", "unattributed", "The largest loss is"):
+        assert word in output
+    code, output = run_stoker("why", run, "--json", cwd=tmp_path)
+    assert json.loads(output)["state"] == "finished"
+
+    code, output = run_stoker("train", data, *TRAIN, cwd=tmp_path)
+    assert code == 0, output
+    assert "is finished: starting a new run" in output
+    assert (tmp_path / "runs" / "data-retinanet_tiny_fpn-2" / "final.safetensors").exists()
+    for path, content in before.items():
+        assert path.read_bytes() == content
+
+
+def test_a_data_set_with_other_classes_is_refused(tmp_path: Path):
+    data = draw(tmp_path / "data")
+    code, output = run_stoker("train", data, *TRAIN[:-4], "--for", "2", cwd=tmp_path)
+    assert code == 0, output
+    other = draw(tmp_path / "other")
+    for split in ("train", "valid"):
+        path = other / split / "_annotations.coco.json"
+        path.write_text(path.read_text().replace('"red"', '"pink"'))
+    code, output = run_stoker("eval", "runs/data-retinanet_tiny_fpn-1", other, cwd=tmp_path)
+    assert code == 4, output
+    assert "pink" in output

@@ -1,0 +1,156 @@
+"""What stoker chooses for settings left open: from the data, the device, the recipe; never over the user."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.config import SECTION_OF, Config, from_fields, parse_duration
+from stoker.data.index import Index, open_index
+from stoker.device import Device, Memory
+from stoker.errors import ConfigError, OutOfMemoryError
+from stoker.train import fit
+from stoker.train.derive import _anchor_sizes, _canvas, derive, total_steps
+from tests.drawn import draw
+
+CPU = Device(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return open_index(draw(tmp_path_factory.mktemp("drawn"), train=60, val=12))
+
+
+def test_everything_gets_a_value_and_a_reason(index: Index):
+    config, reasons = derive(Config(), index, CPU)
+    assert set(config.set_fields()) == set(SECTION_OF) - {"data"}
+    assert set(reasons) == set(config.set_fields())
+    assert config.model.model == "retinanet_tiny_fpn"
+    assert config.data.canvas == (64, 64)
+    assert "1,500" in reasons["for_"]
+
+
+def test_what_the_user_set_stays(index: Index):
+    asked = from_fields({"batch": 6, "rate": 0.5, "optimizer": "sgd", "canvas": (96, 32), "ema": 0.0, "for_": "3ep",
+                         "anchor_sizes": (5.0, 6.0, 7.0), "norm": "frozen", "seed": 7})  # fmt: skip
+    config, reasons = derive(asked, index, CPU)
+    for name, value in asked.set_fields().items():
+        assert dict(config.items())[name] == value
+        assert name not in reasons
+
+
+def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
+    weights = real_data / "weights" / "mobilenet_v2_imagenet.pth"
+    config, reasons = derive(from_fields({"weights": str(weights)}), index, CPU)
+    assert config.model.model == "retinanet_mobilenet_v2_fpn"
+    assert "weights file" in reasons["model"]
+    assert config.model.norm == "frozen"
+
+
+def test_unknown_model_names_the_nearest(index: Index):
+    with pytest.raises(ConfigError, match="did you mean 'retinanet_tiny_fpn'"):
+        derive(from_fields({"model": "retinanet_tinny_fpn"}), index, CPU)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "side", "canvas"),
+    [
+        ([(480, 640)] * 9, 320, (288, 384)),
+        ([(640, 480)] * 9, 320, (384, 288)),
+        ([(320, 320)] * 9, 320, (320, 320)),
+        ([(128, 128)] * 9, 320, (128, 128)),
+        ([(100, 100)] * 9, 320, (128, 128)),
+        ([(800, 800)] * 9, 800, (800, 800)),
+        ([(0, 0)] * 9, 800, (800, 800)),
+    ],
+)
+def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], side: int, canvas: tuple[int, int]):
+    found, reason = _canvas(np.array(sizes, np.int32), side)
+    assert found == canvas
+    assert reason
+
+
+def test_the_canvas_of_mixed_pictures_wastes_little():
+    rng = np.random.default_rng(0)
+    sizes = np.stack([rng.integers(300, 700, 500), rng.integers(300, 1200, 500)], 1).astype(np.int32)
+    (height, width), _ = _canvas(sizes, 800)
+    assert height % 32 == width % 32 == 0
+    assert height * width <= 1.1 * 800**2
+    assert width > height
+
+
+def test_anchor_sizes_span_the_boxes(index: Index):
+    sizes, _ = _anchor_sizes(index, index.rows("train"), (64, 64), 3)
+    sides = np.sqrt((index.boxes[:, 2:] - index.boxes[:, :2]).prod(1))
+    assert np.percentile(sides, 5) < sizes[0] < sizes[1] < sizes[2] < np.percentile(sides, 95)
+    half, _ = _anchor_sizes(index, index.rows("train"), (32, 32), 3)
+    assert half[1] == pytest.approx(sizes[1] / 2, abs=1)
+
+
+@pytest.mark.parametrize(("text", "steps"), [("12ep", 90), ("77", 77), ("0.5ep", 4), ("3min", None)])
+def test_lengths(text: str, steps: int | None):
+    assert total_steps(parse_duration(text), 60, 8) == steps
+
+
+def test_rate_follows_the_batch(index: Index):
+    small, _ = derive(from_fields({"batch": 4}), index, CPU)
+    large, _ = derive(from_fields({"batch": 16}), index, CPU)
+    assert large.optim.rate == pytest.approx(2 * small.optim.rate, rel=0.01)
+    sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.rate for n in (4, 16)]
+    assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
+
+
+class SmallDevice(Device):
+    """An accelerator whose memory is what a test says."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def memory(self) -> Memory:
+        return Memory(total=10 * 2**30, free=10 * 2**30, peak=0)
+
+
+@pytest.mark.parametrize(
+    ("fixed_gib", "picture_gib", "batch", "parts"),
+    [(1.0, 0.2, 16, 1), (1.0, 0.9, 16, 2), (1.0, 3.0, 16, 8), (4.0, 4.0, 16, 16)],
+)
+def test_a_batch_that_does_not_fit_is_split(
+    index: Index, monkeypatch: pytest.MonkeyPatch, fixed_gib: float, picture_gib: float, batch: int, parts: int
+):
+    """Nine of ten GiB may be used; the trial's peak is a line, beyond the device's memory it raises."""
+
+    def trial(*arguments: object) -> int:
+        used = (fixed_gib + picture_gib * arguments[-1]) * 2**30  # type: ignore[operator]
+        if used > 10 * 2**30:
+            raise torch.OutOfMemoryError("out of memory")
+        return int(used)
+
+    monkeypatch.setattr(fit, "_trial", trial)
+    monkeypatch.setattr(Device, "release_cache", lambda _: None)
+    monkeypatch.setattr(Device, "reset_peak", lambda _: None)
+    config, _ = derive(Config(), index, CPU)
+    open_batch = config.replace(batch=None)
+    device = SmallDevice(torch.device("cpu"))
+    assert fit.batch(open_batch, index, device, wanted=16, pictures=60)[:2] == (batch, parts)
+
+
+def test_not_even_one_picture(index: Index, monkeypatch: pytest.MonkeyPatch):
+    def trial(*_: object) -> int:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(fit, "_trial", trial)
+    monkeypatch.setattr(Device, "release_cache", lambda _: None)
+    monkeypatch.setattr(Device, "reset_peak", lambda _: None)
+    config, _ = derive(Config(), index, CPU)
+    with pytest.raises(OutOfMemoryError) as caught:
+        fit.batch(config, index, SmallDevice(torch.device("cpu")), wanted=16, pictures=60)
+    assert caught.value.exit_code == 5
+    assert "64x64" in str(caught.value)
+
+
+def test_the_trial_itself_runs(index: Index):
+    """On a CPU, where its figure means nothing: two steps and an evaluation of the worst case."""
+    config, _ = derive(Config(), index, CPU)
+    assert fit._trial(config, 3, 8, CPU, 2) > 0
