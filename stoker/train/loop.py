@@ -23,17 +23,17 @@ from stoker.data.augment import flip
 from stoker.data.loader import Loader, box_slots
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
-from stoker.errors import DivergedError, Preempted, StokerError, UsageError
+from stoker.errors import DivergedError, Preempted, StokerError
 from stoker.evaluate import detect, ground_truth, some_pictures
 from stoker.evaluate import score as metrics_of
 from stoker.measure.ledger import Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
 from stoker.models import Detector
-from stoker.records import BEST, FINAL, STEPS, StepWindow, locked
+from stoker.records import BEST, FINAL, STEPS, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.train import checkpoint, start
+from stoker.train import checkpoint, runs, start
 from stoker.train.optim import Reading, Stepper, rate_at
 from stoker.train.recover import Stop, stop_on_signals
 from stoker.train.start import Job
@@ -61,51 +61,34 @@ def train(asked: Config, *, run: str | None = None, resume: str | None = None) -
     """
     started_s = time.perf_counter() - (time.time() - psutil.Process().create_time())
     with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
-        path: Path | None
-        if resume is not None:
-            if asked.set_fields():
-                raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
-            path, asked = start.resume_from(resume)
-            said: list[str] = []
-        else:
-            path, said = start.choose_run(asked, run)
-        if path is not None and not stack.enter_context(locked(path)):
-            if run is not None or resume is not None:
-                raise UsageError("Another process is training this run.", place=path)
-            said, path = [f"{path} has the same settings and is being trained: starting a new run"], None
-        early: list[tuple[str, str]] = [("note", line) for line in said]
+        path, asked, said = runs.choose(runs.with_absolute_paths(asked), run, resume, stack)
+        with out_of_memory_as_error("looking for the batch that fits"):
+            settled = start.settle(asked, path)
+        folder = runs.open_folder(settled.config, settled.reasons, path, run, stack)
         job: Job | None = None
 
         def say(kind: str, text: str) -> None:
             """A line for the person and the same line in the run's events."""
             (screen.warning if kind in WARNINGS else screen.note)(text)
-            if job is None:
-                early.append((kind, text))
-            else:
-                job.folder.event(kind, text, step=job.step)
+            folder.event(kind, text, step=None if job is None else job.step)
 
-        for line in said:
-            screen.note(line)
-        with out_of_memory_as_error("building the model"):
-            job = start.prepare(asked, path, run, say, lambda config, why: screen.settings(rows_of(config, why)))
-        for kind, text in early:
-            job.folder.event(kind, text)
-        stack.callback(job.folder.close)
-        stack.callback(job.loader.close)
-        if path is None:
-            stack.enter_context(locked(job.folder.path))
         try:
             with out_of_memory_as_error("training"):
+                screen.settings(rows_of(settled.config, settled.reasons))
+                for line in said:
+                    say("note", line)
+                job = start.build(settled, folder, say)
+                stack.callback(job.loader.close)
                 metrics = Training(job, screen, stop, started_s, say).run()
         except StokerError as error:
             kind = "preempted" if isinstance(error, Preempted) else "failed"
-            job.folder.event(kind, str(error), step=job.step, exit_code=error.exit_code)
+            folder.event(kind, str(error), step=None if job is None else job.step, exit_code=error.exit_code)
             raise
         except BaseException as error:
-            job.folder.event("failed", f"{type(error).__name__}: {error}", step=job.step)
+            folder.event("failed", f"{type(error).__name__}: {error}", step=None if job is None else job.step)
             raise
-        write_findings(job.folder.path, diagnose(job.folder.path))
-        return Result(job.folder.path, job.step, metrics)
+        write_findings(folder.path, diagnose(folder.path))
+        return Result(folder.path, job.step, metrics)
 
 
 WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"})

@@ -168,7 +168,7 @@ class Meter:
         self._names: list[str] = []
         self._sums = torch.zeros(0)
         self._streak = torch.zeros((), device=self._device)
-        self._hopeless_at = torch.full((), -1.0, dtype=torch.float64, device=self._device)
+        self._hopeless_at = torch.full((), -1, dtype=torch.int64, device=self._device)
 
     def add(self, losses: dict[str, Tensor], norm: Tensor, bad: Tensor, step: int) -> None:
         """losses: scalars of this step; they count only where the step was not skipped."""
@@ -180,7 +180,7 @@ class Meter:
         self._sums += torch.cat([good, bad[None]])
         self._streak = (self._streak + 1) * bad
         reached = (self._streak >= self._limit) & (self._hopeless_at < 0)
-        self._hopeless_at = torch.where(reached, float(step), self._hopeless_at)
+        self._hopeless_at = torch.where(reached, step, self._hopeless_at)
 
     def take(self) -> list[Tensor]:
         """What was summed since the last take, as tensors to copy to the host and give to `read`."""

@@ -1,11 +1,9 @@
-"""From what the user asked for to a run that can begin: which run folder, new or continued, and everything it needs.
+"""From what was asked for to a run that can begin: settings, data, model, loader, and the state to continue from.
 
-The same command again continues its unfinished run and starts a new one after a finished one; `choose_run` decides and
-says so. A continued run takes every setting from its own config.toml: nothing is derived twice.
+A continued run takes every setting from its own config.toml: nothing is derived twice. Which run it is: `runs.py`.
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,35 +14,25 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config import Config, from_toml, parse_duration, to_toml
+from stoker.config import Config, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.device import Device, pick
-from stoker.errors import CheckpointError, DataError, UsageError
-from stoker.measure.environment import describe
+from stoker.errors import CheckpointError, DataError
 from stoker.models.saved import Card
 from stoker.models.weights import load_weights
 from stoker.records import (
     CONFIG,
-    ENVIRONMENT,
-    EVENTS,
     QUARANTINE,
     STEPS,
     Quarantined,
     RunFolder,
     StepWindow,
-    is_finished,
-    last_attempt,
-    open_run,
     read_lines,
-    runs_named,
-    write_whole,
 )
 from stoker.train import checkpoint
 from stoker.train.derive import derive, total_steps
 from stoker.train.optim import Meter, Stepper
-
-RUNS = Path("runs")
 
 Say = Callable[[str, str], None]
 """(kind of event, line for a person)."""
@@ -82,101 +70,52 @@ class Job:
     """Steps up to this one were done by an earlier attempt and lost with it."""
 
 
-def choose_run(asked: Config, name: str | None) -> tuple[Path | None, list[str]]:
-    """(the unfinished run that this command continues or None, lines to say). `name`: --run.
+@dataclasses.dataclass
+class Settled:
+    """What a run trains on and with, before it has a folder."""
 
-    Raises UsageError when the named run exists and is finished, or was started by another command.
-    """
-    if name is not None:
-        path = Path(name)
-        if not (path / EVENTS).exists():
-            return None, []
-        if is_finished(path):
-            fix = "another --run, or none: a new folder is made then"
-            raise UsageError("The run is finished.", place=path, fix=fix)
-        if _asked_of(path) != asked:
-            cause = f"it was started with {_words(_asked_of(path))}; now it is {_words(asked)}"
-            fix = f"`stoker train --resume {path}`, or another --run"
-            raise UsageError("The run was started with other settings.", place=path, cause=cause, fix=fix)
-        return path, []
-    for path in reversed(_runs_of(asked)):
-        if not (path / CONFIG).exists() or _asked_of(path) != asked:
-            continue
-        if is_finished(path):
-            return None, [f"{path} had the same settings and is finished: starting a new run"]
-        return path, []
-    return None, []
+    config: Config
+    reasons: dict[str, str]
+    device: Device
+    index: Index
 
 
-def resume_from(name: str) -> tuple[Path, Config]:
-    """The run of `--resume RUN` and what was asked for when it was started. Raises UsageError when it is finished."""
-    path = open_run(name)
-    if is_finished(path):
-        raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
-    return path, _asked_of(path)
-
-
-def new_run(config: Config, name: str | None) -> Path:
-    """Makes the folder of a new run."""
-    if name is not None:
-        path = Path(name)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    stem = f"{_data_name(config)}-{config.model.model}"
-    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(RUNS, stem)), default=0) + 1
-    while True:
-        path = RUNS / f"{stem}-{number}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:  # another process was faster
-            number += 1
-        else:
-            return path
-
-
-def prepare(asked: Config, path: Path | None, name: str | None, say: Say, show: Callable[[Config, dict[str, str]], None]
-            ) -> Job:  # fmt: skip
-    """Opens the data, derives or rereads the settings, and builds what the loop needs.
-
-    path: the run to continue, or None for a new one, called `name` if that is given. show: called with the settings and
-    the reasons of those that stoker chose.
-    """
+def settle(asked: Config, path: Path | None) -> Settled:
+    """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
     stored = None if path is None else from_toml(path / CONFIG)
-    device = pick(asked.run.device if stored is None else stored[0].run.device)
-    data = asked.data if stored is None else stored[0].data
-    index = open_index(data.data, format=data.format, val_fraction=data.val_fraction)
+    wanted = asked if stored is None else stored[0]
+    device = pick(wanted.run.device)
+    index = open_index(wanted.data.data, format=wanted.data.format, val_fraction=wanted.data.val_fraction)
     require_pictures(index)
     for split in ("train", "val"):
         if split not in index.splits:
-            raise DataError(f"The data set has no {split} split.", place=index.root, choices=index.splits,
-                            fix="name a data set with pictures to train on and to hold back")  # fmt: skip
+            raise DataError(
+                f"The data set has no {split} split.",
+                place=index.root,
+                choices=index.splits,
+                fix="name a data set with pictures to train on and to hold back",
+            )
     config, reasons = derive(asked, index, device) if stored is None else stored
-    folder_path = new_run(config, name) if path is None else path
-    folder = RunFolder(folder_path, last_attempt(folder_path) + 1)
-    if stored is None:
-        write_whole(folder.path / CONFIG, to_toml(config, reasons).encode())
-    write_whole(folder.path / ENVIRONMENT, json.dumps(describe(), indent=2).encode())
-    folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
-    show(config, reasons)
+    return Settled(config, reasons, device, index)
+
+
+def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
+    """Everything the loop needs, in the state of the newest sound checkpoint, or at step 0 with pretrained weights."""
+    config, device, index = settled.config, settled.device, settled.index
     for note in index.notes:
         say("note", f"data: {note}")
     for dropped in index.dropped:
         say("warning", f"data: {dropped.count} {dropped.kind} left out ({', '.join(map(str, dropped.examples))})")
     say("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
-    job = _build(config, device, index, folder, say)
-    _restore(job, say)
-    return job
-
-
-def _build(config: Config, device: Device, index: Index, folder: RunFolder, say: Say) -> Job:
+    loaded = checkpoint.load_newest(folder.path, say)
     torch.manual_seed(config.run.seed)
     model = models.build(config.model, len(index.class_names))
-    for sentence in load_weights(model, config.model, class_names=index.class_names):
-        say("note", f"weights: {sentence}")
+    if loaded is None:
+        for sentence in load_weights(model, config.model, class_names=index.class_names):
+            say("note", f"weights: {sentence}")
     model = model.to(device.torch_device).train()
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows)
-
     quarantine = _quarantine_reporter(folder, say)
     loader = Loader(
         index,
@@ -192,7 +131,7 @@ def _build(config: Config, device: Device, index: Index, folder: RunFolder, say:
         threads=config.run.threads,
         on_quarantine=quarantine,
     )
-    return Job(
+    job = Job(
         folder=folder,
         config=config,
         device=device,
@@ -205,11 +144,17 @@ def _build(config: Config, device: Device, index: Index, folder: RunFolder, say:
         loader=loader,
         quarantine=quarantine,
         writer=checkpoint.Writer(folder.path, say),
-        card=Card(settings=config.model, class_names=index.class_names, canvas=config.data.canvas,
-                  resize=config.data.resize),
+        card=Card(
+            settings=config.model,
+            class_names=index.class_names,
+            canvas=config.data.canvas,
+            resize=config.data.resize,
+        ),
         total_steps=total_steps(parse_duration(config.run.for_), len(rows), config.run.batch),
         slots=slots,
-    )  # fmt: skip
+    )
+    _restore(job, loaded, say)
+    return job
 
 
 def _quarantine_reporter(folder: RunFolder, say: Say) -> Callable[[Quarantine], None]:
@@ -252,11 +197,10 @@ def fingerprint(job: Job) -> dict[str, Any]:
     return {"pictures": len(job.rows), "classes": list(job.index.class_names), "slots": job.slots}
 
 
-def _restore(job: Job, say: Say) -> None:
-    """Puts the newest sound checkpoint's state into the job; leaves it at step 0 when there is none."""
+def _restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
+    """Puts a checkpoint's state into the job; leaves it at step 0 when there is none."""
     windows = read_lines(job.folder.path, STEPS, StepWindow)
     job.redo_until = max((window.step for window in windows), default=0)
-    loaded = checkpoint.load_newest(job.folder.path, say)
     if loaded is None:
         if job.folder.attempt > 1:
             say("note", "no checkpoint yet: starting from the first step")
@@ -282,25 +226,3 @@ def _restore(job: Job, say: Say) -> None:
 
 def _brief(data: dict[str, Any]) -> str:
     return f"{data['pictures']:,} pictures, {len(data['classes'])} classes, at most {data['slots']} boxes"
-
-
-def _asked_of(path: Path) -> Config:
-    """What the user had set when the run was started: the settings without a reason."""
-    config, reasons = from_toml(path / CONFIG)
-    return config.replace(**dict.fromkeys(reasons))
-
-
-def _words(config: Config) -> str:
-    return " ".join(f"--{name.rstrip('_')} {value}" for name, value in config.set_fields().items())
-
-
-def _data_name(config: Config) -> str:
-    path = Path(config.data.data)
-    name = path.resolve().name if path.suffix == "" else path.resolve().parent.name
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
-
-
-def _runs_of(asked: Config) -> list[Path]:
-    """Runs of the asked data set, whatever their model, oldest first."""
-    paths = [p for p in RUNS.glob(f"{_data_name(asked)}-*-*") if (p / EVENTS).exists()]
-    return sorted(paths, key=lambda p: (p / CONFIG).stat().st_mtime if (p / CONFIG).exists() else 0.0)

@@ -1,0 +1,145 @@
+"""Which run a command trains: a new one, or the unfinished one that the same command began. Its folder, its lock.
+
+Runs are told apart by what the user asked for, not by what was derived from it: config.toml says which is which. What
+is in the folder is `records.py`; what is built from it `start.py`.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+from stoker.config import Config, from_toml, to_toml
+from stoker.errors import ConfigError, UsageError
+from stoker.measure.environment import describe
+from stoker.records import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    RunFolder,
+    is_finished,
+    last_attempt,
+    locked,
+    open_run,
+    runs_named,
+    write_whole,
+)
+
+RUNS = Path("runs")
+
+
+def choose(
+    asked: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
+) -> tuple[Path | None, Config, list[str]]:
+    """(the unfinished run to continue or None, what was asked for when it began, lines to say).
+
+    name: --run; resume: --resume. The run is held in `stack`. Raises UsageError when the run that was named is
+    finished, was started by another command, or is being trained by another process.
+    """
+    if resume is not None:
+        if asked.set_fields():
+            raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
+        path = open_run(resume)
+        if is_finished(path):
+            raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
+        _hold(path, stack)
+        return path, _asked_of(path), []
+    if name is not None:
+        path = Path(name)
+        if not (path / EVENTS).exists():
+            return None, asked, []
+        if is_finished(path):
+            fix = "another --run, or none: a new folder is made then"
+            raise UsageError("The run is finished.", place=path, fix=fix)
+        if _asked_of(path) != asked:
+            cause = f"it was started with {_words(_asked_of(path))}; now it is {_words(asked)}"
+            fix = f"`stoker train --resume {path}`, or another --run"
+            raise UsageError("The run was started with other settings.", place=path, cause=cause, fix=fix)
+        _hold(path, stack)
+        return path, asked, []
+    said = []
+    for path in reversed(_runs_of(asked)):
+        if not _has_settings(path, asked):
+            continue
+        if is_finished(path):
+            said.append(f"{path} had the same settings and is finished: starting a new run")
+            break
+        if stack.enter_context(locked(path)):
+            return path, asked, []
+        said.append(f"{path} has the same settings and is being trained: starting a new run")
+    return None, asked, said
+
+
+def _hold(path: Path, stack: contextlib.ExitStack) -> None:
+    if not stack.enter_context(locked(path)):
+        raise UsageError("Another process is training this run.", place=path)
+
+
+def open_folder(
+    config: Config, reasons: dict[str, str], path: Path | None, name: str | None, stack: contextlib.ExitStack
+) -> RunFolder:
+    """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given."""
+    if path is None:
+        path = _new_run(config, name)
+        _hold(path, stack)
+        write_whole(path / CONFIG, to_toml(config, reasons).encode())
+    folder = RunFolder(path, last_attempt(path) + 1)
+    stack.callback(folder.close)
+    write_whole(path / ENVIRONMENT, json.dumps(describe(), indent=2).encode())
+    folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
+    return folder
+
+
+def _new_run(config: Config, name: str | None) -> Path:
+    if name is not None:
+        path = Path(name)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    stem = f"{_data_name(config)}-{config.model.model}"
+    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(RUNS, stem)), default=0) + 1
+    while True:
+        path = RUNS / f"{stem}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another process was faster
+            number += 1
+        else:
+            return path
+
+
+def _asked_of(path: Path) -> Config:
+    """What the user had set when the run was started: the settings without a reason."""
+    config, reasons = from_toml(path / CONFIG)
+    return config.replace(**dict.fromkeys(reasons))
+
+
+def _has_settings(path: Path, asked: Config) -> bool:
+    """Whether the run was started with `asked`; a run of another version of stoker was not."""
+    try:
+        return (path / CONFIG).exists() and _asked_of(path) == asked
+    except ConfigError:
+        return False
+
+
+def with_absolute_paths(asked: Config) -> Config:
+    """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere."""
+    changes = {}
+    for name, value in (("data", asked.data.data), ("weights", asked.model.weights)):
+        if value is not None and Path(value).exists() and value != "demo":
+            changes[name] = str(Path(value).absolute())
+    return asked.replace(**changes)
+
+
+def _words(config: Config) -> str:
+    return " ".join(f"--{name.rstrip('_')} {value}" for name, value in config.set_fields().items())
+
+
+def _data_name(config: Config) -> str:
+    path = Path(config.data.data)
+    name = path.resolve().name if path.suffix == "" else path.resolve().parent.name
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
+
+
+def _runs_of(asked: Config) -> list[Path]:
+    """Runs of the asked data set, whatever their model, oldest first."""
+    paths = [p for p in RUNS.glob(f"{_data_name(asked)}-*-*") if (p / EVENTS).exists()]
+    return sorted(paths, key=lambda p: (p / CONFIG).stat().st_mtime if (p / CONFIG).exists() else 0.0)
