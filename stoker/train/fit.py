@@ -83,18 +83,20 @@ def _forward(model: Detector, case: Batch, config: Config, device: Device) -> Te
 def _largest_on_cpu(config: Config, classes: int, slots: int, device: Device) -> tuple[int, str]:
     model = build(config.model, classes).train()
     case = worst_case(1, canvas=config.data.canvas, slots=slots, classes=classes, device=device)
+    lasting = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in lasting:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _forward(model, case, config, device)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # Gradients, two moments and the average beside the weights; half as much again of what is kept, for temporaries.
-    picture = 1.5 * max(0, sum(kept.values()) - weights)
+    picture = 1.5 * sum(kept.values())
     free = HEADROOM * device.memory().free - 5 * weights
     return int(free // picture), f"{picture / GIB:.2f} GiB a picture of {free / GIB:.0f} GiB"
 
