@@ -47,6 +47,7 @@ def train(
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
     """
+    from stoker.measure.host import process_started_s
     from stoker.train.loop import train as train_loop
 
     if data is None and resume is None:
@@ -55,7 +56,7 @@ def train(
         raise UsageError("What should be trained on?", choices=("a folder", "a COCO .json file", "demo"),
                          fix="stoker train demo")  # fmt: skip
     asked = config if data is None else config.replace(data=data)
-    result = train_loop(asked, run=run, resume=resume)
+    result = train_loop(asked, run=run, resume=resume, started_s=process_started_s())
 
     from stoker.report.terminal import print_metrics
 

@@ -7,6 +7,7 @@ are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -290,7 +291,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
     for name in ("anchor_sizes", "anchor_scales", "anchor_ratios"):
         values = getattr(model, name)
-        if values is not None and (not values or min(values) <= 0):
+        if values is not None and not (values and all(0 < value < math.inf for value in values)):
             raise ConfigError(f"--{_flag(name)} needs at least one number, all above zero.")
     if None not in (model.foreground_iou, model.background_iou) and model.background_iou > model.foreground_iou:
         raise ConfigError("--background-iou must not be above --foreground-iou.")

@@ -204,14 +204,25 @@ class DeviceClock:
         return self._last_s
 
 
+TRIED = frozenset({"cuda"})
+"""Kinds of accelerator that are taken without being asked for; docs/gpu-status.md."""
+
+
+def untried() -> str | None:
+    """The kind of accelerator that torch finds here and `pick` leaves alone, if there is one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in TRIED else found.type
+
+
 def pick(name: str | None = None) -> Device:
     """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); without a name the accelerator, else the CPU.
 
-    Raises PreflightError when it is absent or does not compute: a run must never fall back to the CPU in silence.
+    Without a name, an accelerator of a kind that was never tried (`TRIED`) is left alone; `untried` says so. Raises
+    PreflightError when the device is absent or does not compute: a run must never fall back to the CPU in silence.
     """
     if name is None:
         found = torch.accelerator.current_accelerator(check_available=True)
-        device = torch.device("cpu") if found is None else torch.device(found.type, 0)
+        device = torch.device("cpu") if found is None or found.type not in TRIED else torch.device(found.type, 0)
     else:
         try:
             device = torch.device(name)
@@ -223,6 +234,8 @@ def pick(name: str | None = None) -> Device:
         raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available(),
                              fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `python -c 'import torch; "
                              "print(torch.version.cuda, torch.cuda.is_available())'`")  # fmt: skip
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
     try:
         probe = torch.ones(8, device=device)
         works = float((probe @ probe).item()) == 8.0
@@ -244,7 +257,9 @@ def out_of_memory_as_error(what: str) -> Iterator[None]:
     """Turns the device's and the host's out-of-memory exceptions into an OutOfMemoryError."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+            raise
         raise OutOfMemoryError(
             f"Out of memory while {what}.",
             cause=str(error).splitlines()[0] if str(error) else None,

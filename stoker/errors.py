@@ -76,6 +76,10 @@ class PreflightError(StokerError):
     exit_code = 3
 
 
+class StorageError(PreflightError):
+    """A place cannot be written: a full disk, a read-only or a missing folder."""
+
+
 class WeightsError(PreflightError):
     """Pretrained weights are missing, damaged, or belong to another architecture."""
 

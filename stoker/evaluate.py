@@ -102,7 +102,7 @@ def evaluate(
     Raises DataError when the rows have no box to score against.
     """
     truth = ground_truth(index, rows)
-    _require_boxes(truth)  # before the device works for nothing
+    require_boxes(truth)  # before the device works for nothing
     found = detect(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
@@ -194,7 +194,7 @@ def score(truth: GroundTruth, found: Detections) -> Metrics:
 
     Raises DataError when there is no box to score against.
     """
-    _require_boxes(truth)
+    require_boxes(truth)
     pictures = truth.pictures[np.isin(truth.pictures, found.pictures)]
     true = np.isin(truth.row, pictures)
     seen = np.isin(found.row, pictures)
@@ -247,7 +247,8 @@ def some_pictures(
     return [Shown(path=index.path(row), truth=true.of(row), found=shown.of(row)) for row in chosen.tolist()]
 
 
-def _require_boxes(truth: GroundTruth) -> None:
+def require_boxes(truth: GroundTruth) -> None:
+    """Raises DataError when there is no box to score against."""
     if truth.crowd.all():
         boxes = f"{len(truth.row)} boxes, all of them crowd regions" if len(truth.row) else "no boxes"
         raise DataError(

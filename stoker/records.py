@@ -178,13 +178,20 @@ class RunFolder:
     def append(self, name: str, line: msgspec.Struct) -> None:
         """Adds a line in one write; a process killed in between tears at most this line.
 
-        Raises OSError when the file cannot be opened, which is when it is used first.
+        A line that cannot be written is counted, and said by an event as soon as writing works again; but OSError is
+        raised when not even the first file can be opened.
         """
         with self._lock:
-            if name not in self._files:
-                self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                if _is_torn(self._files[name]):
-                    self._torn.add(name)
+            try:
+                if name not in self._files:
+                    self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                    if _is_torn(self._files[name]):
+                        self._torn.add(name)
+            except OSError:
+                if not self._files:
+                    raise
+                self._lost += 1
+                return
             data = self._encoder.encode(line) + b"\n"
             if name in self._torn:  # ends the half line that a killed process or a full disk left
                 data = b"\n" + data
@@ -332,15 +339,20 @@ def totals(run: Path) -> Totals:
 
 
 @contextlib.contextmanager
-def locked(run: Path) -> Iterator[bool]:
-    """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it."""
+def locked(run: Path) -> Iterator[bool | None]:
+    """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it, None
+    where the storage has no locks (Lustre without -o flock, some network mounts)."""
     with (run / ".lock").open("a") as file:
+        held: bool | None = False
         for _ in range(20):
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
+            except OSError:
+                held = None
                 break
-            time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
-        else:
-            yield False
-            return
-        yield True
+            else:
+                held = True
+                break
+        yield held

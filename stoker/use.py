@@ -27,6 +27,8 @@ def evaluate_run(
 
     Raises UsageError when no data set is known, DataError when it has other classes or no such split.
     """
+    if batch < 1:
+        raise UsageError(f"--batch {batch} is out of range.", choices=["1 or more"])
     weights = saved.find(run)
     model, card = saved.load(weights)
     target = pick(device)
@@ -38,11 +40,11 @@ def evaluate_run(
         data, val_fraction = settings.data.data, settings.data.val_fraction
         format = format or settings.data.format
     index = open_index(data, format=format, val_fraction=val_fraction)
-    require_pictures(index)
     if split not in index.splits:
         raise DataError(
             f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME"
         )
+    require_pictures(index, (split,))
     _require_same_classes(index, card.class_names, weights)
     rows = index.rows(split)
     batches = Loader(

@@ -194,15 +194,18 @@ def _files_in(folder: Path) -> set[str]:
         return {entry.name for entry in entries if entry.is_file()}
 
 
-def require_pictures(index: Index) -> list[int]:
+def require_pictures(index: Index, splits: Iterable[str] | None = None) -> list[int]:
     """The rows whose picture is absent, where they are few enough to do without; the loader will quarantine them.
+
+    splits: those to look at, default all.
 
     Raises DataError when more than 1 % of a split's pictures are absent, with names and with where they seem to be.
     """
-    missing = missing_pictures(index)
+    wanted = index.splits if splits is None else tuple(splits)
+    missing = missing_pictures(index, np.concatenate([index.rows(split) for split in wanted]).tolist())
     absent = np.zeros(len(index), np.bool_)
     absent[missing] = True
-    for split in index.splits:
+    for split in wanted:
         rows = index.rows(split)
         gone = rows[absent[rows]]
         if gone.size > MISSING_TOLERATED * rows.size:

@@ -168,3 +168,9 @@ def _rate(before: float | None, after: float | None, took_s: float) -> float | N
 def _share(before: float | None, after: float | None, took_s: float) -> float | None:
     rate = _rate(before, after, took_s)
     return None if rate is None else min(1.0, rate)
+
+
+def process_started_s() -> float:
+    """The moment of `time.perf_counter` at which this process began; not after now, whatever the clocks say."""
+    age_s = time.time() - psutil.Process().create_time()
+    return time.perf_counter() - max(0.0, age_s)

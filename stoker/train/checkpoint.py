@@ -101,6 +101,10 @@ class Writer:
         self._report = report
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.saved_step = -1
+        """Step of the newest checkpoint that this writer has written whole. Valid after `wait`, like `failed`."""
+        self.failed: str | None = None
+        """Why the last write failed; None when it did not."""
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
@@ -141,7 +145,9 @@ class Writer:
             for name in names:
                 write_whole(self._run / name, data)
         except OSError as error:
-            self._failed(error, snapshot.step)
+            self._report_failure(error, snapshot.step)
+        else:
+            self.failed = None
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
         parent = self._run / CHECKPOINTS
@@ -161,15 +167,17 @@ class Writer:
                 shutil.rmtree(final)
             beside.rename(final)
             sync_folder(parent)
-            for old in _folders(self._run)[KEPT:]:
-                shutil.rmtree(old)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
-            self._failed(error, snapshot.step)
+            self._report_failure(error, snapshot.step)
         else:
+            self.saved_step, self.failed = snapshot.step, None
+            for old in _folders(self._run)[KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
             self._report("checkpoint", f"saved {final.relative_to(self._run)}")
 
-    def _failed(self, error: OSError, step: int) -> None:
+    def _report_failure(self, error: OSError, step: int) -> None:
+        self.failed = str(error)
         text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
         self._report("checkpoint_failed", text)
 
@@ -198,13 +206,18 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
     Raises CheckpointError when there are checkpoints and all are damaged: starting over in silence would cost days.
     """
     folders = _folders(run)
-    reasons = []
+    reasons, bad = [], []
     for folder in folders:
         try:
-            return _load(folder)
+            found = _load(folder)
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error.cause}")
             report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before")
+            bad.append(folder)
+        else:
+            for folder in bad:  # out of the way of the two that are kept, and not looked at again
+                folder.rename(folder.with_name(f"damaged-{folder.name}"))
+            return found
     if folders:
         raise CheckpointError(
             "Every checkpoint of the run is damaged.",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
-from stoker.device import Device, host_cores
+from stoker.device import Device, host_cores, untried
 from stoker.models import architecture
 from stoker.models.weights import architecture_of
 from stoker.recipes import CANVAS_SIDE, RECIPES
@@ -61,11 +61,7 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     check(asked)
     filling = _Filling(asked)
     put, get = filling.put, filling.get
-    put(
-        "device",
-        str(device.torch_device),
-        "the accelerator that torch found" if not device.is_cpu else "no accelerator",
-    )
+    put("device", str(device.torch_device), _why_device(device))
     put("format", index.format, "found")
     recipe = _recipe(filling, device)
     for name, value in RECIPES[recipe]().set_fields().items():
@@ -81,7 +77,7 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
         put("norm", "train", "there are no statistics to freeze: the weights are random")
         put("trainable_stages", 5, "the weights are random")
         if recipe == "tiny":
-            put("anchor_sizes", *_anchor_sizes(index, rows, get("canvas"), row.levels))
+            put("anchor_sizes", *_anchor_sizes(index, rows, get("canvas"), get("resize"), row.levels))
     for name, value in row.defaults.items():
         put(name, value, row.reasons[name])
     put("precision", *device.best_precision())
@@ -90,6 +86,13 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
     check(filling.config)
     return filling.config, filling.reasons
+
+
+def _why_device(device: Device) -> str:
+    if not device.is_cpu:
+        return "the accelerator that torch found"
+    kind = untried()
+    return "no accelerator" if kind is None else f"training on {kind} was never tried; --device {kind} takes it"
 
 
 def _recipe(filling: _Filling, device: Device) -> str:
@@ -102,12 +105,9 @@ def _recipe(filling: _Filling, device: Device) -> str:
     if asked_model is None and weights in ("coco", "imagenet") and device.is_cpu:
         least = "retinanet_mobilenet_v2_fpn" if weights == "imagenet" else "retinanet_resnet50_fpn"
         filling.put("model", least, f"the smallest model with {weights} weights")
-    model = filling.get("model")
-    if model is not None:
-        for name, make in RECIPES.items():
-            if make().model.model == model:
-                return name
-        return "tiny" if device.is_cpu else "resnet50"
+    for name, make in RECIPES.items():
+        if make().model.model == filling.get("model"):
+            return name
     return "tiny" if device.is_cpu else "resnet50"
 
 
@@ -135,14 +135,12 @@ def _canvas(sizes: NDArray[np.int32], side: int) -> tuple[tuple[int, int], str]:
             if score > best_score:
                 best, best_score = (height, width), score
     common = kinds[counts.argmax()].astype(int)
-    return (
-        best,
-        f"{side}² pixels in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32",
-    )
+    limit = f"{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
+    return best, f"{limit}, in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32"
 
 
 def _anchor_sizes(
-    index: Index, rows: NDArray[np.int64], canvas: tuple[int, int], levels: int
+    index: Index, rows: NDArray[np.int64], canvas: tuple[int, int], resize: str, levels: int
 ) -> tuple[tuple[float, ...], str]:
     """One base size per level, evenly on a log scale between the 10th and the 90th percentile of the boxes' sizes.
 
@@ -157,8 +155,10 @@ def _anchor_sizes(
         square = math.sqrt(canvas[0] * canvas[1])
         sizes = np.geomspace(0.1, 0.5, levels) * square
         return tuple(float(round(size)) for size in sizes), "a tenth to a half of the canvas; no box says otherwise"
-    fit_scale = np.minimum(1.0, np.minimum(canvas[0] / height[known], canvas[1] / width[known]))
-    low, high = np.percentile(np.sqrt(sides.prod(1)) * fit_scale, [10, 90])
+    scales = np.stack([canvas[1] / width[known], canvas[0] / height[known]], 1)
+    if resize == "letterbox":
+        scales[:] = scales.min(1, keepdims=True)
+    low, high = np.percentile(np.sqrt((sides * scales).prod(1)), [10, 90])
     sizes = np.geomspace(max(4.0, low), max(8.0, high), levels)
     return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the boxes' sizes"
 
@@ -200,22 +200,26 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
         bound = "at least" if steps > wanted else "at most"
         reason += f" would be {wanted:,} steps; {bound} {steps:,}"
     filling.put("for_", str(steps), reason)
-    total = total_steps(parse_duration(filling.get("for_")), pictures, batch)
-    known = total or steps
-    filling.put("warmup", *((min(500, max(1, known // 20))), "a twentieth of the length, at most 500 steps"))
+    length = parse_duration(filling.get("for_"))
+    total = total_steps(length, pictures, batch)
+    if total is None:
+        filling.put("warmup", 100, "the number of steps is not known beforehand")
+        filling.put("eval_every", f"{length.value / DEFAULT_EPOCHS:.3g}min", "12 times in all")
+        filling.put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
+        return
+    filling.put("warmup", min(500, max(1, total // 20)), "a twentieth of the length, at most 500 steps")
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     costs = math.ceil(3.5 * val_pictures / batch)
-    every = max(math.ceil(per_epoch), costs, math.ceil(known / DEFAULT_EPOCHS))
+    every = max(math.ceil(per_epoch), costs, math.ceil(total / DEFAULT_EPOCHS))
     filling.put(
         "eval_every",
-        "0" if every >= known or not val_pictures else str(every),
+        "0" if every >= total else str(every),
         "at most once an epoch, 12 times in all, and for a tenth of the time",
     )
-    horizon = max(10.0, 0.02 * known)
+    horizon = max(10.0, 0.02 * total)
+    share = "2 % of the length" if horizon > 10 else "the fewest that make an average"
     filling.put(
-        "ema",
-        float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
-        f"averages over about {horizon:.0f} steps, 2 % of the length",
+        "ema", float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {share}"
     )
 
 

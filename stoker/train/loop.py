@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
 from stoker.batch import Batch
-from stoker.config import Config, Duration, parse_duration, rows_of
+from stoker.config import Config, parse_duration, rows_of
 from stoker.data.augment import flip
 from stoker.data.loader import Loader, box_slots
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
-from stoker.errors import DivergedError, Preempted, StokerError
+from stoker.errors import DivergedError, Preempted, StokerError, StorageError
 from stoker.evaluate import detect, ground_truth, some_pictures
 from stoker.evaluate import score as metrics_of
-from stoker.measure.ledger import Ledger
+from stoker.measure.ledger import Account, Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
 from stoker.models import Detector
-from stoker.records import BEST, FINAL, STEPS, StepWindow
+from stoker.records import BEST, FINAL, STEPS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.train import checkpoint, runs, start
+from stoker.train.cadence import Due
 from stoker.train.optim import Reading, Stepper, rate_at
 from stoker.train.recover import Stop, stop_on_signals
 from stoker.train.start import Job
@@ -53,18 +53,23 @@ class Result:
     """Of the final weights, on the validation split."""
 
 
-def train(asked: Config, *, run: str | None = None, resume: str | None = None) -> Result:
+def train(
+    asked: Config, *, run: str | None = None, resume: str | None = None, started_s: float | None = None
+) -> Result:
     """Trains until the asked length is reached.
 
-    run: folder of the run (`--run`); resume: an unfinished run to continue, with its own settings. Raises StokerError;
-    `Preempted` after a signal, when everything is saved.
+    run: folder of the run (`--run`); resume: an unfinished run to continue, with its own settings; started_s: the
+    moment of `time.perf_counter` from which on the ledger counts, default now. Raises StokerError; `Preempted` after a
+    signal, when everything is saved.
     """
-    started_s = time.perf_counter() - (time.time() - psutil.Process().create_time())
+    started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
     with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
         path, asked, said = runs.choose(runs.with_absolute_paths(asked), run, resume, stack)
         with out_of_memory_as_error("looking for the batch that fits"):
             settled = start.settle(asked, path)
+        stop.check()
         folder = runs.open_folder(settled.config, settled.reasons, path, run, stack)
+        stack.callback(conclude, folder, screen)
         job: Job | None = None
 
         def say(kind: str, text: str) -> None:
@@ -79,6 +84,7 @@ def train(asked: Config, *, run: str | None = None, resume: str | None = None) -
                     say("note", line)
                 job = start.build(settled, folder, say)
                 stack.callback(job.loader.close)
+                stop.check()
                 metrics = Training(job, screen, stop, started_s, say).run()
         except StokerError as error:
             kind = "preempted" if isinstance(error, Preempted) else "failed"
@@ -87,8 +93,15 @@ def train(asked: Config, *, run: str | None = None, resume: str | None = None) -
         except BaseException as error:
             folder.event("failed", f"{type(error).__name__}: {error}", step=None if job is None else job.step)
             raise
-        write_findings(folder.path, diagnose(folder.path))
         return Result(folder.path, job.step, metrics)
+
+
+def conclude(folder: RunFolder, screen: Screen) -> None:
+    """Writes the diagnosis, however the run ended."""
+    try:
+        write_findings(folder.path, diagnose(folder.path))
+    except OSError as error:
+        screen.warning(f"findings.json could not be written: {error}")
 
 
 WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"})
@@ -108,34 +121,42 @@ class Training:
         self.stream = job.device.make_stream()
         self.truth = ground_truth(job.index, job.val_rows)
         self.length = parse_duration(run.for_)
-        self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch, job)
-        self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch, job)
+        self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch)
+        self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch)
         self.parts = optim.accumulate
         self.copying: Ready | None = None
         self.reading: tuple[list[Tensor], Ready, int] | None = None
         self.read_steps = job.step
         self.window_s = time.perf_counter()
-        self.saved_step = -1
         self.rate = 0.0
 
     def run(self) -> Metrics:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
         job = self.job
         with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
-            self.read(now=True)  # the start gets a line of its own, so that the first rates are those of steps
+            self.write_window(self.ledger.window(0.0), Reading({}, None, 0, None), 0)
+            if self.eval_due.now(job.step) and job.evaluated_step != job.step and self.progress() < 1:
+                self.score()  # a signal or a kill had come between the checkpoint of this step and its evaluation
             while self.progress() < 1:
                 self.step()
                 self.read()
                 if self.stop.requested:
                     self.preempt()
-                if self.save_due.now():
+                if self.save_due.now(job.step):
                     self.save()
-                if self.eval_due.now() and self.progress() < 1:
+                if self.eval_due.now(job.step) and self.progress() < 1:
                     self.score()
             self.save()
             metrics = self.score(final=True)
-            self.read(wait=True)
+            self.read_all()
             job.writer.wait()
+            if job.writer.failed is not None:
+                raise StorageError(
+                    "The final weights could not be saved.",
+                    place=job.folder.path,
+                    cause=job.writer.failed,
+                    fix=f"make room; then `stoker train --resume {job.folder.path}` ends the run",
+                )
         job.folder.event("finished", f"{job.step:,} steps", step=job.step, metrics=msgspec.to_builtins(metrics))
         return metrics
 
@@ -165,14 +186,11 @@ class Training:
             return self.job.step / self.job.total_steps
         return self.job.trained_s / (60 * self.length.value)
 
-    def read(self, *, now: bool = False, wait: bool = False) -> None:
-        """Writes a window's line once a second, with the losses of the steps whose copy has arrived.
-
-        now: also when the second is not over; wait: also when the copy is not there yet, for the last line.
-        """
+    def read(self, *, wait: bool = False) -> None:
+        """Writes a window's line once a second, with the losses of the steps whose copy has arrived; wait: now."""
         job = self.job
         if self.reading is None:
-            if not (now or wait) and time.perf_counter() - self.window_s < WINDOW_S:
+            if not wait and time.perf_counter() - self.window_s < WINDOW_S:
                 return
             self.window_s = time.perf_counter()
             tensors, ready = self.stream.to_host(job.meter.take())
@@ -183,33 +201,46 @@ class Training:
             return
         ready.wait()
         self.reading = None
-        account = self.ledger.finish() if wait else self.ledger.window(0.0)
         reading = job.meter.read(tensors, steps)
-        if account is not None and account.wall_s > 0:
-            window = StepWindow(
-                t=time.time(),
-                attempt=job.folder.attempt,
-                step=self.read_steps,
-                steps=steps,
-                pictures=steps * job.config.run.batch,
-                wall_s=account.wall_s,
-                devices=1,
-                phases=account.phases,
-                losses=reading.losses,
-                rate=self.rate,
-                grad_norm=reading.norm,
-                skipped=reading.skipped,
-                memory_peak_bytes=job.device.memory().peak,
-            )
-            job.folder.append(STEPS, window)
-            self.board.window(window)
-            if steps:
-                self.show(window)
+        self.write_window(self.ledger.window(0.0), reading, steps)
         self.judge(reading)
+
+    def read_all(self) -> None:
+        """The last lines: what is still on its way, the steps since, and what the device did after them."""
+        while self.reading is not None or self.job.step > self.read_steps:
+            self.read(wait=True)
+        self.job.device.wait()
+        self.write_window(self.ledger.finish(), Reading({}, None, 0, None), 0)
+
+    def write_window(self, account: Account | None, reading: Reading, steps: int) -> None:
+        """A line of steps.jsonl, and the same for the screen and TensorBoard."""
+        job = self.job
+        if account is None or account.wall_s <= 0:
+            return
+        window = StepWindow(
+            t=time.time(),
+            attempt=job.folder.attempt,
+            step=self.read_steps,
+            steps=steps,
+            pictures=steps * job.config.run.batch,
+            wall_s=account.wall_s,
+            devices=1,
+            phases=account.phases,
+            losses=reading.losses,
+            rate=self.rate if steps else None,
+            grad_norm=reading.norm,
+            skipped=reading.skipped,
+            memory_peak_bytes=job.device.memory().peak,
+        )
+        job.folder.append(STEPS, window)
+        self.board.window(window)
+        if steps:
+            self.show(window)
 
     def judge(self, reading: Reading) -> None:
         """Ends a run that no longer learns anything."""
-        if reading.skipped:
+        alone = 1 if self.job.config.run.precision == "fp16" else 0  # loss scaling finds its limit by overflowing
+        if reading.skipped > alone:
             self.say("warning", f"{reading.skipped} steps skipped: their gradients were not finite")
         if reading.hopeless_at is None:
             return
@@ -222,7 +253,8 @@ class Training:
             f"{reading.hopeless_at + 1:,}).",
             place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
             cause=f"a learning rate that is too high (it was {self.rate:.3g}), or broken boxes in these pictures",
-            fix=f"--rate {job.config.optim.rate / 3:.2g}, --clip 1, --precision fp32; the last checkpoint is sound",
+            fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32; --weights "
+            f"{job.folder.path}/checkpoints/STEP/weights.safetensors are sound to start from",
         )
 
     def show(self, window: StepWindow) -> None:
@@ -235,27 +267,29 @@ class Training:
                              memory=(memory.peak, memory.total))  # fmt: skip
 
     def save(self) -> None:
-        """Starts saving a checkpoint; the files are written in the background."""
+        """Starts saving a checkpoint, unless this step's is there; the files are written in the background."""
         job = self.job
-        if self.saved_step == job.step:
-            return
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
-            snapshot = self.snapshot()
+            if job.writer.saved_step == job.step:
+                return
+            state: dict[str, Any] = {
+                "stepper": job.stepper.state_dict(),
+                "loader": job.loader.state_dict(),
+                "trained_s": job.trained_s,
+                "best_ap": job.best_ap,
+                "evaluated_step": job.evaluated_step,
+                "data": start.fingerprint(job),
+            }
+            snapshot = self.snapshot(state, ap=None)
             job.writer.save(snapshot)
-        self.copying, self.saved_step = snapshot.ready, job.step
+        self.copying = snapshot.ready
         self.save_due.done()
 
-    def snapshot(self) -> checkpoint.Snapshot:
+    def snapshot(self, state: dict[str, Any], *, ap: float | None) -> checkpoint.Snapshot:
+        """The averaged weights with their card, and a state to continue from (empty for the weights alone)."""
         job = self.job
-        state: dict[str, Any] = {
-            "stepper": job.stepper.state_dict(),
-            "loader": job.loader.state_dict(),
-            "trained_s": job.trained_s,
-            "best_ap": job.best_ap,
-            "data": start.fingerprint(job),
-        }
-        job.card.step = job.step
+        job.card.step, job.card.ap = job.step, ap
         weights = job.stepper.averaged.state_dict()
         return checkpoint.snapshot(self.stream, step=job.step, card=job.card.header(), weights=weights, state=state)
 
@@ -287,10 +321,10 @@ class Training:
             names.append(BEST)
         if names:
             with self.ledger.phase("checkpoint"):
-                job.card.ap = metrics.ap
-                snapshot = self.snapshot()
+                snapshot = self.snapshot({}, ap=metrics.ap)
                 job.writer.save_weights(snapshot, names)
             self.copying = snapshot.ready
+        job.evaluated_step = job.step
         job.folder.event("evaluated", step=job.step, metrics=msgspec.to_builtins(metrics))
         self.screen.evaluated(job.step, metrics)
         self.board.metrics(job.step, metrics)
@@ -308,12 +342,22 @@ class Training:
     def preempt(self) -> None:
         """Saves and leaves with exit code 75."""
         job = self.job
+        self.say("note", f"{self.stop.requested}: saving")
         self.save()
         job.writer.wait()
-        self.read(wait=True)
-        raise Preempted(f"Stopped by {self.stop.requested} at step {job.step:,}; everything is saved.",
-                        place=job.folder.path, fix=f"the same command, or `stoker train --resume {job.folder.path}`,"
-                        " continues")  # fmt: skip
+        self.read_all()
+        if job.writer.saved_step != job.step:
+            raise StorageError(
+                f"Stopped by {self.stop.requested} at step {job.step:,}, and the state could not be saved.",
+                place=job.folder.path,
+                cause=job.writer.failed,
+                fix="make room; the same command continues from the checkpoint before",
+            )
+        raise Preempted(
+            f"Stopped by {self.stop.requested} at step {job.step:,}; everything is saved.",
+            place=job.folder.path,
+            fix=f"the same command, or `stoker train --resume {job.folder.path}`, continues",
+        )
 
     def close(self) -> None:
         """Lets a write that is under way end, whatever ended the training."""
@@ -339,22 +383,3 @@ def forward_backward(
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
     return totals
-
-
-class Due:
-    """Whether something that happens every so often is due; a length of 0 never is."""
-
-    def __init__(self, every: Duration, pictures: int, batch: int, job: Job) -> None:
-        self._job = job
-        self._seconds = every.value * 60 if every.unit == "minutes" else 0.0
-        steps = {"steps": every.value, "epochs": every.value * pictures / batch, "minutes": 0.0}[every.unit]
-        self._steps = max(1, round(steps)) if steps else 0
-        self._last_s = time.perf_counter()
-
-    def now(self) -> bool:
-        if self._steps:
-            return self._job.step % self._steps == 0
-        return self._seconds > 0 and time.perf_counter() - self._last_s >= self._seconds
-
-    def done(self) -> None:
-        self._last_s = time.perf_counter()

@@ -133,6 +133,8 @@ def _make_optimizer(model: nn.Module, settings: OptimSettings, *, fused: bool) -
     ]
     how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
+        if not fused:
+            how["capturable"] = True  # foreach takes a rate that is a tensor only so
         return torch.optim.AdamW(groups, lr=0.0, betas=(settings.momentum, 0.999), **how)
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, **how)
     if settings.momentum:
@@ -176,7 +178,7 @@ class Meter:
         if not self._names:
             self._names = [*losses, "norm"]
             self._sums = torch.zeros(len(self._names) + 1, device=self._device)
-        good = torch.where(bad > 0, torch.zeros_like(values), values)
+        good = torch.where((bad > 0) | ~torch.isfinite(values), torch.zeros_like(values), values)
         self._sums += torch.cat([good, bad[None]])
         self._streak = (self._streak + 1) * bad
         reached = (self._streak >= self._limit) & (self._hopeless_at < 0)

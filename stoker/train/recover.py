@@ -6,11 +6,18 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from stoker.errors import Preempted
+
 
 class Stop:
     """`requested` names the signal once one has come."""
 
     requested: str | None = None
+
+    def check(self) -> None:
+        """Raises Preempted before the first step, when there is nothing to save."""
+        if self.requested is not None:
+            raise Preempted(f"Stopped by {self.requested} before the first step.", fix="the same command starts again")
 
 
 @contextlib.contextmanager

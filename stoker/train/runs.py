@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from stoker.config import Config, from_toml, to_toml
-from stoker.errors import ConfigError, UsageError
+from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.measure.environment import describe
 from stoker.records import (
     CONFIG,
@@ -25,6 +25,7 @@ from stoker.records import (
 )
 
 RUNS = Path("runs")
+NO_LOCKS = "this storage has no locks: nothing keeps a second process from training the same run"
 
 
 def choose(
@@ -36,13 +37,12 @@ def choose(
     finished, was started by another command, or is being trained by another process.
     """
     if resume is not None:
-        if asked.set_fields():
+        if asked.set_fields() or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
         path = open_run(resume)
         if is_finished(path):
             raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
-        _hold(path, stack)
-        return path, _asked_of(path), []
+        return path, _asked_of(path), _hold(path, stack)
     if name is not None:
         path = Path(name)
         if not (path / EVENTS).exists():
@@ -54,38 +54,49 @@ def choose(
             cause = f"it was started with {_words(_asked_of(path))}; now it is {_words(asked)}"
             fix = f"`stoker train --resume {path}`, or another --run"
             raise UsageError("The run was started with other settings.", place=path, cause=cause, fix=fix)
-        _hold(path, stack)
-        return path, asked, []
+        return path, asked, _hold(path, stack)
     said = []
     for path in reversed(_runs_of(asked)):
         if not _has_settings(path, asked):
             continue
         if is_finished(path):
             said.append(f"{path} had the same settings and is finished: starting a new run")
-            break
-        if stack.enter_context(locked(path)):
-            return path, asked, []
+            continue
+        held = stack.enter_context(locked(path))
+        if held is not False:
+            return path, asked, [] if held else [NO_LOCKS]
         said.append(f"{path} has the same settings and is being trained: starting a new run")
-    return None, asked, said
+    return None, asked, said[:1]
 
 
-def _hold(path: Path, stack: contextlib.ExitStack) -> None:
-    if not stack.enter_context(locked(path)):
+def _hold(path: Path, stack: contextlib.ExitStack) -> list[str]:
+    """Holds the run in `stack`; returns what there is to say about it."""
+    held = stack.enter_context(locked(path))
+    if held is False:
         raise UsageError("Another process is training this run.", place=path)
+    return [] if held else [NO_LOCKS]
 
 
 def open_folder(
     config: Config, reasons: dict[str, str], path: Path | None, name: str | None, stack: contextlib.ExitStack
 ) -> RunFolder:
-    """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given."""
-    if path is None:
-        path = _new_run(config, name)
-        _hold(path, stack)
-        write_whole(path / CONFIG, to_toml(config, reasons).encode())
-    folder = RunFolder(path, last_attempt(path) + 1)
-    stack.callback(folder.close)
-    write_whole(path / ENVIRONMENT, json.dumps(describe(), indent=2).encode())
-    folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
+    """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given.
+
+    Raises StorageError when it cannot be written.
+    """
+    try:
+        if path is None:
+            path = _new_run(config, name)
+            _hold(path, stack)
+            write_whole(path / CONFIG, to_toml(config, reasons).encode())
+        folder = RunFolder(path, last_attempt(path) + 1)
+        stack.callback(folder.close)
+        write_whole(path / ENVIRONMENT, json.dumps(describe(), indent=2).encode())
+        folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
+    except OSError as error:
+        place = path or name or RUNS
+        fix = "make room or name another folder: --run DIR"
+        raise StorageError("The run's folder cannot be written.", place=place, cause=str(error), fix=fix) from error
     return folder
 
 
@@ -123,9 +134,11 @@ def _has_settings(path: Path, asked: Config) -> bool:
 def with_absolute_paths(asked: Config) -> Config:
     """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere."""
     changes = {}
-    for name, value in (("data", asked.data.data), ("weights", asked.model.weights)):
-        if value is not None and Path(value).exists() and value != "demo":
-            changes[name] = str(Path(value).absolute())
+    data, weights = asked.data.data, asked.model.weights
+    if data not in (None, "demo") and Path(data).exists():
+        changes["data"] = str(Path(data).absolute())
+    if weights not in (None, "coco", "imagenet", "none") and Path(weights).is_file():
+        changes["weights"] = str(Path(weights).absolute())
     return asked.replace(**changes)
 
 
@@ -135,7 +148,7 @@ def _words(config: Config) -> str:
 
 def _data_name(config: Config) -> str:
     path = Path(config.data.data)
-    name = path.resolve().name if path.suffix == "" else path.resolve().parent.name
+    name = path.resolve().parent.name if path.is_file() else path.resolve().name
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
 
 

@@ -19,6 +19,7 @@ from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.device import Device, pick
 from stoker.errors import CheckpointError, DataError
+from stoker.evaluate import ground_truth, require_boxes
 from stoker.models.saved import Card
 from stoker.models.weights import load_weights
 from stoker.records import (
@@ -66,6 +67,8 @@ class Job:
     trained_s: float = 0.0
     """Wall seconds that the steps of the state took, over all attempts."""
     best_ap: float = -1.0
+    evaluated_step: int = -1
+    """Step of the last evaluation."""
     redo_until: int = 0
     """Steps up to this one were done by an earlier attempt and lost with it."""
 
@@ -86,7 +89,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
     wanted = asked if stored is None else stored[0]
     device = pick(wanted.run.device)
     index = open_index(wanted.data.data, format=wanted.data.format, val_fraction=wanted.data.val_fraction)
-    require_pictures(index)
+    require_pictures(index, ("train", "val"))
     for split in ("train", "val"):
         if split not in index.splits:
             raise DataError(
@@ -95,6 +98,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
                 choices=index.splits,
                 fix="name a data set with pictures to train on and to hold back",
             )
+    require_boxes(ground_truth(index, index.rows("val")))
     config, reasons = derive(asked, index, device) if stored is None else stored
     return Settled(config, reasons, device, index)
 
@@ -220,6 +224,7 @@ def _restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     job.step = loaded.step
     job.trained_s = loaded.state["trained_s"]
     job.best_ap = loaded.state["best_ap"]
+    job.evaluated_step = loaded.state["evaluated_step"]
     lost = max(0, job.redo_until - job.step)
     say("note", f"continuing from step {job.step:,}" + (f"; {lost:,} steps are done again" if lost else ""))
 

@@ -82,6 +82,10 @@ def test_a_damaged_newest_is_said_and_the_one_before_used(tmp_path: Path, name: 
     assert loaded.step == 1
     assert said[0][0] == "checkpoint_corrupt"
     assert "step-00000002" in said[0][1]
+    assert (tmp_path / "checkpoints/damaged-step-00000002").is_dir()
+    save(tmp_path, 3)
+    assert newest(tmp_path)[1] == []
+    assert (tmp_path / "checkpoints/step-00000001").is_dir()
 
 
 def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path):

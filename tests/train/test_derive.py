@@ -81,11 +81,19 @@ def test_the_canvas_of_mixed_pictures_wastes_little():
 
 
 def test_anchor_sizes_span_the_boxes(index: Index):
-    sizes, _ = _anchor_sizes(index, index.rows("train"), (64, 64), 3)
+    sizes, _ = _anchor_sizes(index, index.rows("train"), (64, 64), "letterbox", 3)
     sides = np.sqrt((index.boxes[:, 2:] - index.boxes[:, :2]).prod(1))
     assert np.percentile(sides, 5) < sizes[0] < sizes[1] < sizes[2] < np.percentile(sides, 95)
-    half, _ = _anchor_sizes(index, index.rows("train"), (32, 32), 3)
+    half, _ = _anchor_sizes(index, index.rows("train"), (32, 32), "letterbox", 3)
     assert half[1] == pytest.approx(sizes[1] / 2, abs=1)
+
+
+def test_anchor_sizes_follow_the_resize_policy(index: Index):
+    rows = index.rows("train")
+    small, _ = _anchor_sizes(index, rows, (64, 64), "letterbox", 3)
+    assert _anchor_sizes(index, rows, (128, 128), "letterbox", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
+    assert _anchor_sizes(index, rows, (64, 256), "letterbox", 3)[0] == small
+    assert _anchor_sizes(index, rows, (64, 256), "squash", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
 
 
 @pytest.mark.parametrize(("text", "steps"), [("12ep", 90), ("77", 77), ("0.5ep", 4), ("3min", None)])

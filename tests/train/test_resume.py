@@ -47,7 +47,13 @@ def wait_for(process: subprocess.Popen[str], run: Path, ready: str) -> None:
 
 
 def assert_same_end(one: Path, two: Path) -> None:
-    assert (one / "final.safetensors").read_bytes() == (two / "final.safetensors").read_bytes()
+    for name in ("final.safetensors", "best.safetensors"):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    scores = [
+        {e.step: e.data["metrics"] for e in read_lines(run, EVENTS, Event) if e.kind == "evaluated"}
+        for run in (one, two)
+    ]
+    assert scores[0] == scores[1]
     ends = [[e for e in read_lines(run, EVENTS, Event) if e.kind == "finished"] for run in (one, two)]
     assert ends[0][0].data == ends[1][0].data
 

@@ -1,15 +1,21 @@
 """A whole training in one process: what it leaves behind, and how it ends when it cannot go on."""
 
+import errno
 import json
+import os
+import signal
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from stoker.config import SECTION_OF, Config, from_fields, from_toml
-from stoker.errors import DataError, DivergedError, UsageError
+from stoker.device import Ready, SideStream
+from stoker.errors import DataError, DivergedError, Preempted, StorageError, UsageError
 from stoker.models import saved
 from stoker.models.weights import architecture_of
 from stoker.records import (
@@ -24,7 +30,9 @@ from stoker.records import (
     StepWindow,
     read_lines,
 )
+from stoker.train import checkpoint, loop, start
 from stoker.train.loop import train
+from stoker.train.runs import with_absolute_paths
 from tests.drawn import CLASSES, draw
 
 
@@ -118,8 +126,6 @@ def test_one_broken_picture_is_left_out_and_named_and_more_end_the_run(tmp_path:
 
 
 def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from stoker.train import loop
-
     data = draw(tmp_path / "data")
 
     def stop(*_: object, **__: object) -> None:
@@ -156,3 +162,123 @@ def test_length_in_minutes_and_epochs(data: Path, tmp_path: Path):
     assert result.steps > 1
     assert seconds >= 0.9 * 3.0
     assert train(settings(data, for_="2ep"), run=str(tmp_path / "epochs")).steps == 12
+
+
+class LateCopy(Ready):
+    """A copy that is asked four times before it is there, as on a device that is behind."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._asked = 0
+
+    def done(self) -> bool:
+        self._asked += 1
+        return self._asked > 4
+
+    def wait(self) -> None:
+        self._asked = 4
+
+
+def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    to_host = SideStream.to_host
+
+    def late(self: SideStream, tensors: Any) -> Any:
+        return to_host(self, tensors)[0], LateCopy()
+
+    monkeypatch.setattr(SideStream, "to_host", late)
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    result = train(settings(data, for_="23", eval_every="10"), run=str(tmp_path / "run"))
+    windows = list(read_lines(result.run, STEPS, StepWindow))
+    assert sum(window.steps for window in windows) == 23
+    assert windows[-1].step == 23
+    assert all(window.losses["total"] > 0 for window in windows if window.steps)
+    assert sum(1 for window in windows if window.steps) > 3
+
+
+def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
+    def wrapper(path: Path, content: Any) -> None:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    return wrapper
+
+
+def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_whole", full_disk("final.safetensors", checkpoint.write_whole))
+        with pytest.raises(StorageError, match="final weights") as caught:
+            train(settings(data), run=str(tmp_path / "run"))
+    assert "No space left" in str(caught.value)
+    assert list(read_lines(tmp_path / "run", EVENTS, Event))[-1].kind == "failed"
+    result = train(settings(data), run=str(tmp_path / "run"))
+    assert result.steps == 12
+    assert (result.run / "final.safetensors").exists()
+
+
+def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`call`, which at its n-th use gets a SIGTERM first."""
+    calls = iter(range(at + 1))
+
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        if next(calls, None) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(*arguments, **named)
+
+    return wrapper
+
+
+def test_a_signal_whose_save_fails_does_not_say_that_all_is_saved(data: Path, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_whole", full_disk("state.pt", checkpoint.write_whole))
+        patch.setattr(loop, "forward_backward", stopping(loop.forward_backward, 5))
+        with pytest.raises(StorageError, match="could not be saved"):
+            train(settings(data), run=str(tmp_path / "run"))
+
+
+def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(start, "settle", stopping(start.settle, 0))
+    with pytest.raises(Preempted, match="before the first step"):
+        train(settings(data), run=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(data: Path, tmp_path: Path):
+    config = settings(data, eval_every="6")
+    whole = train(config, run=str(tmp_path / "whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "detect", stopping(loop.detect, 0))
+        with pytest.raises(Preempted, match="at step 6"):
+            train(config, run=str(tmp_path / "run"))
+    result = train(config, run=str(tmp_path / "run"))
+    steps = [event.step for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated"]
+    assert steps == [6, 12]
+    for name in ("best.safetensors", "final.safetensors"):
+        assert (result.run / name).read_bytes() == (whole.run / name).read_bytes()
+
+
+def test_a_validation_split_without_boxes_is_refused_before_training(tmp_path: Path):
+    data = draw(tmp_path / "data")
+    path = data / "valid" / "_annotations.coco.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
+    with pytest.raises(DataError, match="nothing to score against"):
+        train(settings(data), run=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written(data: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError) as caught:
+        train(settings(data), run=str(tmp_path / "file"))
+    assert caught.value.exit_code == 3
+    assert "--run DIR" in str(caught.value)
+
+
+def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "coco").mkdir()
+    (tmp_path / "w.pth").write_bytes(b"")
+    asked = from_fields({"data": "coco", "weights": "coco"})
+    assert with_absolute_paths(asked).set_fields() == {"data": str(tmp_path / "coco"), "weights": "coco"}
+    assert with_absolute_paths(from_fields({"weights": "w.pth"})).model.weights == str(tmp_path / "w.pth")
+    assert with_absolute_paths(from_fields({"data": "demo"})).data.data == "demo"
