@@ -30,8 +30,13 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.batch import DRAWS, Batch
-from stoker.config import ModelSettings
+from stoker.config import ModelSettings, OptimSettings
+from stoker.data.augment import flip
+from stoker.device import Device
 from stoker.models import MODELS, build
+from stoker.train import optim
+from stoker.train.loop import forward_backward
+from stoker.train.optim import Stepper
 from stoker.waits import NoHostWaits
 
 DEVICE = "fakegpu"
@@ -61,6 +66,7 @@ class Trial:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    fused: bool = False
     steps: int = 2
     oracle: bool = False
 
@@ -256,12 +262,13 @@ def fake_batch(trial: Trial) -> Batch:
     )
 
 
-def make_optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW; SGD through foreach, since fused SGD does not run on fake tensors."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if trial.optimizer == "adamw":
-        return torch.optim.AdamW(trained, fused=True)
-    return torch.optim.SGD(trained, lr=0.01, momentum=0.9, foreach=True)
+def make_stepper(trial: Trial, model: nn.Module) -> Stepper[nn.Module]:
+    """The project's own step: fused AdamW where the trial says so, else foreach; fused SGD does not run on fakes, and the
+    copy that averages weights cannot be made of them."""
+    if trial.fused:
+        optim.FUSED_KINDS = optim.FUSED_KINDS | {DEVICE}
+    settings = OptimSettings(optimizer=trial.optimizer, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0)
+    return Stepper(model, settings, Device(torch.device(DEVICE)), precision=trial.precision)
 
 
 def try_step(trial: Trial) -> Outcome:
@@ -272,26 +279,28 @@ def try_step(trial: Trial) -> Outcome:
     with fake_tensors():
         to_fake(model).train()
         batch = fake_batch(trial)
-        optimizer = make_optimizer(trial, model)
+        stepper = make_stepper(trial, model)
         for tensor in (*model.parameters(), *model.buffers(), *batch):
             memory.add(tensor)
         with memory:
-            error = _steps(trial, model, batch, optimizer)
+            error = _steps(trial, model, batch, stepper)
     return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type)
 
 
-def _steps(trial: Trial, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> str | None:
+def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Module]) -> str | None:
+    meter = optim.Meter(Device(torch.device(DEVICE)), limit=3)
     try:
-        for _ in range(trial.steps):
+        for step in range(trial.steps):
             with NoHostWaits():
-                with autocast(trial.precision):
-                    losses = _oracle_losses(model, batch) if trial.oracle else model.loss(model(batch.images), batch)  # type: ignore[operator]
-                    total = sum(losses.values())
-                    del losses
-                total.backward()
-                del total
-                optimizer.step()
-                optimizer.zero_grad()
+                if trial.oracle:
+                    with autocast(trial.precision):
+                        losses = _oracle_losses(model, batch)
+                    stepper.backward(torch.stack(list(losses.values())).sum())
+                else:
+                    losses = forward_backward(model, stepper, flip(batch, 0.5), 1, autocast(trial.precision))  # type: ignore[arg-type]
+                norm, bad = stepper.step(0.01, step)
+                meter.add(losses, norm, bad, step)
+                del losses
     except (RuntimeError, TypeError, ValueError) as error:  # HostWait and what fake tensors raise: the outcome
         return f"{type(error).__name__}: {error}"
     return None

@@ -83,18 +83,21 @@ class Stepper(Generic[Model]):
         return norm, bad
 
     def _move(self, rate: float, bad: Tensor, gradients: list[Tensor]) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         if self.fused:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused step()
             self._optimizer.found_inf = bad  # type: ignore[attr-defined]
-        else:
-            # No fused kernel here: a skipped step has rate 0 and gradients 0; only the moments fade by one step.
-            for gradient in gradients:
-                gradient.copy_(torch.where(bad > 0, 0.0, gradient))
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate * (1 - bad)
+            self._optimizer.step()
+            return
+        # No fused kernel here: the weights of a skipped step are put back; only the moments fade by one step.
+        for gradient in gradients:
+            gradient.copy_(torch.where(bad > 0, 0.0, gradient))
+        before = [weight.detach().clone() for weight in self._trained]
         self._optimizer.step()
+        with torch.no_grad():
+            for weight, old in zip(self._trained, before, strict=True):
+                weight.copy_(torch.where(bad > 0, old, weight))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors on the device and plain numbers; of the model too, since `averaged` is what weights files hold."""
@@ -134,7 +137,7 @@ def _make_optimizer(model: nn.Module, settings: OptimSettings, *, fused: bool) -
     how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
         if not fused:
-            how["capturable"] = True  # foreach takes a rate that is a tensor only so
+            how["capturable"] = True  # the count of steps stays on the device
         return torch.optim.AdamW(groups, lr=0.0, betas=(settings.momentum, 0.999), **how)
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, **how)
     if settings.momentum:

@@ -85,8 +85,8 @@ def test_anchors_made_in_inference_can_be_trained_with() -> None:
 TRIALS = {
     # The bar of memory: bf16, stem and layer1 frozen, 80 classes, 800 × 800, 32 pictures.
     "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800), optimizer="sgd"),
-    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", optimizer="adamw"),
-    "tiny": fakes.Trial(model="retinanet_tiny_fpn", optimizer="adamw", precision="fp16"),
+    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", optimizer="adamw", fused=True),
+    "tiny": fakes.Trial(model="retinanet_tiny_fpn", batch=16, optimizer="adamw", precision="fp16"),
     "torchvision": fakes.Trial(oracle=True),
 }
 
