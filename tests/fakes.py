@@ -263,8 +263,8 @@ def fake_batch(trial: Trial) -> Batch:
 
 
 def make_stepper(trial: Trial, model: nn.Module) -> Stepper[nn.Module]:
-    """The project's own step: fused AdamW where the trial says so, else foreach; fused SGD does not run on fakes, and the
-    copy that averages weights cannot be made of them."""
+    """The project's own step: fused AdamW where the trial says so, else foreach. Fused SGD does not run on fakes, and
+    the copy that averages weights cannot be made of them."""
     if trial.fused:
         optim.FUSED_KINDS = optim.FUSED_KINDS | {DEVICE}
     settings = OptimSettings(optimizer=trial.optimizer, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0)
