@@ -148,8 +148,9 @@ class Training:
                     self.score()
             self.save()
             metrics = self.score(final=True)
+            with self.ledger.phase("checkpoint"):
+                job.writer.wait()
             self.read_all()
-            job.writer.wait()
             if job.writer.failed is not None:
                 raise StorageError(
                     "The final weights could not be saved.",
@@ -344,7 +345,8 @@ class Training:
         job = self.job
         self.say("note", f"{self.stop.requested}: saving")
         self.save()
-        job.writer.wait()
+        with self.ledger.phase("checkpoint"):
+            job.writer.wait()
         self.read_all()
         if job.writer.saved_step != job.step:
             raise StorageError(
