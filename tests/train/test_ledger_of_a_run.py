@@ -19,10 +19,14 @@ from tests.drawn import draw
 DELAYS = {"input_wait": 0.05, "eval": 1.5, "checkpoint": 0.4}
 
 
-def delayed(spent: dict[str, float], phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def delayed(
+    spent: dict[str, float], phase: str, call: Callable[..., Any], *, by: float | None = None
+) -> Callable[..., Any]:
+    """`call` with the phase's delay before it (or `by` seconds); what both take is added to `spent`."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        time.sleep(DELAYS[phase])
+        time.sleep(DELAYS[phase] if by is None else by)
         try:
             return call(*args, **kwargs)
         finally:
@@ -55,6 +59,7 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
     monkeypatch.setattr(loop, "detect", delayed(spent, "eval", loop.detect))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
+    monkeypatch.setattr(checkpoint.Writer, "wait", delayed(spent, "checkpoint", checkpoint.Writer.wait, by=0.0))
     result = loop.train(settings(data), run=str(tmp_path / "run"))
     summed = totals(result.run)
     for phase, seconds in spent.items():
