@@ -206,10 +206,14 @@ class Training:
         self.write_window(self.ledger.window(0.0), reading, steps)
         self.judge(reading)
 
-    def read_all(self) -> None:
-        """The last lines: what is still on its way, the steps since, and what the device did after them."""
+    def catch_up(self) -> None:
+        """Writes the lines of all steps so far: waits for the device, so only where it is waited for anyway."""
         while self.reading is not None or self.job.step > self.read_steps:
             self.read(wait=True)
+
+    def read_all(self) -> None:
+        """The last lines: all steps, and what the device did after them."""
+        self.catch_up()
         self.job.device.wait()
         self.write_window(self.ledger.finish(), Reading({}, None, 0, None), 0)
 
@@ -297,6 +301,7 @@ class Training:
     def score(self, *, final: bool = False) -> Metrics:
         """Evaluates the averaged weights on the validation split; keeps them when they are the best so far."""
         job, config = self.job, self.job.config
+        self.catch_up()  # so that an evaluation has windows of its own, and the rates are those of steps
         with self.ledger.phase("eval"):
             batches = Loader(
                 job.index,
@@ -331,6 +336,7 @@ class Training:
         self.board.metrics(job.step, metrics)
         self.board.pictures(job.step, some_pictures(job.index, job.val_rows, found), job.index.class_names)
         self.eval_due.done()
+        self.write_window(self.ledger.window(0.0), Reading({}, None, 0, None), 0)
         return metrics
 
     def until_stopped(self, batches: Loader) -> Iterator[Batch]:
