@@ -250,7 +250,8 @@ def sync_folder(path: Path) -> None:
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
-    """The lines of one of the run's .jsonl files; nothing when it is absent. Torn lines are passed over.
+    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Torn lines are
+    passed over.
 
     Raises UsageError at a whole line that is not a `kind`: another version of stoker wrote it.
     """
@@ -270,8 +271,10 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
                         cause=str(error),
                         fix=f"read the run with the version of stoker that {ENVIRONMENT} beside it names",
                     ) from error
-                except msgspec.DecodeError:  # torn by a kill: never whole again
-                    continue
+                except (msgspec.DecodeError, UnicodeDecodeError):  # torn by a kill: never whole again
+                    pass
+            if not line.endswith(b"\n"):
+                return  # the end of a live run's file: what comes behind it now is the other half of this line
 
 
 def open_run(text: str | Path) -> Path:

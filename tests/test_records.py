@@ -138,6 +138,18 @@ def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_goes_on(
     assert list(read_lines(path, EVENTS, Event)) == [*kept, more, more]
 
 
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_a_line_that_is_written_while_it_is_read_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """The reader met the end in the middle of a line; what comes behind it may look like JSON of its own."""
+    lines = [msgspec.json.encode(window(step=step)) + b"\n" for step in range(3)]
+    (tmp_path / STEPS).write_bytes(b"".join(lines))
+    seen = [lines[0], lines[1][:cut], b'"step":1}\n', lines[2]]
+    monkeypatch.setattr(Path, "open", lambda *_: contextlib.nullcontext(iter(seen)))
+    assert [line.step for line in read_lines(tmp_path, STEPS, StepWindow)] == ([0, 1] if cut == -1 else [0])
+
+
 def test_a_file_that_is_absent_has_no_lines(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path, STEPS, StepWindow)) == []
 
