@@ -19,10 +19,10 @@ from stoker.recipes import CANVAS_SIDE, RECIPES
 from stoker.train import fit
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
-"""DESIGN: 12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
+"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
 
 PLAIN: dict[str, tuple[Any, str]] = {
-    "val_fraction": (0.1, "a tenth"),
+    "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
     "flip": (0.5, "as torchvision's detection references"),
     "crop": (0.5, "every other picture at another scale"),
