@@ -129,7 +129,10 @@ def test_a_signal_saves_and_exits_with_75(undisturbed: Path, data: Path, tmp_pat
     assert [e.kind for e in read_lines(run, EVENTS, Event)][-1] == "preempted"
     stopped_at = int(re.search(r"at step (\d+)", output)[1])  # type: ignore[index]
     assert (run / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
-    code, output = run_stoker("train", data, *FLAGS, cwd=tmp_path)
+    again = ["--resume", run] if number == signal.SIGINT else [data, *FLAGS]
+    elsewhere = tmp_path / "elsewhere" if number == signal.SIGINT else tmp_path
+    elsewhere.mkdir(exist_ok=True)
+    code, output = run_stoker("train", *again, cwd=elsewhere)
     assert code == 0, output
     assert f"continuing from step {stopped_at}" in output
     assert_same_end(undisturbed, run)
