@@ -172,7 +172,7 @@ def main() -> None:
     # Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
-        app()
+        app(sys.argv[1:])
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

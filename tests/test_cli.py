@@ -1,10 +1,13 @@
 """The commands in processes of their own: help, errors and exit codes, and a model's way from training to pictures."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from stoker.cli import main
 from tests.drawn import draw, run_stoker
 
 TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "20", "--eval-every", "0"]
@@ -28,9 +31,6 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         "import stoker.report.why, stoker.report.terminal, stoker.diagnose.rules\n"
         "assert not any(name.split('.')[0] == 'torch' for name in sys.modules)\n"
     )
-    import subprocess
-    import sys
-
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
@@ -51,10 +51,21 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         (["predict", "nowhere", "x.jpg"], 3, ["nowhere"]),
     ],
 )
-def test_errors_say_what_to_do(tmp_path: Path, arguments: list[str], code: int, words: list[str]):
+def test_errors_say_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: list[str],
+):
     (tmp_path / "empty").mkdir()
-    found, output = run_stoker(*arguments, cwd=tmp_path)
-    assert found == code, output
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stoker", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = "".join(capfd.readouterr())
+    assert ended.value.code == code, output
     for word in words:
         assert word in output
     assert "Traceback" not in output

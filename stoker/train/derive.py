@@ -58,7 +58,6 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
 
     Raises ConfigError for settings that cannot be, OutOfMemoryError when not even one picture fits.
     """
-    check(asked)
     filling = _Filling(asked)
     put, get = filling.put, filling.get
     put("device", str(device.torch_device), _why_device(device))

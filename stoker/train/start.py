@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config import Config, from_toml, parse_duration
+from stoker.config import Config, check, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.device import Device, pick
@@ -87,6 +87,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
     """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
     stored = None if path is None else from_toml(path / CONFIG)
     wanted = asked if stored is None else stored[0]
+    check(wanted)
     device = pick(wanted.run.device)
     index = open_index(wanted.data.data, format=wanted.data.format, val_fraction=wanted.data.val_fraction)
     require_pictures(index, ("train", "val"))
