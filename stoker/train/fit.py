@@ -98,7 +98,7 @@ def _largest_on_cpu(config: Config, classes: int, slots: int, device: Device) ->
     # Gradients, two moments and the average beside the weights; half as much again of what is kept, for temporaries.
     picture = 1.5 * sum(kept.values())
     free = HEADROOM * device.memory().free - 5 * weights
-    return int(free // picture), f"{picture / GIB:.2f} GiB a picture of {free / GIB:.0f} GiB"
+    return int(free // picture), f"{picture / 2**20:,.0f} MiB a picture of {free / GIB:.0f} GiB"
 
 
 def _largest_on_device(config: Config, classes: int, slots: int, device: Device, target: int) -> tuple[int, str]:
