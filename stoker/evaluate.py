@@ -9,8 +9,7 @@ within 1e-9). Pictures without known boxes are `predict.py`'s.
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.batch import Batch
+from stoker.data.index import Index
 from stoker.device import Device, Ready
 from stoker.draw import Shown
 from stoker.errors import DataError
@@ -30,24 +30,6 @@ SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
 IOU_THRESHOLD = 0.5
 """NMS: torchvision's default (RetinaNet.nms_thresh)."""
-
-
-class Columns(Protocol):
-    """What `evaluate` asks of an index (`data/index.py`)."""
-
-    @property
-    def class_names(self) -> tuple[str, ...]: ...
-    @property
-    def offsets(self) -> NDArray[np.int64]: ...
-    @property
-    def boxes(self) -> NDArray[np.float32]: ...
-    @property
-    def labels(self) -> NDArray[np.int32]: ...
-    @property
-    def crowd(self) -> NDArray[np.bool_]: ...
-    @property
-    def area(self) -> NDArray[np.float64]: ...
-    def path(self, row: int) -> Path: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +51,7 @@ class GroundTruth:
     class_names: tuple[str, ...]
 
 
-def ground_truth(index: Columns, rows: NDArray[np.int64]) -> GroundTruth:
+def ground_truth(index: Index, rows: NDArray[np.int64]) -> GroundTruth:
     """The true boxes of some rows of an index."""
     rows = np.asarray(rows, np.int64)
     starts, counts = index.offsets[rows], index.offsets[rows + 1] - index.offsets[rows]
@@ -89,7 +71,7 @@ def ground_truth(index: Columns, rows: NDArray[np.int64]) -> GroundTruth:
 def evaluate(
     model: Detector,
     batches: Iterable[Batch],
-    index: Columns,
+    index: Index,
     rows: NDArray[np.int64],
     device: Device,
     *,
@@ -236,7 +218,7 @@ def score(truth: GroundTruth, found: Detections) -> Metrics:
 
 
 def some_pictures(
-    index: Columns, rows: NDArray[np.int64], found: Detections, *, count: int = 4, score_threshold: float = 0.3
+    index: Index, rows: NDArray[np.int64], found: Detections, *, count: int = 4, score_threshold: float = 0.3
 ) -> list[Shown]:
     """A few of the evaluated pictures with true and found boxes, to look at: the same ones at every evaluation."""
     chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]

@@ -107,12 +107,6 @@ class Screen:
         """The scores of an evaluation in one line."""
         self._show(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
 
-    def finished(self, lines: Iterable[str]) -> None:
-        """The last words; moving lines are taken away first."""
-        self._stop_moving()
-        for line in lines:
-            self.note(line)
-
     def close(self) -> None:
         """Gives the terminal back. A stream that still cannot be written is replaced, so that Python can exit."""
         self._stop_moving()

@@ -193,6 +193,12 @@ def _folders(run: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
+def newest_weights(run: Path) -> Path | None:
+    """The weights file of the newest checkpoint, unchecked; None when there is none."""
+    folders = _folders(run)
+    return folders[0] / WEIGHTS if folders else None
+
+
 @dataclasses.dataclass
 class Loaded:
     step: int

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
 from stoker.device import Device, host_cores, untried
+from stoker.evaluate import ground_truth
 from stoker.models import architecture
 from stoker.models.weights import architecture_of
 from stoker.recipes import CANVAS_SIDE, RECIPES
@@ -145,11 +146,10 @@ def _anchor_sizes(
 
     A box's size is the root of its area in pixels of the canvas.
     """
-    counts = index.offsets[rows + 1] - index.offsets[rows]
-    boxes = np.concatenate([index.boxes[index.offsets[row] : index.offsets[row + 1]] for row in rows])
-    height, width = index.size[np.repeat(rows, counts)].T.astype(np.float64)
+    truth = ground_truth(index, rows)
+    height, width = index.size[truth.row].T.astype(np.float64)
     known = (height > 0) & (width > 0)
-    sides = boxes[known, 2:] - boxes[known, :2]
+    sides = truth.boxes[known, 2:] - truth.boxes[known, :2]
     if len(sides) == 0:
         square = math.sqrt(canvas[0] * canvas[1])
         sizes = np.geomspace(0.1, 0.5, levels) * square
@@ -210,11 +210,11 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     costs = math.ceil(3.5 * val_pictures / batch)
     every = max(math.ceil(per_epoch), costs, math.ceil(total / DEFAULT_EPOCHS))
-    filling.put(
-        "eval_every",
-        "0" if every >= total else str(every),
-        "at most once an epoch, 12 times in all, and for a tenth of the time",
-    )
+    reason = "at most once an epoch, 12 times in all, and for a tenth of the time"
+    if every >= total:
+        filling.put("eval_every", "0", f"only at the end: {reason}")
+    else:
+        filling.put("eval_every", str(every), reason)
     horizon = max(10.0, 0.02 * total)
     share = "2 % of the length" if horizon > 10 else "the fewest that make an average"
     filling.put(

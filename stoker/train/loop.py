@@ -34,7 +34,7 @@ from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.train import checkpoint, runs, start
 from stoker.train.cadence import Due
-from stoker.train.optim import Reading, Stepper, rate_at
+from stoker.train.optim import NO_STEPS, Reading, Stepper, rate_at
 from stoker.train.recover import Stop, stop_on_signals
 from stoker.train.start import Job
 
@@ -68,7 +68,7 @@ def train(
         with out_of_memory_as_error("looking for the batch that fits"):
             settled = start.settle(asked, path)
         stop.check()
-        folder = runs.open_folder(settled.config, settled.reasons, path, run, stack)
+        folder = runs.open_folder(settled.config, settled.reasons, path, run, stack, said)
         stack.callback(conclude, folder, screen)
         job: Job | None = None
 
@@ -134,7 +134,7 @@ class Training:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
         job = self.job
         with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
-            self.write_window(self.ledger.window(0.0), Reading({}, None, 0, None), 0)
+            self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
             if self.eval_due.now(job.step) and job.evaluated_step != job.step and self.progress() < 1:
                 self.score()  # a signal or a kill had come between the checkpoint of this step and its evaluation
             while self.progress() < 1:
@@ -215,7 +215,7 @@ class Training:
         """The last lines: all steps, and what the device did after them."""
         self.catch_up()
         self.job.device.wait()
-        self.write_window(self.ledger.finish(), Reading({}, None, 0, None), 0)
+        self.write_window(self.ledger.finish(), NO_STEPS, 0)
 
     def write_window(self, account: Account | None, reading: Reading, steps: int) -> None:
         """A line of steps.jsonl, and the same for the screen and TensorBoard."""
@@ -253,13 +253,14 @@ class Training:
         rows = job.loader.rows_of(reading.hopeless_at * batch, batch)
         names = [str(job.index.path(row)) for row in rows]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        sound = checkpoint.newest_weights(job.folder.path)
+        restart = "" if sound is None else f"; it can start from --weights {sound}, which are sound"
         raise DivergedError(
             f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step "
             f"{reading.hopeless_at + 1:,}).",
             place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
             cause=f"a learning rate that is too high (it was {self.rate:.3g}), or broken boxes in these pictures",
-            fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32; --weights "
-            f"{job.folder.path}/checkpoints/STEP/weights.safetensors are sound to start from",
+            fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32{restart}",
         )
 
     def show(self, window: StepWindow) -> None:
@@ -336,7 +337,7 @@ class Training:
         self.board.metrics(job.step, metrics)
         self.board.pictures(job.step, some_pictures(job.index, job.val_rows, found), job.index.class_names)
         self.eval_due.done()
-        self.write_window(self.ledger.window(0.0), Reading({}, None, 0, None), 0)
+        self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
         return metrics
 
     def until_stopped(self, batches: Loader) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ issues the same calls whatever the numbers are. The rate's schedule is a pure fu
 
 import copy
 import math
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -206,14 +206,17 @@ class Meter:
         return Reading(means, norm, skipped, hopeless if hopeless >= 0 else None)
 
 
-class Reading:
+class Reading(NamedTuple):
     """Means over the finite steps of a window; `hopeless_at`: the step whose skip made the streak too long."""
 
-    def __init__(self, losses: dict[str, float], norm: float | None, skipped: int, hopeless_at: int | None) -> None:
-        self.losses = losses
-        self.norm = norm
-        self.skipped = skipped
-        self.hopeless_at = hopeless_at
+    losses: dict[str, float]
+    norm: float | None
+    skipped: int
+    hopeless_at: int | None
+
+
+NO_STEPS = Reading({}, None, 0, None)
+"""The reading of a window without a step."""
 
 
 def rate_at(settings: OptimSettings, step: int, progress: float) -> float:

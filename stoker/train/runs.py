@@ -78,16 +78,21 @@ def _hold(path: Path, stack: contextlib.ExitStack) -> list[str]:
 
 
 def open_folder(
-    config: Config, reasons: dict[str, str], path: Path | None, name: str | None, stack: contextlib.ExitStack
+    config: Config,
+    reasons: dict[str, str],
+    path: Path | None,
+    name: str | None,
+    stack: contextlib.ExitStack,
+    said: list[str],
 ) -> RunFolder:
     """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given.
 
-    Raises StorageError when it cannot be written.
+    What there is to say about holding it is added to `said`. Raises StorageError when it cannot be written.
     """
     try:
         if path is None:
             path = _new_run(config, name)
-            _hold(path, stack)
+            said += _hold(path, stack)
             write_whole(path / CONFIG, to_toml(config, reasons).encode())
         folder = RunFolder(path, last_attempt(path) + 1)
         stack.callback(folder.close)

@@ -71,7 +71,8 @@ def test_plain_lines_of_a_run() -> None:
         screen.progress(window(), done=0.1334, total_steps=9000, eta_s=755.0, memory=(11 * 2**30, 140 * 2**30))
         screen.warning("3 pictures cannot be read")
         screen.evaluated(1200, metrics())
-        screen.finished(["AP50 0.310", "results in runs/demo-tiny-1"])
+        screen.note("AP50 0.310")
+        screen.note("results in runs/demo-tiny-1")
     assert (
         file.getvalue()
         == """\
@@ -118,7 +119,7 @@ def test_plain_lines_have_no_control_characters_whatever_the_names(monkeypatch: 
         screen.warning(evil)
         screen.settings([(evil, evil, evil)])
         screen.progress(window(losses={"total": 1.0, evil: 1.0}), done=0, total_steps=None, eta_s=None, memory=None)
-        screen.finished([evil])
+        screen.note(evil)
     print_metrics(metrics(per_class=[ClassMetrics(name=evil, ap=0.1, ap50=0.1, boxes=1)]), file)
     text = file.getvalue()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)

@@ -106,6 +106,7 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
     assert "5 steps in a row" in text
     assert text.count("train-") == 4
     assert "--rate 30" in text
+    assert "--weights" not in text  # there is no checkpoint yet
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
     assert (last.kind, last.data["exit_code"]) == ("failed", 6)
 
