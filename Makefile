@@ -19,7 +19,7 @@ setup: .venv/.ready
 	touch $@
 
 lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
-	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev pyproject.toml -o requirements.lock
+	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx pyproject.toml -o requirements.lock
 
 demo: setup
 	$(BIN)/stoker train demo

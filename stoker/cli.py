@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from stoker.cli_data import data_app
 from stoker.config import Config
 from stoker.errors import StokerError
 
@@ -23,6 +24,7 @@ app = App(
     default_parameter=Parameter(negative=()),
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
 )
+app.command(data_app, sort_key=6)
 
 
 @app.command(sort_key=1)
@@ -48,7 +50,7 @@ def train(
         An unfinished run to continue with its own settings; DATA is not needed then.
     """
     from stoker.measure.host import process_started_s
-    from stoker.train.loop import train as train_loop
+    from stoker.training.loop import train as train_loop
 
     if data is None and resume is None:
         from stoker.errors import UsageError

@@ -1,6 +1,6 @@
 """Named starting points: functions that return a partial config. What a recipe leaves open is derived or a default.
 
-A user's own setting wins over the recipe's; `train/derive.py` writes the recipe's name as the reason of each value.
+A user's own setting wins over the recipe's; `training/derive.py` writes the recipe's name as the reason of each value.
 """
 
 from collections.abc import Callable

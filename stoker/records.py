@@ -2,7 +2,7 @@
 
 Writers append whole lines and replace whole files by rename; readers accept a torn last line, so a live, a dead and a
 finished run read alike. `docs/run-folder.md` describes every file for people, and a test holds it to that. Not here:
-checkpoints (`train/checkpoint.py`).
+checkpoints (`training/checkpoint.py`).
 """
 
 import contextlib

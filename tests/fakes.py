@@ -34,9 +34,9 @@ from stoker.config import ModelSettings, OptimSettings
 from stoker.data.augment import flip
 from stoker.device import Device
 from stoker.models import MODELS, build
-from stoker.train import optim
-from stoker.train.loop import forward_backward
-from stoker.train.optim import Stepper
+from stoker.training import optim
+from stoker.training.loop import forward_backward
+from stoker.training.optim import Stepper
 from stoker.waits import NoHostWaits
 
 DEVICE = "fakegpu"

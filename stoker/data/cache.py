@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data.formats.columns import SPLITS, Columns, Dropped, Found
+from stoker.data.formats.columns import SPLITS, Columns, Found
+from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.records import write_whole
 
-VERSION = 1
+VERSION = 2
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
 
 SCHEMA = pa.schema(
@@ -28,6 +29,7 @@ SCHEMA = pa.schema(
         ("folder", pa.int32()),
         ("split", pa.int8()),
         ("image_id", pa.int64()),
+        ("span", pa.list_(pa.int64(), 2)),  # zeros: the picture is a file of its own
         ("size", pa.list_(pa.int32(), 2)),
         ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),
         ("labels", pa.large_list(pa.int32())),
@@ -48,7 +50,7 @@ class Meta(msgspec.Struct, kw_only=True):
     category_ids: tuple[int, ...]
     splits: tuple[str, ...]
     folders: tuple[str, ...]
-    dropped: tuple[Dropped, ...]
+    problems: tuple[Problem, ...]
     notes: tuple[str, ...]
 
 
@@ -93,7 +95,7 @@ def _stamps(path: Path) -> Iterator[str]:
         yield f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 
-def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
+def write(path: Path, columns: Columns, problems: tuple[Problem, ...], found: Found, stamp: str) -> None:
     """Writes the index file of a cleaned and divided data set. Raises PreflightError where it cannot be written."""
     rows = len(columns.names)
     offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(columns.row, minlength=rows))]).astype(np.int64))
@@ -109,7 +111,7 @@ def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
         category_ids=tuple(columns.category_ids),
         splits=tuple(name for number, name in enumerate(SPLITS) if (columns.split == number).any()),
         folders=tuple(columns.folders),
-        dropped=tuple(columns.dropped),
+        problems=problems,
         notes=tuple(columns.notes),
     )
     try:
@@ -127,6 +129,7 @@ def write(path: Path, columns: Columns, found: Found, stamp: str) -> None:
             pa.array(columns.folder),
             pa.array(columns.split),
             pa.array(columns.image_id),
+            _rows(np.zeros((rows, 2), np.int64) if columns.span is None else columns.span),
             _rows(columns.size),
             per_picture(_rows(columns.boxes.astype(np.float32))),
             per_picture(pa.array(columns.labels)),
@@ -154,7 +157,7 @@ def _digest(text: bytes) -> bytes:
     return blake2b(text, digest_size=8).hexdigest().encode()
 
 
-def _rows(values: NDArray[np.float32] | NDArray[np.int32]) -> pa.Array:
+def _rows(values: NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]) -> pa.Array:
     """[N, n] as N lists of n."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 

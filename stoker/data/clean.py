@@ -12,15 +12,15 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Dropped
+from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns
+from stoker.data.problems import Problems
 from stoker.errors import DataError
 
 TRAIN, VAL, TEST = range(3)
-EXAMPLES = 5
-KINDS = ("not a number", "negative size", "zero size", "outside the picture")
+KINDS = ("not-a-number", "negative-size", "zero-size", "outside")
 
 
-def drop_degenerate(columns: Columns) -> Columns:
+def drop_degenerate(columns: Columns, problems: Problems) -> Columns:
     """Leaves out the boxes that have no area, in float32, or none inside the picture; others stay as drawn, also those
     that reach over the edge. Fills in the area, width × height, where the source has none."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -33,12 +33,9 @@ def drop_degenerate(columns: Columns) -> Columns:
             (x2 <= 0) | (y2 <= 0) | ((x1 >= width) & (width > 0)) | ((y1 >= height) & (height > 0)),
         )
     kind = np.select(tests, range(len(tests)), default=-1)
-    dropped = list(columns.dropped)
     for number, name in enumerate(KINDS):
-        bad = np.flatnonzero(kind == number)
-        if bad.size:
-            examples = tuple(_describe(columns, int(box)) for box in bad[:EXAMPLES])
-            dropped.append(Dropped(name, int(bad.size), examples))
+        for box in np.flatnonzero(kind == number).tolist():
+            problems.add(name, _describe(columns, box))
     keep = kind < 0
     boxes = columns.boxes[keep]
     area = columns.area[keep]
@@ -51,7 +48,6 @@ def drop_degenerate(columns: Columns) -> Columns:
         crowd=columns.crowd[keep],
         area=np.where(np.isfinite(area) & (area >= 0), area, own),
         box_id=columns.box_id[keep],
-        dropped=dropped,
     )
 
 
@@ -104,7 +100,7 @@ def _uniform(name: str) -> float:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 
-def check(columns: Columns) -> Columns:
+def check(columns: Columns, problems: Problems) -> Columns:
     """Adds notes on what is odd but allowed. Raises DataError when nothing can be learned from the training split."""
     notes = list(columns.notes)
     split_of_box = columns.split[columns.row]
@@ -116,7 +112,7 @@ def check(columns: Columns) -> Columns:
                 raise DataError(
                     "The training split has no boxes.",
                     place=columns.picture(int(np.flatnonzero(columns.split == TRAIN)[0])) + " and all others",
-                    cause="; ".join(f"{d.count} boxes left out: {d.kind}" for d in columns.dropped) or None,
+                    cause="; ".join(f"{p.count} boxes left out: {p.title}" for p in problems.found()) or None,
                     fix="check that these are annotations for detection, with boxes",
                 )
             notes.append(f"the {name} split has no boxes: it has no AP")

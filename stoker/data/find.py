@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from stoker.data.formats import coco, coco_files, voc, voc_files
 from stoker.data.formats.columns import Columns, Found, subfolders
+from stoker.data.problems import Problems
 from stoker.errors import DataError, UsageError, nearest
 
 
 class Format(NamedTuple):
     find: Callable[[Path], Found | None]
-    read: Callable[[Found], Columns]
+    read: Callable[[Found, Problems], Columns]
 
 
 FORMATS = {"coco": Format(coco_files.find, coco.read), "voc": Format(voc_files.find, voc.read)}

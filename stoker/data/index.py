@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
-from stoker.data.formats.columns import SPLITS, Dropped
+from stoker.data.formats.columns import SPLITS
+from stoker.data.problems import Problem, Problems
 from stoker.errors import ConfigError, DataError
 
-__all__ = ["Dropped", "Index", "missing_pictures", "open_index", "require_pictures"]
+__all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures"]
 
 VAL_FRACTION = 0.1
 MISSING_TOLERATED = 0.01
@@ -56,14 +57,15 @@ class Index:
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
     """[K], pixels²; the source's own where it says one."""
-    dropped: tuple[Dropped, ...]
-    """Boxes that were left out, by kind."""
+    problems: tuple[Problem, ...]
+    """What was wrong with the annotations, by kind, and left out or set right."""
     notes: tuple[str, ...]
     """What was chosen, in words."""
     _folders: tuple[str, ...] = field(repr=False)
     _folder: NDArray[np.int32] = field(repr=False)
     _names: pa.Array = field(repr=False)
     _split: NDArray[np.int8] = field(repr=False)
+    _span: NDArray[np.int64] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self._split)
@@ -80,8 +82,19 @@ class Index:
         return np.flatnonzero(self._split == SPLITS.index(split))
 
     def path(self, row: int) -> Path:
+        """The file of a picture; for one inside another file, that file with the picture's name behind it."""
         name: str = self._names[int(row)].as_py()
         return self.root / self._folders[int(self._folder[row])] / name
+
+    def read(self, row: int) -> bytes:
+        """The encoded picture, as it is stored. Raises OSError."""
+        start, count = self._span[row].tolist()
+        path = self.path(row)
+        with (path.parent if count else path).open("rb", buffering=0) as file:
+            if not count:
+                return file.read()
+            file.seek(start)
+            return file.read(count)
 
 
 def open_index(data: str | Path, *, format: str | None = None, val_fraction: float | None = None) -> Index:
@@ -116,10 +129,11 @@ def _open(data: Path, format: str | None, fraction: float, asked: bool) -> Index
     stamp = cache.fingerprint(found, fraction)
     content = cache.read(path, stamp)
     if content is None:
-        columns = clean.drop_degenerate(FORMATS[found.format].read(found))
-        columns = clean.check(clean.divide(columns, fraction, asked=asked))
+        problems = Problems()
+        columns = clean.drop_degenerate(FORMATS[found.format].read(found, problems), problems)
+        columns = clean.check(clean.divide(columns, fraction, asked=asked), problems)
         columns.notes.insert(0, f"{found.layout}, from {found.root}")
-        cache.write(path, columns, found, stamp)
+        cache.write(path, columns, problems.found(), found, stamp)
         content = cache.read(path, stamp)
         if content is None:
             raise DataError(
@@ -152,12 +166,13 @@ def _view(batch: pa.RecordBatch, meta: cache.Meta) -> Index:
         labels=_numpy(batch["labels"].values),
         crowd=_numpy(batch["crowd"].values).view(np.bool_),
         area=_numpy(batch["area"].values),
-        dropped=meta.dropped,
+        problems=meta.problems,
         notes=meta.notes,
         _folders=meta.folders,
         _folder=_numpy(batch["folder"]),
         _names=batch["name"],
         _split=_numpy(batch["split"]),
+        _span=_numpy(batch["span"].values).reshape(-1, 2),
     )
 
 
@@ -170,6 +185,7 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
     """The rows, of those given or of all, whose picture is not there, ascending. One listing per folder instead of a
     look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
     wanted = np.arange(len(index)) if rows is None else np.unique(np.fromiter(rows, np.int64))
+    wanted = wanted[index._span[wanted, 1] == 0]  # those inside other files were there when these were read
     folder = index._folder[wanted]
     everything = index._names.to_pylist()
     missing: list[int] = []

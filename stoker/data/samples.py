@@ -209,8 +209,7 @@ class Samples:
     def _load_row(self, slot: Slot, k: int, position: int, row: int, path: Path, stats: Stats) -> None:
         started = time.perf_counter()
         try:
-            with path.open("rb", buffering=0) as file:
-                data = file.read()
+            data = self.index.read(row)
         finally:
             read = time.perf_counter()
             stats.read_s += read - started

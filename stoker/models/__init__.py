@@ -2,7 +2,7 @@
 
 A detector is an nn.Module with three methods: `forward(images) -> Raw`, `loss(raw, batch) -> dict of scalars`,
 `decode(raw, content, scale, size) -> Detections`. Nothing in it makes the host wait for the device but the suppression
-in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `train/`; how it is scored is `evaluate.py`.
+in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `training/`; how it is scored is `evaluate.py`.
 """
 
 from stoker.models.detections import Detections

@@ -1,6 +1,6 @@
 """A model as a file: safetensors whose header carries the model's card, so that the file alone can be used.
 
-Not here: pretrained weights of others (`weights.py`) and whole checkpoints (`train/checkpoint.py`).
+Not here: pretrained weights of others (`weights.py`) and whole checkpoints (`training/checkpoint.py`).
 """
 
 from pathlib import Path

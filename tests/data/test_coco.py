@@ -93,7 +93,7 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
         assert sorted([*index.rows("train"), *index.rows("val")]) == list(range(len(index)))
         assert list(index.category_ids) == sorted(index.category_ids)
         assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
-        assert index.dropped == ()
+        assert index.problems == ()
         for row, image in enumerate(content["images"]):
             own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
             some = slice(index.offsets[row], index.offsets[row + 1])
@@ -165,7 +165,7 @@ def test_roboflow_with_an_unused_super_category(real_data: Path) -> None:
     assert index.category_ids == (1, 2, 3, 4)
     assert {split: len(index.rows(split)) for split in index.splits} == {"train": 1000, "val": 150, "test": 50}
     assert any("category 0 (cdf) is a super-category" in note for note in index.notes)
-    assert index.dropped == ()
+    assert index.problems == ()
     assert require_pictures(index) == []
     assert (index.size == 320).all()
 
@@ -207,12 +207,12 @@ def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
     }  # fmt: skip
     annotations = [box(number, 1, 1, bbox) for number, bbox in boxes.items()] + [box(19, 2, 1), box(20, 2, 1, [])]
     index = open_index(write(tmp_path / "a.json", dataset([picture(1), picture(2)], annotations, "cat")))
-    dropped = {kind.kind: kind for kind in index.dropped}
+    dropped = {kind.kind: kind for kind in index.problems}
     assert {name: kind.count for name, kind in dropped.items()} == {
-        "no box": 1, "not a number": 2, "negative size": 2, "zero size": 3, "outside the picture": 2,
+        "no-box": 1, "not-a-number": 2, "negative-size": 2, "zero-size": 3, "outside": 2,
     }  # fmt: skip
-    assert "1.jpg, annotation 12: [50, 50, 45, 55]" in dropped["negative size"].examples
-    assert "annotation number 11" in dropped["no box"].examples[0]
+    assert "1.jpg, annotation 12: [50, 50, 45, 55]" in dropped["negative-size"].examples
+    assert "annotation number 11" in dropped["no-box"].examples[0]
     assert index.boxes.tolist() == [[-5, -5, 295, 295], [10, 20, 40, 60]]
 
 

@@ -31,7 +31,7 @@ def test_demo_is_a_name_of_a_data_set(own_cache: Path) -> None:
     index = open_index("demo")
     assert index.class_names == demo.CLASSES
     assert {split: len(index.rows(split)) for split in index.splits} == {"train": 12, "val": 6}
-    assert index.dropped == ()
+    assert index.problems == ()
     assert require_pictures(index) == []
     assert index.root.is_relative_to(own_cache)
     with Image.open(index.path(0)) as picture:

@@ -51,7 +51,7 @@ def names_of(index: Index, split: str) -> set[str]:
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(_: object) -> None:
+    def read(*_: object) -> None:
         raise AssertionError("the annotations were read again")
 
     for name, format in FORMATS.items():

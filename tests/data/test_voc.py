@@ -49,8 +49,8 @@ def test_the_blood_cells_and_their_two_points(real_data: Path) -> None:
     assert index.class_names == ("Platelets", "RBC", "WBC")
     assert {split: len(index.rows(split)) for split in index.splits} == {"train": 205, "val": 87, "test": 72}
     assert len(index.boxes) == 4888 - 2
-    (zero,) = index.dropped
-    assert (zero.kind, zero.count) == ("zero size", 2)
+    (zero,) = index.problems
+    assert (zero.kind, zero.count) == ("zero-size", 2)
     named = " ".join(zero.examples)
     assert "BloodImage_00338.jpg, object 13" in named
     assert "BloodImage_00343.jpg, object 4" in named
@@ -166,12 +166,12 @@ def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
     annotate(tmp_path, "a", "<object><name>dog</name></object>", *(thing("cat", c) for c in corners))
     annotate(tmp_path, "b", thing("dog"))
     index = open_index(tmp_path)
-    assert {kind.kind: kind.examples[0].partition(":")[0] for kind in index.dropped} == {
-        "no box": "a.xml, object 1",
-        "negative size": "a.jpg, object 2",
-        "not a number": "a.jpg, object 3",
-        "zero size": "a.jpg, object 5",
-        "outside the picture": "a.jpg, object 6",
+    assert {kind.kind: kind.examples[0].partition(":")[0] for kind in index.problems} == {
+        "no-box": "a.xml, object 1",
+        "negative-size": "a.jpg, object 2",
+        "not-a-number": "a.jpg, object 3",
+        "zero-size": "a.jpg, object 5",
+        "outside": "a.jpg, object 6",
     }
     assert index.boxes.tolist() == [[1, 2, 3, 4], [10, 20, 40, 60]]
 

@@ -13,9 +13,9 @@ from stoker.measure.gpu import Gpus
 from stoker.measure.ledger import Ledger
 from stoker.models import build
 from stoker.records import DEVICES, STEPS, DeviceSample, StepWindow, read_lines
-from stoker.train.fit import worst_case
-from stoker.train.loop import forward_backward, train
-from stoker.train.optim import Meter, Stepper
+from stoker.training.fit import worst_case
+from stoker.training.loop import forward_backward, train
+from stoker.training.optim import Meter, Stepper
 from tests.drawn import draw
 from tests.models.samples import settings_of
 

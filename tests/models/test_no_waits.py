@@ -14,7 +14,7 @@ from torchvision.ops import nms
 from stoker.config import OptimSettings
 from stoker.device import pick
 from stoker.models import MODELS, build, detections
-from stoker.train.optim import Stepper
+from stoker.training.optim import Stepper
 from stoker.waits import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
 from tests import fakes
 from tests.models.oracle import oracle_losses, oracle_of

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.categories import Category, common_map
 from stoker.data.formats.coco_files import locate_pictures
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Dropped, Folders, Found
+from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
+from stoker.data.problems import Problems
 from stoker.errors import DataError
 
 Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -72,13 +73,11 @@ class _Split:
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
     box_id: NDArray[np.int64]
-    without_box: list[int]
-    """Positions, in the file, of annotations that have no box."""
 
 
-def read(found: Found) -> Columns:
+def read(found: Found, problems: Problems) -> Columns:
     """Reads all files of a COCO data set. Raises DataError that names file and place."""
-    splits = [_read_file(part.annotations) for part in found.parts]
+    splits = [_read_file(part.annotations, problems) for part in found.parts]
     files = [part.annotations for part in found.parts]
     categories = common_map(
         files, [split.categories for split in splits], [np.unique(split.category_id) for split in splits]
@@ -113,12 +112,11 @@ def read(found: Found) -> Columns:
         area=np.concatenate([split.area for split in splits]),
         box_id=np.concatenate([split.box_id for split in splits]),
         box_word="annotation",
-        dropped=_without_box(files, splits),
         notes=notes,
     )
 
 
-def _read_file(path: Path) -> _Split:
+def _read_file(path: Path, problems: Problems) -> _Split:
     content = _decode(path)
     if not content.images:
         raise DataError("The annotation file lists no pictures.", place=path, fix="export the split again")
@@ -130,7 +128,7 @@ def _read_file(path: Path) -> _Split:
     size = np.array([(picture.height or 0, picture.width or 0) for picture in content.images], np.float64)
     size = np.clip(np.nan_to_num(size), 0, 2**31 - 1)
 
-    annotations, without_box = _with_box(path, content.annotations)
+    annotations = _with_box(path, content.annotations, problems)
 
     def column(name: str, kind: type[np.generic]) -> NDArray[Any]:
         return np.fromiter(map(attrgetter(name), annotations), kind, len(annotations))
@@ -154,14 +152,13 @@ def _read_file(path: Path) -> _Split:
         crowd=column("iscrowd", np.bool_)[order],
         area=column("area", np.float64)[order],
         box_id=box_id[order],
-        without_box=without_box,
     )
 
 
-def _with_box(path: Path, annotations: list[_Annotation]) -> tuple[list[_Annotation], list[int]]:
-    """The annotations that have a box, and the positions of those that have none."""
+def _with_box(path: Path, annotations: list[_Annotation], problems: Problems) -> list[_Annotation]:
+    """The annotations that have a box."""
     if {0 if a.bbox is None else len(a.bbox) for a in annotations} <= {4}:
-        return annotations, []
+        return annotations
     odd = [i for i, annotation in enumerate(annotations) if annotation.bbox is None or len(annotation.bbox) != 4]
     for i in odd:
         box = annotations[i].bbox
@@ -172,18 +169,9 @@ def _with_box(path: Path, annotations: list[_Annotation]) -> tuple[list[_Annotat
                 cause="COCO's bbox is [x, y, width, height]",
                 fix="correct or remove the annotation",
             )
+        problems.add("no-box", f"{path.name}, annotation number {i}")
     without = set(odd)
-    return [annotation for i, annotation in enumerate(annotations) if i not in without], odd
-
-
-def _without_box(files: list[Path], splits: list[_Split]) -> list[Dropped]:
-    count = sum(len(split.without_box) for split in splits)
-    if not count:
-        return []
-    texts = (
-        f"{file.name}, annotation number {i}" for file, s in zip(files, splits, strict=True) for i in s.without_box
-    )
-    return [Dropped("no box", count, tuple(text for text, _ in zip(texts, range(5), strict=False)))]
+    return [annotation for i, annotation in enumerate(annotations) if i not in without]
 
 
 def _annotation_ids(annotations: list[_Annotation]) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """What every format speaks: `Found`, a layout that was recognised, and `Columns`, everything that was read from it.
 
-Plain data between the format readers (`coco.py`, `voc.py`) and the index (`stoker/data/index.py`). Not here: reading
+Plain data between the format readers beside this file and the index (`stoker/data/index.py`). Not here: reading
 annotations.
 """
 
@@ -54,16 +54,6 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """Boxes that were left out, of one kind."""
-
-    kind: str
-    count: int
-    examples: tuple[str, ...]
-    """The first few, each naming picture and annotation."""
-
-
 @dataclass(kw_only=True)
 class Columns:
     """A data set of R pictures and K boxes as its source has it, boxes sorted by picture."""
@@ -94,7 +84,9 @@ class Columns:
     """[K], how the source names the box: COCO's annotation id, the number of the <object> in its XML file."""
     box_word: str
     """What `box_id` is, for messages: "annotation", "object"."""
-    dropped: list[Dropped] = field(default_factory=list)
+    span: NDArray[np.int64] | None = None
+    """[R, 2], where pictures lie inside other files: first byte and number of bytes of each encoded picture within the
+    file that its "folder" is. `names` then only tell the pictures apart. None: every picture is a file."""
     notes: list[str] = field(default_factory=list)
 
     def picture(self, row: int) -> str:

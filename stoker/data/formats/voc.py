@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Dropped, Folders, Found, Part
+from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found, Part
+from stoker.data.problems import Problems
 from stoker.errors import DataError
 
 PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -35,11 +36,9 @@ class _Annotation:
     size: tuple[int, int]
     """Height, width; 0 where the file does not say."""
     objects: list[_Object]
-    without_box: list[int]
-    """Numbers of the objects that have no <bndbox>."""
 
 
-def read(found: Found) -> Columns:
+def read(found: Found, problems: Problems) -> Columns:
     """Reads all XML files of a data set. Raises DataError that names file and place."""
     notes = list(found.notes)
     folders = Folders(found.root)
@@ -54,7 +53,7 @@ def read(found: Found) -> Columns:
         files = _files(part, notes)
         read_files.update(files)
         for file in files:
-            annotation = _parse(file)
+            annotation = _parse(file, problems)
             place, name = pictures.of(annotation)
             annotations.append(annotation)
             folder.append(folders.number(str(place)))
@@ -80,14 +79,8 @@ def read(found: Found) -> Columns:
         area=np.full(len(objects), np.nan),
         box_id=np.array([item.number for _, item in objects], np.int64),
         box_word="object",
-        dropped=_without_box(annotations),
         notes=notes,
     )
-
-
-def _without_box(annotations: list[_Annotation]) -> list[Dropped]:
-    texts = [f"{a.file.name}, object {number}" for a in annotations for number in a.without_box]
-    return [Dropped("no box", len(texts), tuple(texts[:5]))] if texts else []
 
 
 def _files(part: Part, notes: list[str]) -> list[Path]:
@@ -139,7 +132,7 @@ def _note_unlisted(found: Found, read_files: set[Path], notes: list[str]) -> Non
         notes.append(f"{len(unlisted)} annotated pictures are in no split and are left out, e.g. {min(unlisted).name}")
 
 
-def _parse(file: Path) -> _Annotation:
+def _parse(file: Path, problems: Problems) -> _Annotation:
     try:
         root = ElementTree.parse(file).getroot()
     except ElementTree.ParseError as error:
@@ -160,18 +153,18 @@ def _parse(file: Path) -> _Annotation:
             cause=f"its root is <{root.tag}>, not <annotation>",
             fix="move it out of the data folder",
         )
-    objects, without_box = [], []
+    objects = []
     for number, item in enumerate(root.findall("object"), 1):
         name = (item.findtext("name") or "").strip()
         if not name:
             raise DataError("An object has no class.", place=f"{file}: object {number}", fix="give it a <name>")
         box = item.find("bndbox")
         if box is None:
-            without_box.append(number)
+            problems.add("no-box", f"{file.name}, object {number}")
         else:
             objects.append(_Object(name, _corners(box, file, number), number))
     size = (_pixels(root, "size/height"), _pixels(root, "size/width"))
-    return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects, without_box)
+    return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects)
 
 
 def _corners(box: ElementTree.Element, file: Path, number: int) -> tuple[float, float, float, float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.device import Device
 from stoker.errors import CheckpointError
-from stoker.train.checkpoint import Loaded, Snapshot, Writer, load_newest, snapshot
+from stoker.training.checkpoint import Loaded, Snapshot, Writer, load_newest, snapshot
 
 STREAM = Device(torch.device("cpu")).make_stream()
 
@@ -106,7 +106,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.train.checkpoint import Writer
+from stoker.training.checkpoint import Writer
 writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 writer.save(make_snapshot(2, size=1_000_000))
@@ -131,7 +131,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.train.checkpoint import Writer
+from stoker.training.checkpoint import Writer
 writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
 step = 0
 while True:

@@ -10,8 +10,8 @@ from stoker.config import SECTION_OF, Config, from_fields, parse_duration
 from stoker.data.index import Index, open_index
 from stoker.device import Device, Memory
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.train import fit
-from stoker.train.derive import _anchor_sizes, _canvas, derive, total_steps
+from stoker.training import fit
+from stoker.training.derive import _anchor_sizes, _canvas, derive, total_steps
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))

@@ -17,6 +17,7 @@ from stoker import models
 from stoker.config import Config, check, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
+from stoker.data.problems import KINDS
 from stoker.device import Device, pick
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluate import ground_truth, require_boxes
@@ -31,9 +32,9 @@ from stoker.records import (
     StepWindow,
     read_lines,
 )
-from stoker.train import checkpoint
-from stoker.train.derive import derive, total_steps
-from stoker.train.optim import Meter, Stepper
+from stoker.training import checkpoint
+from stoker.training.derive import derive, total_steps
+from stoker.training.optim import Meter, Stepper
 
 Say = Callable[[str, str], None]
 """(kind of event, line for a person)."""
@@ -109,8 +110,9 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     config, device, index = settled.config, settled.device, settled.index
     for note in index.notes:
         say("note", f"data: {note}")
-    for dropped in index.dropped:
-        say("warning", f"data: {dropped.count} {dropped.kind} left out ({', '.join(map(str, dropped.examples))})")
+    for problem in index.problems:
+        what = f"{problem.count} × {problem.title}, {KINDS[problem.kind].does}"
+        say("warning", f"data: {what} ({', '.join(problem.examples)})")
     say("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
     loaded = checkpoint.load_newest(folder.path, say)
     torch.manual_seed(config.run.seed)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stoker.config import OptimSettings
 from stoker.device import Device
-from stoker.train.optim import FUSED_KINDS, Meter, Stepper, rate_at
+from stoker.training.optim import FUSED_KINDS, Meter, Stepper, rate_at
 from stoker.waits import NoHostWaits
 
 CPU = Device(torch.device("cpu"))
@@ -117,7 +117,7 @@ def test_step_and_meter_never_wait_for_the_device(optimizer: str):
 
 
 def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.train.optim.FUSED_KINDS", FUSED_KINDS - {"cpu"})
+    monkeypatch.setattr("stoker.training.optim.FUSED_KINDS", FUSED_KINDS - {"cpu"})
     stepper = Stepper(make_model(), settings(), CPU, precision="fp32")
     for step, bad in enumerate([False, True, False]):
         before = copy.deepcopy(stepper.model.state_dict())

@@ -32,11 +32,11 @@ from stoker.models import Detector
 from stoker.records import BEST, FINAL, STEPS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.train import checkpoint, runs, start
-from stoker.train.cadence import Due
-from stoker.train.optim import NO_STEPS, Reading, Stepper, rate_at
-from stoker.train.recover import Stop, stop_on_signals
-from stoker.train.start import Job
+from stoker.training import checkpoint, runs, start
+from stoker.training.cadence import Due
+from stoker.training.optim import NO_STEPS, Reading, Stepper, rate_at
+from stoker.training.recover import Stop, stop_on_signals
+from stoker.training.start import Job
 
 WINDOW_S = 1.0
 NAMED = 8

@@ -13,7 +13,7 @@ import pytest
 from stoker.config import Config, from_fields
 from stoker.data.loader import Loader
 from stoker.records import STEPS, StepWindow, read_lines, totals
-from stoker.train import checkpoint, loop
+from stoker.training import checkpoint, loop
 from tests.drawn import draw
 
 DELAYS = {"input_wait": 0.05, "eval": 1.5, "checkpoint": 0.4}

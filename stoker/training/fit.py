@@ -17,7 +17,7 @@ from stoker.data.loader import box_slots
 from stoker.device import Device
 from stoker.errors import OutOfMemoryError
 from stoker.models import Detector, build
-from stoker.train.optim import Stepper
+from stoker.training.optim import Stepper
 
 HEADROOM = 0.9
 """Share of the free memory that a step may plan with; the rest is for fragmentation and cuDNN's work space."""

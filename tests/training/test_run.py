@@ -30,9 +30,9 @@ from stoker.records import (
     StepWindow,
     read_lines,
 )
-from stoker.train import checkpoint, loop, start
-from stoker.train.loop import train
-from stoker.train.runs import with_absolute_paths
+from stoker.training import checkpoint, loop, start
+from stoker.training.loop import train
+from stoker.training.runs import with_absolute_paths
 from tests.drawn import CLASSES, draw
 
 

@@ -17,7 +17,7 @@ from stoker.evaluate import ground_truth
 from stoker.models import architecture
 from stoker.models.weights import architecture_of
 from stoker.recipes import CANVAS_SIDE, RECIPES
-from stoker.train import fit
+from stoker.training import fit
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""

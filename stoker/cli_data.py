@@ -1,0 +1,10 @@
+"""The `stoker data` commands: looking at a data set, and writing it anew. As in `cli.py`, each imports what it needs."""
+
+from cyclopts import App, Parameter
+
+data_app = App(
+    name="data",
+    help="Looks at a data set: what is wrong with it, what is in it, how it is shown to the model; converts it.",
+    default_parameter=Parameter(negative=()),
+    help_format="plaintext",
+)
