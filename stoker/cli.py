@@ -24,7 +24,7 @@ app = App(
     default_parameter=Parameter(negative=()),
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
 )
-app.command(data_app, sort_key=6)
+app.command(data_app)
 
 
 @app.command(sort_key=1)
