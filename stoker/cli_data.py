@@ -1,4 +1,4 @@
-"""The `stoker data` commands: looking at a data set, and writing it anew. As in `cli.py`, each imports what it needs."""
+"""The `stoker data` commands: look at a data set, write it anew. As in `cli.py`, each imports what it needs."""
 
 from cyclopts import App, Parameter
 

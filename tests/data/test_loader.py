@@ -45,6 +45,9 @@ class Pictures:
         for row, (height, width) in enumerate(self.size):
             assert cv2.imwrite(str(self.path(row)), rng.integers(0, 255, (height, width, 3), np.uint8))
 
+    def read(self, row: int) -> bytes:
+        return self.path(row).read_bytes()
+
     def path(self, row: int) -> Path:
         return self.root / f"{row:03}.{'jpg' if row % 2 else 'png'}"
 
