@@ -119,6 +119,8 @@ class RunSettings:
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
     eval_every: str = AUTO
     """Length between evaluations, as in --for; 0 evaluates at the end only."""
+    patience: int = AUTO
+    """Evaluations in a row without a better AP after which training ends; 0 never ends it early."""
     checkpoint_every: str = AUTO
     """Length between checkpoints, as in --for; 0 saves at the end and on a signal only."""
     price: float = AUTO
@@ -269,6 +271,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_skipped": (1, 10**6),
     "batch": (1, 10**6),
     "threads": (1, 1024),
+    "patience": (0, 10**6),
     "seed": (0, 2**63 - 1),
     "price": (0, 1e6),
 }

@@ -32,6 +32,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "max_skipped": (20, "twenty bad steps in a row are no accident"),
     "seed": (0, "the same command gives the same run"),
     "price": (0.0, "unknown"),
+    "patience": (0, "the rate's course is laid out for the whole length"),
     "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
     "momentum": (0.9, "usual"),
 }

@@ -22,7 +22,7 @@ from stoker.data.augment import flip
 from stoker.data.loader import Loader, box_slots
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
-from stoker.errors import DivergedError, Preempted, StokerError, StorageError
+from stoker.errors import Preempted, StokerError, StorageError
 from stoker.evaluate import detect, ground_truth, some_pictures
 from stoker.evaluate import score as metrics_of
 from stoker.measure.ledger import Account, Ledger
@@ -35,12 +35,10 @@ from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.optim import NO_STEPS, Reading, Stepper, rate_at
-from stoker.training.recover import Stop, stop_on_signals
+from stoker.training.recover import Stop, diverged, stop_on_signals
 from stoker.training.start import Job
 
 WINDOW_S = 1.0
-NAMED = 8
-"""Pictures that an error names at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Training:
             self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
             if self.eval_due.now(job.step) and job.evaluated_step != job.step and self.progress() < 1:
                 self.score()  # a signal or a kill had come between the checkpoint of this step and its evaluation
-            while self.progress() < 1:
+            while self.progress() < 1 and not self.stalled():
                 self.step()
                 self.read()
                 if self.stop.requested:
@@ -146,6 +144,9 @@ class Training:
                     self.save()
                 if self.eval_due.now(job.step) and self.progress() < 1:
                     self.score()
+            if self.stalled() and self.progress() < 1:
+                self.say("note", f"stopped at step {job.step:,}: {job.stale} evaluations without an AP above "
+                         f"{job.best_ap:.3f}, whose weights are {BEST}")  # fmt: skip
             self.save()
             metrics = self.score(final=True)
             with self.ledger.phase("checkpoint"):
@@ -186,6 +187,10 @@ class Training:
         if self.job.total_steps is not None:
             return self.job.step / self.job.total_steps
         return self.job.trained_s / (60 * self.length.value)
+
+    def stalled(self) -> bool:
+        """Whether the last `patience` evaluations in a row brought no better AP."""
+        return 0 < self.job.config.run.patience <= self.job.stale
 
     def read(self, *, wait: bool = False) -> None:
         """Writes a window's line once a second, with the losses of the steps whose copy has arrived; wait: now."""
@@ -247,21 +252,8 @@ class Training:
         alone = 1 if self.job.config.run.precision == "fp16" else 0  # loss scaling finds its limit by overflowing
         if reading.skipped > alone:
             self.say("warning", f"{reading.skipped} steps skipped: their gradients were not finite")
-        if reading.hopeless_at is None:
-            return
-        job, batch = self.job, self.job.config.run.batch
-        rows = job.loader.rows_of(reading.hopeless_at * batch, batch)
-        names = [str(job.index.path(row)) for row in rows]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        sound = checkpoint.newest_weights(job.folder.path)
-        restart = "" if sound is None else f"; it can start from --weights {sound}, which are sound"
-        raise DivergedError(
-            f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step "
-            f"{reading.hopeless_at + 1:,}).",
-            place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
-            cause=f"a learning rate that is too high (it was {self.rate:.3g}), or broken boxes in these pictures",
-            fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32{restart}",
-        )
+        if reading.hopeless_at is not None:
+            raise diverged(self.job, reading.hopeless_at, self.rate)
 
     def show(self, window: StepWindow) -> None:
         done = self.progress()
@@ -284,6 +276,7 @@ class Training:
                 "loader": job.loader.state_dict(),
                 "trained_s": job.trained_s,
                 "best_ap": job.best_ap,
+                "stale": job.stale,
                 "evaluated_step": job.evaluated_step,
                 "data": start.fingerprint(job),
             }
@@ -324,8 +317,10 @@ class Training:
         ap = metrics.ap if metrics.ap is not None else 0.0
         names = [FINAL] if final else []
         if ap > job.best_ap:
-            job.best_ap = ap
+            job.best_ap, job.stale = ap, 0
             names.append(BEST)
+        else:
+            job.stale += 1
         if names:
             with self.ledger.phase("checkpoint"):
                 snapshot = self.snapshot({}, ap=metrics.ap)

@@ -1,4 +1,6 @@
-"""Being told to stop: a signal only sets a flag, and the loop saves at the next step and leaves with exit code 75."""
+"""How a training ends before its end: told to stop by a signal, which only sets a flag, so that the loop saves at the
+next step and leaves with exit code 75; or diverged, with the pictures and the way on named.
+"""
 
 import contextlib
 import signal
@@ -6,7 +8,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from stoker.errors import Preempted
+from stoker.errors import DivergedError, Preempted
+from stoker.training.checkpoint import newest_weights
+from stoker.training.start import Job
+
+NAMED = 8
+"""Pictures that an error names at most."""
 
 
 class Stop:
@@ -43,3 +50,18 @@ def stop_on_signals() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def diverged(job: Job, step: int, rate: float) -> DivergedError:
+    """The error of a run whose last allowed step in a row, `step`, had gradients that are not finite, at `rate`."""
+    batch = job.config.run.batch
+    names = [str(job.index.path(row)) for row in job.loader.rows_of(step * batch, batch)]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    sound = newest_weights(job.folder.path)
+    restart = "" if sound is None else f"; it can start from --weights {sound}, which are sound"
+    return DivergedError(
+        f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step {step + 1:,}).",
+        place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
+        cause=f"a learning rate that is too high (it was {rate:.3g}), or broken boxes in these pictures",
+        fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32{restart}",
+    )

@@ -68,6 +68,8 @@ class Job:
     trained_s: float = 0.0
     """Wall seconds that the steps of the state took, over all attempts."""
     best_ap: float = -1.0
+    stale: int = 0
+    """Evaluations since the best one."""
     evaluated_step: int = -1
     """Step of the last evaluation."""
     redo_until: int = 0
@@ -227,6 +229,7 @@ def _restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     job.step = loaded.step
     job.trained_s = loaded.state["trained_s"]
     job.best_ap = loaded.state["best_ap"]
+    job.stale = loaded.state["stale"]
     job.evaluated_step = loaded.state["evaluated_step"]
     lost = max(0, job.redo_until - job.step)
     say("note", f"continuing from step {job.step:,}" + (f"; {lost:,} steps are done again" if lost else ""))

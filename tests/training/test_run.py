@@ -283,3 +283,28 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert with_absolute_paths(asked).set_fields() == {"data": str(tmp_path / "coco"), "weights": "coco"}
     assert with_absolute_paths(from_fields({"weights": "w.pth"})).model.weights == str(tmp_path / "w.pth")
     assert with_absolute_paths(from_fields({"data": "demo"})).data.data == "demo"
+
+
+def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path):
+    asked = settings(data, for_="40", eval_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
+    result = train(asked, run=str(tmp_path / "one"))
+    assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
+    events = list(read_lines(result.run, EVENTS, Event))
+    assert any(event.text.startswith("stopped at step 8: 3 evaluations without an AP above") for event in events)
+    assert events[-1].kind == "finished"
+
+
+def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = settings(data, for_="40", eval_every="2", checkpoint_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
+    taken = loop.Training.step
+
+    def step_and_stop(self: loop.Training) -> None:
+        taken(self)
+        if self.job.step == 5:
+            self.stop.requested = "SIGTERM"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "step", step_and_stop)
+        with pytest.raises(Preempted):
+            train(asked, run=str(tmp_path / "one"))
+    assert train(asked, run=str(tmp_path / "one")).steps == 8
