@@ -33,6 +33,8 @@ class DataSettings:
     """How the annotations are written, where stoker's own finding is wrong."""
     val_fraction: float = AUTO
     """Share of the pictures held back when the data set names no validation split; chosen by a stable hash."""
+    max_bad: float = AUTO
+    """Share of the pictures that may be unusable before training stops; one always may, unless it is 0."""
     canvas: tuple[int, int] = AUTO
     """Height and width in pixels of the tensor a picture is resized into; multiples of 32."""
     resize: Literal["letterbox", "squash"] = AUTO
@@ -254,6 +256,7 @@ def parse_duration(text: str, flag: str = "for") -> Duration:
 # Bounds of the numbers: field → (lowest, highest), both allowed.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "val_fraction": (0.001, 0.9),
+    "max_bad": (0, 1),
     "flip": (0, 1),
     "crop": (0, 1),
     "trainable_stages": (0, 5),

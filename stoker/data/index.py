@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
 from stoker.data.formats.columns import SPLITS
-from stoker.data.problems import Problem, Problems
+from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
 
 __all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures"]
 
 VAL_FRACTION = 0.1
-MISSING_TOLERATED = 0.01
-"""Share of a split's pictures that may be absent: the loader quarantines them by name and stops above the same."""
-FEW = 64
+FEW_FILES = 64
 """Pictures of a folder up to which a stat for each is cheaper than listing the folder."""
 
 
@@ -86,23 +84,31 @@ class Index:
         name: str = self._names[int(row)].as_py()
         return self.root / self._folders[int(self._folder[row])] / name
 
+    def span(self, row: int) -> tuple[int, int] | None:
+        """First byte and number of bytes of a picture inside another file; None for one that is a file of its own."""
+        start, count = self._span[row].tolist()
+        return (start, count) if count else None
+
     def read(self, row: int) -> bytes:
         """The encoded picture, as it is stored. Raises OSError."""
-        start, count = self._span[row].tolist()
-        path = self.path(row)
-        with (path.parent if count else path).open("rb", buffering=0) as file:
-            if not count:
+        span, path = self.span(row), self.path(row)
+        with (path if span is None else path.parent).open("rb", buffering=0) as file:
+            if span is None:
                 return file.read()
+            start, count = span
             file.seek(start)
             return file.read(count)
 
 
-def open_index(data: str | Path, *, format: str | None = None, val_fraction: float | None = None) -> Index:
+def open_index(
+    data: str | Path, *, format: str | None = None, val_fraction: float | None = None, problems: Problems | None = None
+) -> Index:
     """The index of a data set, from the cache where its source has not changed.
 
     data: a folder, a COCO JSON file, or "demo", the data set that stoker draws itself (`./demo` is a folder).
     format: "coco" or "voc"; None: found by looking. val_fraction: the share that is held back as validation, in (0, 1),
     0.1 unless set, where the data set has no validation split of its own.
+    problems: collects everything that is wrong; the annotations are then read whether or not the cache has them.
 
     Raises DataError when there is no data set or a file of it is wrong, naming the place.
     """
@@ -112,7 +118,8 @@ def open_index(data: str | Path, *, format: str | None = None, val_fraction: flo
             f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
         )
     try:
-        return _open(_demo() if data == "demo" else Path(data).expanduser(), format, fraction, val_fraction is not None)
+        place = _demo() if data == "demo" else Path(data).expanduser()
+        return _open(place, format, fraction, val_fraction is not None, problems)
     except OSError as error:
         raise DataError(
             "The data set cannot be read.",
@@ -122,18 +129,18 @@ def open_index(data: str | Path, *, format: str | None = None, val_fraction: flo
         ) from error
 
 
-def _open(data: Path, format: str | None, fraction: float, asked: bool) -> Index:
+def _open(data: Path, format: str | None, fraction: float, asked: bool, problems: Problems | None) -> Index:
     found = find_data(data, format)
     only = found.parts[0].annotations if len(found.parts) == 1 else found.root
     path = cache.index_path(only, found.format, fraction)
     stamp = cache.fingerprint(found, fraction)
-    content = cache.read(path, stamp)
+    content = None if problems is not None else cache.read(path, stamp)
     if content is None:
-        problems = Problems()
+        problems = Problems() if problems is None else problems
         columns = clean.drop_degenerate(FORMATS[found.format].read(found, problems), problems)
         columns = clean.check(clean.divide(columns, fraction, asked=asked), problems)
         columns.notes.insert(0, f"{found.layout}, from {found.root}")
-        cache.write(path, columns, problems.found(), found, stamp)
+        cache.write(path, columns, problems.found(FEW), found, stamp)
         content = cache.read(path, stamp)
         if content is None:
             raise DataError(
@@ -193,7 +200,7 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
         inside = wanted[folder == number]
         place = index.root / index._folders[number]
         names = [everything[row] for row in inside.tolist()]
-        present = _files_in(place) if len(names) > FEW else set()
+        present = _files_in(place) if len(names) > FEW_FILES else set()
         # the second look settles what a listing cannot: names in another case or Unicode form on macOS
         missing += [
             row
@@ -210,13 +217,16 @@ def _files_in(folder: Path) -> set[str]:
         return {entry.name for entry in entries if entry.is_file()}
 
 
-def require_pictures(index: Index, splits: Iterable[str] | None = None) -> list[int]:
+def require_pictures(index: Index, splits: Iterable[str] | None = None, *, max_bad: float | None = None) -> list[int]:
     """The rows whose picture is absent, where they are few enough to do without; the loader will quarantine them.
 
-    splits: those to look at, default all.
+    splits: those to look at, default all. max_bad: share of a split's pictures that may be absent, and of all pictures
+    that may have been left out because their annotations cannot be read; MAX_BAD unless set.
 
-    Raises DataError when more than 1 % of a split's pictures are absent, with names and with where they seem to be.
+    Raises DataError when there are more, with names and with where they seem to be.
     """
+    share = MAX_BAD if max_bad is None else max_bad
+    _require_annotations(index, share)
     wanted = index.splits if splits is None else tuple(splits)
     missing = missing_pictures(index, np.concatenate([index.rows(split) for split in wanted]).tolist())
     absent = np.zeros(len(index), np.bool_)
@@ -224,15 +234,29 @@ def require_pictures(index: Index, splits: Iterable[str] | None = None) -> list[
     for split in wanted:
         rows = index.rows(split)
         gone = rows[absent[rows]]
-        if gone.size > MISSING_TOLERATED * rows.size:
+        if gone.size > tolerated(share, rows.size) or gone.size == rows.size:
             examples = [index.path(row) for row in gone[:3].tolist()]
             raise DataError(
                 f"{gone.size:,} of the {rows.size:,} pictures of the {split} split do not exist.",
                 place=", ".join(str(path) for path in examples) + (", …" if gone.size > len(examples) else ""),
-                cause=f"the annotations in {index.root} name them; at most 1 % may be missing",
+                cause=f"the annotations in {index.root} name them; up to {share:.3g} of them may be missing"
+                f" (--max-bad); `stoker data check {index.root}` names all",
                 fix=_where_instead(index.root, examples[0]),
             )
     return missing
+
+
+def _require_annotations(index: Index, share: float) -> None:
+    lost = [problem for problem in index.problems if problem.loses_pictures]
+    count = sum(problem.count for problem in lost)
+    if count > tolerated(share, len(index) + count):
+        raise DataError(
+            f"{count:,} of the {len(index) + count:,} pictures are left out for their annotations.",
+            place=index.root,
+            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in lost),
+            fix=f"`stoker data check {index.root}` names all of them: correct them, or allow more than {share:.3g} of"
+            " the pictures with --max-bad",
+        )
 
 
 def _where_instead(root: Path, picture: Path) -> str:

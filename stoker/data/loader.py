@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stoker.batch import Batch
 from stoker.data.crew import Crew, Work
+from stoker.data.problems import MAX_BAD, tolerated
 from stoker.data.samples import Outcome, Quarantine, Samples, Slot, Stats, as_batch, box_slots
 from stoker.device import Device, Ready
 from stoker.errors import CheckpointError, DataError
@@ -32,8 +33,6 @@ DEPTH = 3
 """Batches ahead of training: one ready, one being finished, one being begun by the threads that are free."""
 HELD = 2
 """Slots beside them: that of the batch in work, and of the one before (CPU) or of the next one's copy (device)."""
-MAX_BAD_SHARE = 0.01
-"""Share of the pictures that may be in quarantine before the run stops; one always may."""
 
 
 class Loader:
@@ -42,6 +41,7 @@ class Loader:
     rows: int64 [N], rows of the index. batch: B, pictures per batch of this rank; canvas: height and width; boxes: M,
     see `box_slots`; resize, crop, zoom: see `augment.draw_placement` (crop and zoom in training only).
     depth: batches decoded ahead; host memory is (depth + 2) · B · H · W · 3 bytes.
+    max_bad: share of the pictures that may be in quarantine before the loader raises.
 
     ranks: a global batch is B · ranks positions of the stream, of which rank r takes the r-th B. Each rank knows its
     own failures; as what stands in for a picture is drawn by position, ranks agree on lasting ones without talking.
@@ -68,6 +68,7 @@ class Loader:
         threads: int,
         train: bool = True,
         depth: int = DEPTH,
+        max_bad: float = MAX_BAD,
         rank: int = 0,
         ranks: int = 1,
         on_quarantine: Callable[[Quarantine], None] | None = None,
@@ -79,6 +80,7 @@ class Loader:
         )
         self._index, self._device, self._batch, self._threads = index, device, batch, threads
         self._rank, self._ranks, self._on_quarantine = rank, ranks, on_quarantine
+        self._max_bad = max_bad
         self._stream = device.make_stream()
         self._slots = [Slot(device, batch, canvas, boxes) for _ in range(depth + HELD)]
         self._errors: dict[int, str] = {}
@@ -294,10 +296,10 @@ class Loader:
                     self._quarantine(row, error, position, outcome.row)
             if samples.train and outcome.row < 0:
                 raise self._unusable(f"None of the {len(samples.quarantined):,} pictures tried can be used.")
-            if len(samples.quarantined) > max(1, MAX_BAD_SHARE * len(samples)):
+            if len(samples.quarantined) > tolerated(self._max_bad, len(samples)):
                 raise self._unusable(
                     f"{len(samples.quarantined):,} of {len(samples):,} pictures cannot be used; "
-                    f"up to {MAX_BAD_SHARE:.0%} may be bad."
+                    f"up to {self._max_bad:.3g} of them may be bad."
                 )
 
     def _quarantine(self, row: int, error: Exception, position: int, replaced_by: int) -> None:
@@ -315,7 +317,8 @@ class Loader:
             what,
             place=self._index.root,
             cause="\n          ".join(named + more),
-            fix="repair these files or remove them from the annotations; if all are gone, check the path and the mount",
+            fix=f"`stoker data check {self._index.root}` names all of them: repair them, remove them from the"
+            " annotations, or allow more with --max-bad; if all are gone, check the path and the mount",
         )
 
 

@@ -8,6 +8,8 @@ and a few examples, `stoker data check` (`check.py`) everything. Not here: error
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+MAX_BAD = 0.01
+"""Share of the pictures that may be unusable, unless it is set."""
 FEW = 5
 """Examples of a kind that the index keeps."""
 
@@ -177,6 +179,11 @@ class Problem:
     @property
     def title(self) -> str:
         return KINDS[self.kind].title
+
+    @property
+    def loses_pictures(self) -> bool:
+        """Whether it counts pictures that are not in the index."""
+        return KINDS[self.kind].unit == "picture" and KINDS[self.kind].action == "skipped"
 
 
 @dataclass

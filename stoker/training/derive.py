@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
+from stoker.data.problems import MAX_BAD
 from stoker.device import Device, host_cores, untried
 from stoker.evaluate import ground_truth
 from stoker.models import architecture
@@ -24,6 +25,7 @@ DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 
 PLAIN: dict[str, tuple[Any, str]] = {
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
+    "max_bad": (MAX_BAD, "a few bad files are an accident, more are a wrong path or a broken copy"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
     "flip": (0.5, "as torchvision's detection references"),
     "crop": (0.5, "every other picture at another scale"),

@@ -308,6 +308,7 @@ class Training:
                 seed=config.run.seed,
                 threads=config.run.threads,
                 train=False,
+                max_bad=config.data.max_bad,
                 on_quarantine=job.quarantine,
             )
             with contextlib.closing(batches):

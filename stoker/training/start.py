@@ -93,7 +93,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
     check(wanted)
     device = pick(wanted.run.device)
     index = open_index(wanted.data.data, format=wanted.data.format, val_fraction=wanted.data.val_fraction)
-    require_pictures(index, ("train", "val"))
+    require_pictures(index, ("train", "val"), max_bad=wanted.data.max_bad)
     for split in ("train", "val"):
         if split not in index.splits:
             raise DataError(
@@ -138,6 +138,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         boxes=slots,
         seed=config.run.seed,
         threads=config.run.threads,
+        max_bad=config.data.max_bad,
         on_quarantine=quarantine,
     )
     job = Job(
