@@ -138,7 +138,8 @@ def _open(data: Path, format: str | None, fraction: float, asked: bool, problems
     if content is None:
         problems = Problems() if problems is None else problems
         columns = clean.drop_degenerate(FORMATS[found.format].read(found, problems), problems)
-        columns = clean.check(clean.divide(columns, fraction, asked=asked), problems)
+        columns = clean.divide(columns, fraction, asked=asked)
+        clean.check(columns, problems)
         columns.notes.insert(0, f"{found.layout}, from {found.root}")
         cache.write(path, columns, problems.found(FEW), found, stamp)
         content = cache.read(path, stamp)
