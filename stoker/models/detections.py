@@ -4,16 +4,22 @@ Everything has fixed shapes except the suppression itself, whose result's length
 name "nms".
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import batched_nms
 
 from stoker.models.boxes import clip, decode
 from stoker.models.losses import at_least_fp32
 from stoker.waits import allow_host_wait
+
+CANDIDATES = 1000
+"""Boxes of a pyramid level that go into suppression: torchvision's default (RetinaNet.topk_candidates)."""
+DETECTIONS = 100
+"""Boxes of a picture that are left: what COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
 
 
 class Detections(NamedTuple):
@@ -27,6 +33,25 @@ class Detections(NamedTuple):
     """int64 [B, K], 0 … C-1; zero where not valid."""
     valid: Tensor
     """bool [B, K]; the valid slots come first."""
+
+
+class Finder(Protocol):
+    """What finding boxes asks of a model (`evaluate.detect_batches`): a detector of MODELS, or `onnx_model.OnnxModel`.
+
+    The call's result goes to `decode` and nowhere else, so what it is each model decides.
+    """
+
+    def __call__(self, images: Tensor, /) -> Any:
+        """images: uint8 [B, 3, H, W], as in `Batch`."""
+
+    def decode(
+        self, raw: Any, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float, iou_threshold: float
+    ) -> Detections:
+        """Boxes in pixels of the original pictures; `content`, `scale` and `size` as in `Batch`."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def eval(self) -> Any: ...
 
 
 class Candidates(NamedTuple):
@@ -47,8 +72,8 @@ def candidates_of(
     levels: tuple[int, ...],
     content: Tensor,
     *,
-    score_threshold: float,
-    per_level: int,
+    score_threshold: float | Tensor,
+    per_level: int = CANDIDATES,
 ) -> Candidates:
     """The `per_level` best scores of each pyramid level, decoded and clipped to `content` [B, 2].
 
@@ -64,7 +89,8 @@ def candidates_of(
         indices.append(index + start * classes)
         start += count
     scores, index = at_least_fp32(torch.cat(values, dim=1)).sigmoid(), torch.cat(indices, dim=1)
-    place = torch.div(index, classes, rounding_mode="floor")
+    # Not torch.div(…, rounding_mode="floor"): as ONNX that goes through float32, which is wrong from 2^24 on.
+    place = index // classes
     chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
     boxes = clip(decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4)), content)
     return Candidates(boxes, torch.where(scores > score_threshold, scores, 0.0), index % classes)

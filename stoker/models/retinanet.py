@@ -16,7 +16,7 @@ from stoker.batch import Batch
 from stoker.config import ModelSettings
 from stoker.models.backbones import FeaturePyramid, Norm
 from stoker.models.boxes import cell_anchors, grid_anchors
-from stoker.models.detections import Detections, candidates_of, suppress, to_original
+from stoker.models.detections import CANDIDATES, DETECTIONS, Detections, candidates_of, suppress, to_original
 from stoker.models.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.matching import match
 
@@ -164,8 +164,8 @@ class RetinaNet(nn.Module):
         *,
         score_threshold: float = 0.05,
         iou_threshold: float = 0.5,
-        candidates: int = 1000,
-        detections: int = 100,
+        candidates: int = CANDIDATES,
+        detections: int = DETECTIONS,
     ) -> Detections:
         """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
         `Batch`. `candidates`: boxes kept per pyramid level before suppression. Waits for the host, as "nms"."""
