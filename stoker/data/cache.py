@@ -75,6 +75,8 @@ def fingerprint(found: Found, val_fraction: float) -> str:
     Picture folders count by their time of change, since their content decides which picture an annotation is about.
     """
     digest = blake2b(f"{VERSION}\0{found!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
+    for line in (line for file in found.class_files for line in _stamps(file)):
+        digest.update(line.encode("utf-8", "surrogateescape"))
     for part in found.parts:
         for line in (*_stamps(part.annotations), *(_stamps(part.listing) if part.listing else ())):
             digest.update(line.encode("utf-8", "surrogateescape"))
@@ -187,9 +189,25 @@ def read(path: Path, stamp: str) -> tuple[pa.RecordBatch, Meta] | None:
         and _within(labels, len(meta.class_names))
         and _within(folder, len(meta.folders))
         and _within(split, len(SPLITS))
+        and _spans_fit(batch, folder, meta)
     )
     return (batch, meta) if sound else None
 
 
 def _within(values: NDArray[np.int32], count: int) -> bool:
     return values.size == 0 or (values.min() >= 0 and values.max() < count)
+
+
+def _spans_fit(batch: pa.RecordBatch, folder: NDArray[np.int32], meta: Meta) -> bool:
+    """Whether the files that pictures lie inside are there and long enough; one unpacked into the cache may be gone."""
+    start, count = np.asarray(batch["span"].values).reshape(-1, 2).T
+    inside = np.flatnonzero(count)
+    needed = np.zeros(len(meta.folders), np.int64)
+    np.maximum.at(needed, folder[inside], (start + count)[inside])
+    for number in np.unique(folder[inside]).tolist():
+        try:
+            if (Path(meta.root) / meta.folders[number]).stat().st_size < needed[number]:
+                return False
+        except OSError:  # built anew, which says what is wrong with the file
+            return False
+    return True

@@ -52,6 +52,8 @@ class Found:
     root: Path
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
+    class_files: tuple[Path, ...] = ()
+    """Files that may define the classes, the likeliest first: label maps of TFRecords."""
 
 
 @dataclass(kw_only=True)

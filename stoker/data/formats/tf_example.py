@@ -1,0 +1,183 @@
+"""tf.train.Example on the wire: where each feature of a record lies, its values, and the bytes of a new one.
+
+The reader is given a mapped file and hands out positions in it, so the encoded picture inside a record is found and not
+copied. Messages, as tensorflow/core/example/{example,feature}.proto have them:
+
+    Example   { Features features = 1; }
+    Features  { map<string, Feature> feature = 1; }        an entry is { key = 1; value = 2; }
+    Feature   { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
+    BytesList { repeated bytes value = 1; }   FloatList, Int64List { repeated … value = 1; }, packed or not
+
+Encoding: https://protobuf.dev/programming-guides/encoding/. Not here: what the features mean (`tfrecord.py`).
+"""
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Content: TypeAlias = mmap.mmap | bytes
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types."""
+KINDS = {1: "bytes", 2: "floats", 3: "integers"}
+"""Feature's oneof."""
+Values: TypeAlias = Sequence[bytes] | Sequence[int] | NDArray[np.float32]
+
+
+class Malformed(ValueError):
+    """The bytes are no tf.train.Example, or a feature has another type than it should."""
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of the content."""
+
+    start: int
+    stop: int
+
+
+def features(content: Content, start: int, stop: int) -> dict[bytes, Span]:
+    """Where the Feature of each key lies, in the Example that bytes [start, stop) are. Raises Malformed."""
+    found: dict[bytes, Span] = {}
+    for number, wire, begin, end in _fields(content, start, stop):
+        if number != 1 or wire != BYTES:
+            continue
+        for entry_number, entry_wire, entry, entry_end in _fields(content, begin, end):
+            if entry_number != 1 or entry_wire != BYTES:
+                continue
+            key, value = b"", Span(entry_end, entry_end)
+            for part, part_wire, at, part_end in _fields(content, entry, entry_end):
+                if part_wire == BYTES:
+                    if part == 1:
+                        key = content[at:part_end]
+                    elif part == 2:
+                        value = Span(at, part_end)
+            found[key] = value
+    return found
+
+
+def byte_strings(content: Content, feature: Span | None) -> list[Span]:
+    """Where the values of a bytes feature lie; none where it is None (absent) or empty. Raises Malformed."""
+    return [
+        Span(begin, end)
+        for start, stop in _lists(content, feature, 1)
+        for number, wire, begin, end in _fields(content, start, stop)
+        if number == 1 and wire == BYTES
+    ]
+
+
+def floats(content: Content, feature: Span | None) -> bytes:
+    """The values of a float feature as little-endian float32, 4 bytes each. Raises Malformed."""
+    pieces = [
+        content[begin:end]
+        for start, stop in _lists(content, feature, 2)
+        for number, wire, begin, end in _fields(content, start, stop)
+        if number == 1 and wire in (BYTES, FIXED32)
+    ]
+    if any(len(piece) % 4 for piece in pieces):
+        raise Malformed("a packed list of floats is not a multiple of 4 bytes long")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def integers(content: Content, feature: Span | None) -> list[int]:
+    """The values of an int64 feature. Raises Malformed."""
+    values: list[int] = []
+    for start, stop in _lists(content, feature, 3):
+        for number, wire, begin, end in _fields(content, start, stop):
+            if number != 1 or wire not in (BYTES, VARINT):
+                continue
+            packed = content[begin:end]
+            if packed.isascii():  # every value below 128: a byte each
+                values += packed
+                continue
+            at = begin
+            while at < end:
+                value, at = _varint(content, at, end)
+                values.append(value - (1 << 64) if value >> 63 else value)
+    return values
+
+
+def _lists(content: Content, feature: Span | None, kind: int) -> list[Span]:
+    """The lists of a Feature, nearly always one: several of a kind are one that was cut in pieces."""
+    if feature is None:
+        return []
+    found: list[Span] = []
+    is_kind = kind
+    for number, wire, begin, end in _fields(content, feature.start, feature.stop):
+        if wire == BYTES and number in KINDS:
+            if number != is_kind:  # of a oneof the last one counts
+                found, is_kind = [], number
+            found.append(Span(begin, end))
+    if is_kind != kind and any(stop > start for start, stop in found):
+        raise Malformed(f"it holds {KINDS[is_kind]}, not {KINDS[kind]}")
+    return found if is_kind == kind else []
+
+
+def _fields(content: Content, at: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """(field number, wire type, first byte, byte behind) of each field of the message that [at, stop) is."""
+    while at < stop:
+        tag = content[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = _varint(content, at - 1, stop)
+        wire = tag & 7
+        if wire == BYTES:
+            if at >= stop:
+                raise Malformed(f"a field is cut off at byte {at:,}")
+            length = content[at]
+            at += 1
+            if length >= 0x80:
+                length, at = _varint(content, at - 1, stop)
+            end = at + length
+        elif wire == VARINT:
+            _, end = _varint(content, at, stop)
+        elif wire in (FIXED32, FIXED64):
+            end = at + (4 if wire == FIXED32 else 8)
+        else:
+            raise Malformed(f"there is no wire type {wire}, at byte {at - 1:,}")
+        if end > stop or tag < 8:
+            raise Malformed(f"a field is cut off or has no number, at byte {at - 1:,}")
+        yield tag >> 3, wire, at, end
+        at = end
+
+
+def _varint(content: Content, at: int, stop: int) -> tuple[int, int]:
+    """(value in 0 … 2^64 - 1, the byte behind it)."""
+    value = shift = 0
+    while at < stop and shift < 70:
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+        shift += 7
+    raise Malformed(f"a number is cut off or too long, at byte {at - 1:,}")
+
+
+def encode(values: Mapping[str, Values]) -> bytes:
+    """The bytes of an Example with the given features: byte strings, int64 or an array of float32, each a list."""
+    entries = []
+    for key, value in sorted(values.items()):
+        if isinstance(value, np.ndarray):
+            kind, content = 2, _field(1, value.astype("<f4").tobytes()) if len(value) else b""
+        elif value and isinstance(value[0], bytes):
+            kind, content = 1, b"".join(_field(1, item) for item in value if isinstance(item, bytes))
+        else:
+            numbers = b"".join(_as_varint(item & 0xFFFFFFFFFFFFFFFF) for item in value if isinstance(item, int))
+            kind, content = 3, _field(1, numbers) if numbers else b""
+        entries.append(_field(1, _field(1, key.encode()) + _field(2, _field(kind, content))))
+    return _field(1, b"".join(entries))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return b"".join((_as_varint(number << 3 | BYTES), _as_varint(len(data)), data))
+
+
+def _as_varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
