@@ -4,7 +4,6 @@ So `stoker --help` and `stoker why` start at once, also where torch is absent. E
 message and their exit code; anything else is a bug and keeps its traceback.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,11 +51,6 @@ def train(
     from stoker.measure.host import process_started_s
     from stoker.training.loop import train as train_loop
 
-    if data is None and resume is None:
-        from stoker.errors import UsageError
-
-        raise UsageError("What should be trained on?", choices=("a folder", "a COCO .json file", "demo"),
-                         fix="stoker train demo")  # fmt: skip
     asked = config if data is None else config.replace(data=data)
     result = train_loop(asked, run=run, resume=resume, started_s=process_started_s())
 
@@ -171,8 +165,6 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
 
 def main() -> None:
     """The entry point; never returns."""
-    # Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         app(sys.argv[1:])
     except StokerError as error:

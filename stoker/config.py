@@ -8,10 +8,11 @@ are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`
 
 import dataclasses
 import math
+import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -179,8 +180,15 @@ def _section_of(name: str) -> str:
 
 
 def from_fields(fields: dict[str, Any]) -> Config:
-    """A Config from field names and values, whatever their sections."""
-    return Config().replace(**fields)
+    """A Config from field names and values, whatever their sections; None leaves a field open, paths become text.
+
+    Raises ConfigError for an unknown name or a value of the wrong kind.
+    """
+    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in fields.items():
+        if value is not None:
+            tables[_section_of(name)][name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return _convert(tables, None)
 
 
 def to_toml(config: Config, reasons: dict[str, str]) -> str:
@@ -209,10 +217,25 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
                 known = [n.rstrip("_") for n, s in SECTION_OF.items() if s == section]
                 raise ConfigError(f"[{section}] has no setting {key!r}.", place=path, choices=known)
     renamed = {s: {_field_name(k): v for k, v in table.items()} for s, table in tables.items()}
+    return _convert(renamed, path), reasons
+
+
+def _convert(tables: dict[str, dict[str, Any]], place: Path | None) -> Config:
+    """Section → field → value, as a Config of checked types."""
     try:
-        return msgspec.convert(renamed, Config), reasons
+        return msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError("A setting has a value of the wrong kind.", place=path, cause=str(error)) from error
+        cause, _, where = str(error).partition(" - at `$.")
+        section, _, name = where.partition("[")[0].rstrip("`").partition(".")
+        kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
+        raise ConfigError(
+            f"--{_flag(name)} {tables[section][name]!r} is of the wrong kind."
+            if kind
+            else "A setting is of the wrong kind.",
+            place=place,
+            cause=cause,
+            choices=get_args(kind) if get_origin(kind) is Literal else (),
+        ) from error
 
 
 def _field_name(key: str) -> str:

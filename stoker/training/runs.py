@@ -43,6 +43,9 @@ def choose(
         if is_finished(path):
             raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
         return path, _asked_of(path), _hold(path, stack)
+    if asked.data.data is None:
+        choices = ("a folder", "a file of annotations", "demo")
+        raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
     if name is not None:
         path = Path(name)
         if not (path / EVENTS).exists():
