@@ -1,0 +1,49 @@
+"""stoker: trains object detectors, keeps the device busy, and says where every device-second went.
+
+```python
+import stoker
+
+result = stoker.train("pictures/", for_="12ep", weights="imagenet")   # the settings of `stoker train`, by the same names
+model = stoker.load(result.run)                                       # a run folder or a .safetensors file
+for found in model.predict(["street.jpg"]):
+    print(found.boxes, found.scores, found.names)
+```
+
+Names are imported when they are first used, so that `import stoker` costs nothing and works where torch is absent.
+"""
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.api import Model, Prediction, load, train
+    from stoker.errors import StokerError
+    from stoker.metrics import Metrics
+    from stoker.settings import Settings
+    from stoker.training.loop import Result
+
+# Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+_HOME = {
+    "Metrics": "stoker.metrics",
+    "Model": "stoker.api",
+    "Prediction": "stoker.api",
+    "Result": "stoker.training.loop",
+    "Settings": "stoker.settings",
+    "StokerError": "stoker.errors",
+    "load": "stoker.api",
+    "train": "stoker.api",
+}
+__all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the command line does, before torch is imported
+import stoker  # noqa: F401  (sets what must be set before torch is imported)
 
 
 @pytest.fixture(autouse=True)

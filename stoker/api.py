@@ -1,0 +1,33 @@
+"""stoker in Python: `train` a detector, `load` one. The commands of the same names do the same with the same defaults.
+
+What is here only turns arguments into what the commands use, too: `training/loop.py`, `use.py`, `predict.py`, `export.py`.
+"""
+
+import os
+from typing import Unpack
+
+from stoker.config import from_fields
+from stoker.settings import Settings
+from stoker.training import loop
+
+
+def train(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    run: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> loop.Result:
+    """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
+
+    data: folder or file with labelled pictures, or "demo", pictures that stoker draws itself.
+    run: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished one is continued.
+    resume: an unfinished run to continue with its own settings; `data` is not needed then.
+    settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--for` is `for_`.
+
+    Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
+    is saved: the same call continues.
+    """
+    asked = from_fields({"data": data, **settings})
+    text = [None if path is None else os.fspath(path) for path in (run, resume)]
+    return loop.train(asked, run=text[0], resume=text[1])

@@ -1,0 +1,51 @@
+"""The settings as keyword arguments: what a type checker and an editor know of `stoker.train(data, **settings)`.
+
+The same names and types as the fields of `config.py`, where each is described; `tests/test_surface.py` holds the two, the
+flags and docs/settings.md together.
+"""
+
+from typing import Literal, TypedDict
+
+
+class Settings(TypedDict, total=False):
+    """Every setting but `data`. What is not given is derived, as on the command line."""
+
+    format: Literal["coco", "voc"]
+    val_fraction: float
+    canvas: tuple[int, int]
+    resize: Literal["letterbox", "squash"]
+    flip: float
+    crop: float
+    zoom: tuple[float, float]
+    model: str
+    weights: str
+    norm: Literal["frozen", "train"]
+    trainable_stages: int
+    anchor_sizes: tuple[float, ...]
+    anchor_scales: tuple[float, ...]
+    anchor_ratios: tuple[float, ...]
+    foreground_iou: float
+    background_iou: float
+    focal_alpha: float
+    focal_gamma: float
+    box_loss: Literal["l1", "giou"]
+    optimizer: Literal["sgd", "adamw"]
+    rate: float
+    momentum: float
+    weight_decay: float
+    schedule: Literal["cosine", "step", "exponential", "constant"]
+    warmup: int
+    clip: float
+    ema: float
+    accumulate: int
+    max_skipped: int
+    for_: str
+    batch: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    device: str
+    threads: int
+    seed: int
+    eval_every: str
+    patience: int
+    checkpoint_every: str
+    price: float
