@@ -46,6 +46,17 @@ KINDS: dict[str, Kind] = {
         "box of a picture that is not listed, or was left out", "box", "skipped", "the box is left out",
         "list the picture, or delete the annotation",
     ),
+    "malformed-row": Kind(
+        "line that cannot be read", "box", "skipped", "the line is left out", "correct or delete the line"
+    ),
+    "not-normalised": Kind(
+        "not within 0 … 1, where shares of the picture's width and height are meant", "box", "skipped",
+        "the box is left out", "divide by the width and height of the picture",
+    ),
+    "unplaced-box": Kind(
+        "box in shares of a picture whose size cannot be read", "box", "skipped", "the box is left out",
+        "restore the picture, or delete its annotations",
+    ),
     # Of a box, found while cleaning (clean.py).
     "not-a-number": Kind("not a number", "box", "skipped", "the box is left out", "correct or delete the box"),
     "negative-size": Kind("negative size", "box", "skipped", "the box is left out", "swap its corners"),
@@ -97,6 +108,10 @@ KINDS: dict[str, Kind] = {
         "in more than one split, by its name", "picture", "kept", "used in both: scores will flatter",
         "remove it from one of the splits",
     ),
+    "no-label-file": Kind(
+        "without a label file", "picture", "kept", "used as background: nothing is to be found there",
+        "add an empty label file where that is meant, or annotate the picture",
+    ),
     # Of a picture, found in its file (check.py).
     "missing-picture": Kind(
         "does not exist", "picture", "skipped", "left out, another takes its place",
@@ -134,6 +149,10 @@ KINDS: dict[str, Kind] = {
     # Of files, classes and splits.
     "foreign-file": Kind(
         "XML file that is no annotation", "file", "skipped", "it is not read", "move it out of the data folder"
+    ),
+    "label-without-picture": Kind(
+        "label file without a picture", "file", "skipped", "it is not read",
+        "add the picture, correct the name, or delete the file",
     ),
     "unlabelled-picture": Kind(
         "picture that no annotation names", "file", "kept", "it is not used",
