@@ -35,7 +35,7 @@ class Part:
     split: str | None
     """One of SPLITS; None: the data set names no split."""
     annotations: Path
-    """A file, or the folder of one XML file per picture."""
+    """A file, or the folder of one file per picture (XML, YOLO's labels); it need not exist where none has labels."""
     pictures: tuple[Path, ...]
     """Folders in which the pictures may lie, the likeliest first; they need not exist."""
     listing: Path | None = None
@@ -52,6 +52,10 @@ class Found:
     root: Path
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
+    descriptions: tuple[Path, ...] = ()
+    """Small files about the set as a whole, which are read besides the parts: YOLO's data.yaml, lists of classes."""
+    sure: bool = True
+    """False: the pictures are not where the annotations point, so a data set elsewhere in the folder is preferred."""
     class_files: tuple[Path, ...] = ()
     """Files that may define the classes, the likeliest first: label maps of TFRecords."""
 
