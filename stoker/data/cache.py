@@ -75,7 +75,7 @@ def fingerprint(found: Found, val_fraction: float) -> str:
     Picture folders count by their time of change, since their content decides which picture an annotation is about.
     """
     digest = blake2b(f"{VERSION}\0{found!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
-    for line in (line for file in found.class_files for line in _stamps(file)):
+    for line in (line for file in found.descriptions for line in _stamps(file)):
         digest.update(line.encode("utf-8", "surrogateescape"))
     for part in found.parts:
         for line in (*_stamps(part.annotations), *(_stamps(part.listing) if part.listing else ())):

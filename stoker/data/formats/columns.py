@@ -53,11 +53,10 @@ class Found:
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
     descriptions: tuple[Path, ...] = ()
-    """Small files about the set as a whole, which are read besides the parts: YOLO's data.yaml, lists of classes."""
+    """Small files about the set as a whole, which are read besides the parts: YOLO's data.yaml, lists of classes, label
+    maps of TFRecords (the likeliest first)."""
     sure: bool = True
     """False: the pictures are not where the annotations point, so a data set elsewhere in the folder is preferred."""
-    class_files: tuple[Path, ...] = ()
-    """Files that may define the classes, the likeliest first: label maps of TFRecords."""
 
 
 @dataclass(kw_only=True)
