@@ -1,13 +1,15 @@
 """COCO metrics: runs a model over pictures with known boxes and scores what it finds.
 
-`detect` runs the model, `score` compares, `evaluate` does both. Detections leave the device by a side stream and are
-read one batch later, so the host never waits for the batch it has just issued. The waits have names: "detections", and
-"nms" inside the model's `decode`. Matching is faster-coco-eval's C++; pycocotools is the oracle in the tests (equal
-within 1e-9). Pictures without known boxes are `predict.py`'s.
+`detect` runs the model, `score` compares, `evaluate` does both; `appraise` adds where a model is wrong (`mistakes.py`)
+for evaluation.json. Detections leave the device by a side stream and are read one batch later, so the host never waits
+for the batch it has just issued. The waits have names: "detections", and "nms" inside the model's `decode`. Matching is
+faster-coco-eval's C++; pycocotools is the oracle in the tests (equal within 1e-9). Pictures without known boxes are
+`predict.py`'s.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,37 +20,32 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.batch import Batch
+from stoker.data.decode import thumbnail
 from stoker.data.index import Index
 from stoker.device import Device, Ready
 from stoker.draw import Shown
 from stoker.errors import DataError
-from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics
-from stoker.models import Detector
+from stoker.evaluation import (
+    ClassEvaluation,
+    Confusion,
+    Curves,
+    Evaluation,
+    FoundBox,
+    PictureEvaluation,
+    TrueBox,
+)  # fmt: skip
+from stoker.metrics import TWELVE, ClassMetrics, Detections, GroundTruth, Metrics
+from stoker.mistakes import RIGHT, Judged, PictureScore, by_class, count_mistakes, judge, match, worst_and_best
+from stoker.models.detections import Finder
 from stoker.waits import allow_host_wait
 
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
 IOU_THRESHOLD = 0.5
 """NMS: torchvision's default (RetinaNet.nms_thresh)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroundTruth:
-    """K true boxes of P pictures, as columns."""
-
-    pictures: NDArray[np.int64]
-    """[P], rows of the index."""
-    row: NDArray[np.int64]
-    """[K], the picture of each box."""
-    boxes: NDArray[np.float32]
-    """[K, 4], xyxy in pixels of the original picture."""
-    label: NDArray[np.int64]
-    """[K], 0 … C-1."""
-    crowd: NDArray[np.bool_]
-    """[K], regions with many objects: a detection inside one counts neither for nor against."""
-    area: NDArray[np.float64]
-    """[K], decides small, medium and large; the source's own where it says one."""
-    class_names: tuple[str, ...]
+CURVES_KEPT, CONFUSIONS_KEPT, PICTURES_KEPT, BOXES_KEPT = 100, 50, 12, 100
+"""Most of each that evaluation.json holds: classes with curves of their own, confused pairs, pictures a list, true and
+found boxes a picture. Some 600 kB where everything is at its limit."""
 
 
 def ground_truth(index: Index, rows: NDArray[np.int64]) -> GroundTruth:
@@ -69,7 +66,7 @@ def ground_truth(index: Index, rows: NDArray[np.int64]) -> GroundTruth:
 
 
 def evaluate(
-    model: Detector,
+    model: Finder,
     batches: Iterable[Batch],
     index: Index,
     rows: NDArray[np.int64],
@@ -92,7 +89,7 @@ def evaluate(
 
 
 def detect(
-    model: Detector,
+    model: Finder,
     batches: Iterable[Batch],
     device: Device,
     *,
@@ -108,7 +105,7 @@ def detect(
 
 
 def detect_batches(
-    model: Detector,
+    model: Finder,
     batches: Iterable[Batch],
     device: Device,
     *,
@@ -145,7 +142,7 @@ def detect_batches(
 
 
 @contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module | Finder) -> Iterator[None]:
     """The whole model in evaluation mode; after it each module is as it was (frozen norms among trained ones)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -171,19 +168,33 @@ def _read(tensors: list[Tensor], ready: Ready) -> Detections:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The metrics, and what they are means of."""
+
+    metrics: Metrics
+    precision: NDArray[np.float64]
+    """[10 IoU thresholds 0.50 … 0.95, 101 recalls, classes] of all areas and 100 detections; -1 where undefined."""
+
+
 def score(truth: GroundTruth, found: Detections) -> Metrics:
     """The twelve COCO numbers, and AP and AP50 of each class. Pictures that the model did not see are left out.
 
     Raises DataError when there is no box to score against.
     """
+    return score_with_curves(truth, found).metrics
+
+
+def score_with_curves(truth: GroundTruth, found: Detections) -> Scored:
+    """As `score`, and the precision-recall curves."""
     require_boxes(truth)
-    pictures = truth.pictures[np.isin(truth.pictures, found.pictures)]
-    true = np.isin(truth.row, pictures)
-    seen = np.isin(found.row, pictures)
-    true_anns = _annotations(truth.row[true], truth.boxes[true], truth.label[true], "area", truth.area[true])
-    for annotation, crowd in zip(true_anns, truth.crowd[true].tolist(), strict=True):
+    asked = len(truth.pictures)
+    truth, found = _seen(truth, found)
+    pictures = truth.pictures
+    true_anns = _annotations(truth.row, truth.boxes, truth.label, "area", truth.area)
+    for annotation, crowd in zip(true_anns, truth.crowd.tolist(), strict=True):
         annotation["iscrowd"] = int(crowd)
-    found_anns = _annotations(found.row[seen], found.boxes[seen], found.label[seen], "score", found.score[seen])
+    found_anns = _annotations(found.row, found.boxes, found.label, "score", found.score)
     for annotation in found_anns:
         annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
     frame = {
@@ -199,7 +210,7 @@ def score(truth: GroundTruth, found: Detections) -> Metrics:
     run.evaluate()
     run.accumulate()
     run.summarize()
-    counted = np.bincount(truth.label[true & ~truth.crowd], minlength=len(truth.class_names))
+    counted = np.bincount(truth.label[~truth.crowd], minlength=len(truth.class_names))
     precision = np.asarray(run.eval["precision"])[:, :, :, 0, -1]  # [IoU, recall, class] of all areas, 100 detections
     per_class = [
         ClassMetrics(
@@ -207,14 +218,110 @@ def score(truth: GroundTruth, found: Detections) -> Metrics:
         )
         for label, name in enumerate(truth.class_names)
     ]
-    return Metrics(
+    metrics = Metrics(
         **{name: None if value < 0 else float(value) for name, value in zip(TWELVE, run.stats[:12], strict=True)},
         per_class=per_class,
         pictures=len(pictures),
         boxes=int(counted.sum()),
-        detections=int(seen.sum()),
-        missing=len(truth.pictures) - len(pictures),
+        detections=len(found),
+        missing=asked - len(pictures),
     )
+    return Scored(metrics=metrics, precision=precision)
+
+
+def appraise(scored: Scored, truth: GroundTruth, found: Detections, index: Index, *, step: int) -> Evaluation:
+    """What evaluation.json says: scores, curves, kinds of mistakes, and the worst and best pictures of the truth's."""
+    truth, found = _seen(truth, found)
+    matches = match(truth, found)
+    classes = by_class(truth, found, matches)
+    judged = judge(truth, found, matches, classes)
+    mistakes = count_mistakes(truth, found, judged)
+    boxes = [of.boxes for of in scored.metrics.per_class]
+    drawn = set(np.argsort([-count for count in boxes], kind="stable")[:CURVES_KEPT].tolist())
+    kinds, labels = np.array(judged.kind, object), found.label[judged.places]
+    right = np.bincount(labels[kinds == RIGHT], minlength=len(classes)).tolist()
+    confused = np.flatnonzero(kinds == "class")
+    pairs, times = np.unique(
+        np.stack([truth.label[judged.about[confused]], labels[confused]], axis=1), axis=0, return_counts=True
+    )
+    worst, best = worst_and_best(truth, found, judged, truth.pictures, PICTURES_KEPT)
+    return Evaluation(
+        step=step,
+        split="val",
+        metrics=scored.metrics,
+        curves=_curves(scored.precision),
+        classes=[
+            ClassEvaluation(
+                name=metrics.name,
+                boxes=metrics.boxes,
+                ap=metrics.ap,
+                ap50=metrics.ap50,
+                right=right[label],
+                mistakes=mistakes[label],
+                curves=_curves(scored.precision[:, :, label : label + 1]) if label in drawn else None,
+                **vars(of),
+            )
+            for label, (metrics, of) in enumerate(zip(scored.metrics.per_class, classes, strict=True))
+        ],
+        confusions=[
+            Confusion(true=int(pairs[n, 0]), found=int(pairs[n, 1]), count=int(times[n]))
+            for n in np.argsort(-times, kind="stable")[:CONFUSIONS_KEPT].tolist()
+        ],
+        worst=[_picture(one, truth, found, judged, index) for one in worst],
+        best=[_picture(one, truth, found, judged, index) for one in best],
+    )
+
+
+def _seen(truth: GroundTruth, found: Detections) -> tuple[GroundTruth, Detections]:
+    """Both without the pictures that the model did not see, or of which the truth is not known."""
+    pictures = truth.pictures[np.isin(truth.pictures, found.pictures)]
+    mask = np.isin(truth.row, pictures)
+    columns = {name: getattr(truth, name)[mask] for name in ("row", "boxes", "label", "crowd", "area")}
+    true = GroundTruth(pictures=pictures, class_names=truth.class_names, **columns)
+    return true, dataclasses.replace(found.where(np.isin(found.row, pictures)), pictures=pictures)
+
+
+def _curves(precision: NDArray[np.float64]) -> Curves:
+    """Means over the classes [10, 101, C] that have true boxes."""
+    defined = precision[:, :, precision[0, 0] > -1]
+    if not defined.shape[2]:
+        return Curves(iou50=[], iou75=[], mean=[])
+    mean = defined.mean(axis=2).round(4)
+    return Curves(iou50=mean[0].tolist(), iou75=mean[5].tolist(), mean=defined.mean(axis=(0, 2)).round(4).tolist())
+
+
+def _picture(
+    one: PictureScore, truth: GroundTruth, found: Detections, judged: Judged, index: Index
+) -> PictureEvaluation:
+    true = np.flatnonzero(truth.row == one.row)
+    mine = np.flatnonzero(found.row[judged.places] == one.row)
+    height, width = index.size[one.row].tolist()
+    return PictureEvaluation(
+        row=one.row,
+        path=str(index.path(one.row)),
+        span=index.span(one.row),
+        size=(height, width) if height and width else None,
+        f1=round(one.f1, 4),
+        right=one.right,
+        wrong=one.wrong,
+        not_found=one.not_found,
+        true_boxes=[
+            TrueBox(box=_corners(truth.boxes[n]), label=int(truth.label[n]), crowd=bool(truth.crowd[n]),
+                    found=bool(judged.is_found[n]))
+            for n in true[:BOXES_KEPT].tolist()
+        ],
+        found_boxes=[
+            FoundBox(box=_corners(found.boxes[place]), label=int(found.label[place]),
+                     score=round(float(found.score[place]), 4), mistake=judged.kind[n])
+            for n, place in zip(mine[:BOXES_KEPT].tolist(), judged.places[mine[:BOXES_KEPT]].tolist(), strict=True)
+        ],
+        left_out=max(0, len(true) - BOXES_KEPT) + max(0, len(mine) - BOXES_KEPT),
+    )  # fmt: skip
+
+
+def _corners(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = (round(side, 1) for side in box.tolist())
+    return x0, y0, x1, y1
 
 
 def some_pictures(
@@ -226,7 +333,20 @@ def some_pictures(
     ones = np.ones(len(truth.row), np.float32)
     true = Detections(row=truth.row, boxes=truth.boxes, score=ones, label=truth.label, pictures=chosen)
     shown = found.where(found.score >= score_threshold)
-    return [Shown(path=index.path(row), truth=true.of(row), found=shown.of(row)) for row in chosen.tolist()]
+    return [
+        Shown(
+            path=index.path(row),
+            picture=functools.partial(_thumbnail, index, row),
+            truth=true.of(row),
+            found=shown.of(row),
+        )
+        for row in chosen.tolist()
+    ]
+
+
+def _thumbnail(index: Index, row: int, side: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    said = (int(index.size[row, 0]), int(index.size[row, 1]))
+    return thumbnail(index.read(row), index.path(row), side, said=said)
 
 
 def require_boxes(truth: GroundTruth) -> None:

@@ -49,6 +49,25 @@ class Detections:
         return Detections(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroundTruth:
+    """K true boxes of P pictures, as columns."""
+
+    pictures: NDArray[np.int64]
+    """[P], rows of the index."""
+    row: NDArray[np.int64]
+    """[K], the picture of each box."""
+    boxes: NDArray[np.float32]
+    """[K, 4], xyxy in pixels of the original picture."""
+    label: NDArray[np.int64]
+    """[K], 0 … C-1."""
+    crowd: NDArray[np.bool_]
+    """[K], regions with many objects: a detection inside one counts neither for nor against."""
+    area: NDArray[np.float64]
+    """[K], decides small, medium and large; the source's own where it says one."""
+    class_names: tuple[str, ...]
+
+
 def no_detections(pictures: Sequence[int] = ()) -> Detections:
     """Pictures in which nothing was found."""
     return Detections(

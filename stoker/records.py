@@ -30,6 +30,7 @@ PHASES = (
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
+EVALUATION, REPORT = "evaluation.json", "report.html"
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
 
 EVENT_KINDS = (
@@ -212,6 +213,13 @@ class RunFolder:
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
+
+    def replace(self, name: str, content: msgspec.Struct) -> None:
+        """Writes one of the run's JSON files anew. Where that fails the old one stays, and an event says so."""
+        try:
+            write_whole(self.path / name, self._encoder.encode(content) + b"\n")
+        except OSError as error:
+            self.event("warning", f"{name} could not be written: {error}")
 
     def close(self) -> None:
         with self._lock:

@@ -39,6 +39,13 @@ class Columns(NamedTuple):
     def path(self, row: int) -> Path:
         return Path(f"{row}.jpg")
 
+    def span(self, row: int) -> tuple[int, int] | None:
+        return (row * 100, 50) if row % 2 else None
+
+    @property
+    def size(self) -> np.ndarray:
+        return np.full((len(self.offsets) - 1, 2), (480, 640))
+
 
 def columns(boxes_of_picture: list[list[tuple[float, ...]]], class_count: int) -> Columns:
     """Pictures as lists of (x1, y1, x2, y2, label, crowd, area factor)."""
@@ -64,8 +71,8 @@ def detections(rows: list[int], boxes: Any, scores: Any, labels: Any, pictures: 
     )
 
 
-def oracle(truth: GroundTruth, found: Detections) -> tuple[list[float], list[float], list[float]]:
-    """pycocotools: the twelve numbers, AP of each class, AP50 of each class; -1 where undefined."""
+def pycocotools(truth: GroundTruth, found: Detections) -> COCOeval:
+    """pycocotools after its evaluation; ids of boxes are their places from 1."""
 
     def xywh(boxes: np.ndarray) -> list[list[float]]:
         b = boxes.astype(np.float64)
@@ -97,6 +104,12 @@ def oracle(truth: GroundTruth, found: Detections) -> tuple[list[float], list[flo
         run.evaluate()
         run.accumulate()
         run.summarize()
+    return run
+
+
+def oracle(truth: GroundTruth, found: Detections) -> tuple[list[float], list[float], list[float]]:
+    """pycocotools: the twelve numbers, AP of each class, AP50 of each class; -1 where undefined."""
+    run = pycocotools(truth, found)
     precision = run.eval["precision"][:, :, :, 0, 2]
 
     def mean(part: np.ndarray) -> float:

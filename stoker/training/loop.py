@@ -18,18 +18,17 @@ from torch import Tensor
 
 from stoker.batch import Batch
 from stoker.config import Config, parse_duration, rows_of
-from stoker.data.augment import flip
+from stoker.data.augment_device import augment_batch
 from stoker.data.loader import Loader, box_slots
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import Preempted, StokerError, StorageError
-from stoker.evaluate import detect, ground_truth, some_pictures
-from stoker.evaluate import score as metrics_of
+from stoker.evaluate import appraise, detect, ground_truth, score_with_curves, some_pictures
 from stoker.measure.ledger import Account, Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
 from stoker.models import Detector
-from stoker.records import BEST, FINAL, STEPS, RunFolder, StepWindow
+from stoker.records import BEST, EVALUATION, FINAL, STEPS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
@@ -172,7 +171,7 @@ class Training:
             if self.copying is not None:  # a snapshot is being copied: the weights may move only after it
                 self.copying.block_device()
                 self.copying = None
-            batch = flip(batch, config.data.flip)
+            batch = augment_batch(batch, config.data, self.progress())
             losses = forward_backward(
                 job.model, job.stepper, batch, self.parts, job.device.autocast(config.run.precision)
             )
@@ -314,7 +313,8 @@ class Training:
             with contextlib.closing(batches):
                 pictures = self.until_stopped(batches)
                 found = detect(job.stepper.averaged, pictures, job.device, precision=config.run.precision)
-            metrics = metrics_of(self.truth, found)
+            scored = score_with_curves(self.truth, found)
+            metrics = scored.metrics
         ap = metrics.ap if metrics.ap is not None else 0.0
         names = [FINAL] if final else []
         if ap > job.best_ap:
@@ -323,6 +323,8 @@ class Training:
         else:
             job.stale += 1
         if names:
+            with self.ledger.phase("eval"):
+                job.folder.replace(EVALUATION, appraise(scored, self.truth, found, job.index, step=job.step))
             with self.ledger.phase("checkpoint"):
                 snapshot = self.snapshot({}, ap=metrics.ap)
                 job.writer.save_weights(snapshot, names)
