@@ -161,6 +161,7 @@ KINDS: dict[str, Kind] = {
     "malformed-class": Kind(
         "class entry that cannot be read", "class", "skipped", "its boxes are left out", "correct the entry"
     ),
+    "copied-class": Kind("class listed twice", "class", "fixed", "used once", "remove the copy"),
     "similar-class-names": Kind(
         "classes that differ in case or spaces only", "class", "kept", "they are different classes",
         "give them one name, if they are one",
@@ -223,7 +224,8 @@ class Problems:
         self._counts[kind] = self._counts.get(kind, 0) + count
         examples = self._examples.setdefault(kind, [])
         if len(examples) < self.limit:
-            examples.append(example)
+            # a name of a file may be bytes that are no Unicode, which neither the index nor JSON can hold
+            examples.append(example.encode(errors="backslashreplace").decode())
 
     def found(self, examples: int | None = None) -> tuple[Problem, ...]:
         """In the order of KINDS, each with at most so many of the examples."""

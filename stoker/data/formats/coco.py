@@ -1,62 +1,31 @@
-"""COCO JSON: finds its usual layouts and reads them into columns.
+"""COCO JSON: reads the files of a data set into columns.
 
-The file is memory-mapped and decoded once; polygons are skipped without becoming objects, and the decoded annotations
-become numpy columns at once. COCO's own size (118,287 pictures, 860,001 boxes, 401 MB) takes about a seventh of
-pycocotools' time and a third of its memory: `benchmarks/index.py`. Format: https://cocodataset.org/#format-data.
+Each file is memory-mapped and decoded once (`coco_entries.py`); polygons are skipped without becoming objects, and the
+decoded annotations become numpy columns at once. COCO's own size (118,287 pictures, 860,001 boxes, 401 MB) takes about
+a seventh of pycocotools' time and a third of its memory: `benchmarks/index.py`. What is wrong with single entries is
+put among the problems, and the rest is read. Which files there are: `coco_files.py`; classes: `categories.py`.
 """
 
-import json
-import mmap
-from collections import Counter
-from collections.abc import Iterable
+import os
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
-from math import nan
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.categories import Category, common_map
+from stoker.data.formats.coco_entries import Annotation, Picture, read_entries
 from stoker.data.formats.coco_files import locate_pictures
 from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
 from stoker.data.problems import Problems
 from stoker.errors import DataError
 
-Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class _Picture(msgspec.Struct, gc=False):
-    id: Id
-    file_name: str
-    height: float | None = None
-    width: float | None = None
-
-
-class _Annotation(msgspec.Struct, gc=False):
-    image_id: Id
-    category_id: Id
-    bbox: tuple[float, ...] | None = None
-    area: float | None = nan
-    iscrowd: float | bool | None = False
-    id: Any = None
-
-
-class _File(msgspec.Struct):
-    images: list[_Picture]
-    categories: list[Category]
-    annotations: list[_Annotation] = []
-
-
-class _RawFile(msgspec.Struct):
-    """Only to find the entry that does not fit: msgspec's message says its field but not its number."""
-
-    images: list[msgspec.Raw]
-    categories: list[msgspec.Raw]
-    annotations: list[msgspec.Raw] = []
+LONGEST_NAME = 255
+"""Bytes of a file name that file systems take."""
 
 
 @dataclass(kw_only=True)
@@ -77,7 +46,9 @@ class _Split:
 
 def read(found: Found, problems: Problems) -> Columns:
     """Reads all files of a COCO data set. Raises DataError that names file and place."""
-    splits = [_read_file(part.annotations, problems) for part in found.parts]
+    splits = [
+        _read_file(part.annotations, os.path.relpath(part.annotations, found.root), problems) for part in found.parts
+    ]
     files = [part.annotations for part in found.parts]
     categories = common_map(
         files, [split.categories for split in splits], [np.unique(split.category_id) for split in splits]
@@ -116,35 +87,39 @@ def read(found: Found, problems: Problems) -> Columns:
     )
 
 
-def _read_file(path: Path, problems: Problems) -> _Split:
-    content = _decode(path)
+def _read_file(path: Path, where: str, problems: Problems) -> _Split:
+    """where: the file's name in messages."""
+    content = read_entries(path, where, problems)
     if not content.images:
         raise DataError("The annotation file lists no pictures.", place=path, fix="export the split again")
-    count = len(content.images)
-    image_id = np.fromiter([picture.id for picture in content.images], np.int64, count)
-    _refuse_twice(path, "picture id", image_id.tolist())
-    names = [picture.file_name for picture in content.images]
-    _refuse_twice(path, "file name", names)
-    size = np.array([(picture.height or 0, picture.width or 0) for picture in content.images], np.float64)
-    size = np.clip(np.nan_to_num(size), 0, 2**31 - 1)
-
-    annotations = _with_box(path, content.annotations, problems)
+    pictures = _distinct(path, _nameable(content.images, where, problems), where, problems)
+    image_id = np.fromiter([picture.id for picture in pictures], np.int64, len(pictures))
+    categories = _categories(path, content.categories, where, problems)
+    if content.annotations and not categories:
+        raise DataError(
+            "The annotation file defines no classes.",
+            place=path,
+            cause=f'"categories" is empty or absent, and there are {len(content.annotations):,} annotations',
+            fix="export the file again, with its categories",
+        )
+    annotations = _with_box(where, content.annotations, problems)
 
     def column(name: str, kind: type[np.generic]) -> NDArray[Any]:
         return np.fromiter(map(attrgetter(name), annotations), kind, len(annotations))
 
     box_id = _annotation_ids(annotations)
-    row = _rows_of(path, column("image_id", np.int64), image_id, box_id)
+    row = _rows_of(where, column("image_id", np.int64), image_id, box_id, problems)
+    category_id = column("category_id", np.int64)
+    known = _of_known_class(where, categories, category_id, box_id, problems)
     order = np.argsort(row, kind="stable")
+    order = order[(row >= 0)[order] & known[order]]
     numbers = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(numbers, np.float64, 4 * len(annotations)).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
-    category_id = column("category_id", np.int64)
-    _check_categories(path, content.categories, category_id, box_id)
     return _Split(
-        categories=content.categories,
-        names=names,
-        size=size.astype(np.int32),
+        categories=categories,
+        names=[picture.file_name for picture in pictures],
+        size=_sizes(pictures, where, problems),
         image_id=image_id,
         row=row[order],
         boxes=boxes[order],
@@ -155,26 +130,92 @@ def _read_file(path: Path, problems: Problems) -> _Split:
     )
 
 
-def _with_box(path: Path, annotations: list[_Annotation], problems: Problems) -> list[_Annotation]:
+def _nameable(pictures: list[Picture], where: str, problems: Problems) -> list[Picture]:
+    """The pictures whose `file_name` can be the name of a file."""
+
+    def fits(name: str) -> bool:
+        if not name or "\0" in name or name.endswith(("/", "\\")) or not _is_unicode(name):
+            return False
+        return len(name) * 4 <= LONGEST_NAME or all(
+            len(part.encode()) <= LONGEST_NAME for part in name.replace("\\", "/").split("/")
+        )
+
+    odd = [i for i, picture in enumerate(pictures) if not fits(picture.file_name)]
+    for i in odd:
+        shown = f"{pictures[i].file_name[:60]!r}"
+        problems.add("malformed-picture", f"{where}, picture id {pictures[i].id}: {shown} is no name of a file")
+    without = set(odd)
+    return [picture for i, picture in enumerate(pictures) if i not in without] if odd else pictures
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+    return True
+
+
+def _distinct(path: Path, pictures: list[Picture], where: str, problems: Problems) -> list[Picture]:
+    """The pictures that have an id and a file name of their own. Which boxes are those of the others is not known: data
+    sets were merged without new ids, or without their folders."""
+    count = len(pictures)
+    if len({p.id for p in pictures}) == count == len({p.file_name for p in pictures}):
+        return pictures
+    first: dict[tuple[int, str], Picture] = {}
+    for picture in pictures:
+        if first.setdefault((picture.id, picture.file_name), picture) is not picture:
+            problems.add("copied-entry", f"{where}, picture id {picture.id}: {picture.file_name}")
+    names, ids = defaultdict(list), defaultdict(list)
+    for number, name in first:
+        names[number].append(name)
+        ids[name].append(number)
+    for number, several in names.items():
+        if len(several) > 1:
+            problems.add("ambiguous-id", f"{where}, picture id {number}: {', '.join(several)}", len(several))
+    for name, several_ids in ids.items():
+        if len(several_ids) > 1 and any(len(names[number]) == 1 for number in several_ids):
+            listed = ", ".join(map(str, several_ids))
+            problems.add("listed-twice", f"{where}, {name}: picture ids {listed}")
+    kept = [p for p in first.values() if len(names[p.id]) == 1 == len(ids[p.file_name])]
+    if not kept:
+        found = next(p for p in problems.found(1) if p.kind in ("ambiguous-id", "listed-twice"))
+        raise DataError(
+            "No picture has an id and a file name of its own.",
+            place=path,
+            cause=f"e.g. {found.examples[0]}: data sets were merged without new ids, or without their folders",
+            fix="give every entry its own id and file name",
+        )
+    return kept
+
+
+def _sizes(pictures: list[Picture], where: str, problems: Problems) -> NDArray[np.int32]:
+    """[R, 2], height and width; 0, to be read from the picture, where the file has none that makes sense."""
+    said = np.array([(picture.height or 0, picture.width or 0) for picture in pictures], np.float64).reshape(-1, 2)
+    whole = (said >= 0) & (said < 2**31)
+    for row in np.flatnonzero(~whole.all(1)).tolist():
+        height, width = said[row]
+        problems.add("malformed-size", f"{where}, {pictures[row].file_name}: width {width:g}, height {height:g}")
+    return np.where(whole.all(1, keepdims=True), said, 0).astype(np.int32)
+
+
+def _with_box(where: str, annotations: list[Annotation], problems: Problems) -> list[Annotation]:
     """The annotations that have a box."""
     if {0 if a.bbox is None else len(a.bbox) for a in annotations} <= {4}:
         return annotations
     odd = [i for i, annotation in enumerate(annotations) if annotation.bbox is None or len(annotation.bbox) != 4]
     for i in odd:
         box = annotations[i].bbox
+        place = f"{where}, annotation {annotations[i].id}"
         if box:
-            raise DataError(
-                f"A box has {len(box)} numbers, not 4.",
-                place=f"{path}: annotation {annotations[i].id}, number {i} of the list",
-                cause="COCO's bbox is [x, y, width, height]",
-                fix="correct or remove the annotation",
-            )
-        problems.add("no-box", f"{path.name}, annotation number {i}")
+            problems.add("malformed-box", f"{place}: {len(box)} numbers, not x, y, width and height")
+        else:
+            problems.add("no-box", place)
     without = set(odd)
     return [annotation for i, annotation in enumerate(annotations) if i not in without]
 
 
-def _annotation_ids(annotations: list[_Annotation]) -> NDArray[np.int64]:
+def _annotation_ids(annotations: list[Annotation]) -> NDArray[np.int64]:
     """The ids by which messages name annotations; positions in the list where they are not whole numbers."""
     try:
         return np.fromiter(map(attrgetter("id"), annotations), np.int64, len(annotations))
@@ -183,117 +224,40 @@ def _annotation_ids(annotations: list[_Annotation]) -> NDArray[np.int64]:
 
 
 def _rows_of(
-    path: Path, owner: NDArray[np.int64], image_id: NDArray[np.int64], box_id: NDArray[np.int64]
+    where: str, owner: NDArray[np.int64], image_id: NDArray[np.int64], box_id: NDArray[np.int64], problems: Problems
 ) -> NDArray[np.int64]:
-    """The row of the picture that each annotation [K] belongs to."""
+    """The row of the picture that each annotation [K] belongs to; -1 for none."""
     order = np.argsort(image_id)
     row = order[np.minimum(np.searchsorted(image_id[order], owner), len(order) - 1)]
-    stray = np.flatnonzero(image_id[row] != owner)
-    if stray.size:
-        raise DataError(
-            f"{stray.size} annotations belong to pictures that the file does not list.",
-            place=f"{path}: annotation {box_id[stray[0]]} names image_id {owner[stray[0]]}",
-            cause='no entry of "images" has that id',
-            fix="add the picture to the file or remove its annotations",
-        )
-    return row
+    stray = image_id[row] != owner
+    for i in np.flatnonzero(stray).tolist():
+        problems.add("unknown-picture", f"{where}, annotation {box_id[i]}: image_id {owner[i]}")
+    return np.where(stray, -1, row)
 
 
-def _check_categories(
-    path: Path, categories: list[Category], used: NDArray[np.int64], box_id: NDArray[np.int64]
-) -> None:
-    _refuse_twice(path, "category id", [category.id for category in categories])
-    known = np.array([category.id for category in categories], np.int64)
-    stray = np.flatnonzero(~np.isin(used, known))
-    if stray.size:
-        raise DataError(
-            f"{stray.size} annotations have a category that the file does not define.",
-            place=f"{path}: annotation {box_id[stray[0]]} has category_id {used[stray[0]]}",
-            choices=[f"{category.id} ({category.name})" for category in categories[:100]],
-            fix='add the category to "categories" or correct the annotations',
-        )
+def _of_known_class(
+    where: str, categories: list[Category], used: NDArray[np.int64], box_id: NDArray[np.int64], problems: Problems
+) -> NDArray[np.bool_]:
+    """[K], whether the class of an annotation is one that the file defines."""
+    known = np.isin(used, np.array([category.id for category in categories], np.int64))
+    for i in np.flatnonzero(~known).tolist():
+        problems.add("unknown-class", f"{where}, annotation {box_id[i]}: category_id {used[i]}")
+    return known
 
 
-def _refuse_twice(path: Path, what: str, values: list[Any]) -> None:
-    if len(set(values)) == len(values):
-        return
-    twice = Counter(values).most_common(1)[0][0]
-    raise DataError(
-        f"The {what} {twice!r} appears more than once.",
-        place=path,
-        cause="two data sets were merged without new ids, or an entry was copied",
-        fix="give every entry its own, or remove the copy",
-    )
-
-
-def _decode(path: Path) -> _File:
-    if path.stat().st_size == 0:
-        raise DataError("The annotation file is empty.", place=path, fix="export or copy it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        view = memoryview(content)
-        with view[3:] if content[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
-            try:
-                return msgspec.json.decode(text, type=_File)
-            except msgspec.ValidationError as error:
-                raise _misfit(path, bytes(text), error) from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if content.find(b"NaN") < 0 and content.find(b"Infinity") < 0:
-                    raise _malformed(path, content, error) from error
-                return _decode_with_nan(path, bytes(text))
-
-
-def _decode_with_nan(path: Path, text: bytes) -> _File:
-    """NaN and Infinity are not JSON, but Python writes them: their boxes are to be dropped and named, not the file."""
-    try:
-        return msgspec.convert(json.loads(text), type=_File)
-    except msgspec.ValidationError as error:
-        raise DataError("The annotations are not COCO JSON.", place=path, cause=str(error)) from error
-    except ValueError as error:
-        raise _malformed(path, text, error) from error
-
-
-def _malformed(path: Path, content: bytes | mmap.mmap, error: Exception) -> DataError:
-    text = str(error)
-    digits = text.rpartition("byte ")[2].rstrip(")")
-    at = int(digits) if digits.isdigit() else len(content)
-    line = content[:at].count(b"\n") + 1
-    return DataError(
-        "The annotation file is not valid JSON.",
-        place=f"{path}:{line}",
-        cause=f"{text} in a file of {len(content)} bytes",
-        fix="export or copy it again; a truncated file ends in the middle of an entry",
-    )
-
-
-Entry = TypeVar("Entry", bound=msgspec.Struct)
-
-
-def _misfit(path: Path, text: bytes, error: msgspec.ValidationError) -> DataError:
-    """Names the first entry that is not as COCO has it."""
-    place, cause = str(path), str(error)
-    try:
-        raw = msgspec.json.decode(text, type=_RawFile)
-    except msgspec.ValidationError:  # the file as a whole has another shape: msgspec's own message says which
-        raw = _RawFile([], [])
-    lists: Iterable[tuple[str, list[msgspec.Raw], type[msgspec.Struct]]] = (
-        ("images", raw.images, _Picture),
-        ("categories", raw.categories, Category),
-        ("annotations", raw.annotations, _Annotation),
-    )
-    for name, entries, kind in lists:
-        for i, entry in enumerate(entries):
-            try:
-                msgspec.json.decode(entry, type=kind)
-            except msgspec.ValidationError as detail:
-                shown = bytes(entry)[:120].decode(errors="replace")
-                place, cause = f'{path}: "{name}" number {i}: {shown}', str(detail)
-                break
-        else:
+def _categories(path: Path, categories: list[Category], where: str, problems: Problems) -> list[Category]:
+    """Those of a file, each once. Raises DataError when two have one id."""
+    first: dict[int, Category] = {}
+    for category in categories:
+        same = first.setdefault(category.id, category)
+        if same is category:
             continue
-        break
-    return DataError(
-        "The annotations are not COCO JSON for detection.",
-        place=place,
-        cause=cause,
-        fix="https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again",
-    )
+        if same.name != category.name:
+            raise DataError(
+                f"The category id {category.id} appears more than once.",
+                place=path,
+                cause=f"it is {same.name!r} and {category.name!r}: two data sets were merged without new ids",
+                fix="give every category its own id, also in the annotations",
+            )
+        problems.add("copied-class", f"{where}, category id {category.id}: {category.name}")
+    return list(first.values())

@@ -38,28 +38,47 @@ class _Annotation:
     objects: list[_Object]
 
 
+class _Entry(NamedTuple):
+    """A picture with its annotations."""
+
+    annotation: _Annotation
+    folder: Path
+    name: str
+    split: int
+
+
 def read(found: Found, problems: Problems) -> Columns:
-    """Reads all XML files of a data set. Raises DataError that names file and place."""
+    """Reads all XML files of a data set. Raises DataError when none can be read."""
     notes = list(found.notes)
-    folders = Folders(found.root)
-    annotations: list[_Annotation] = []
-    folder: list[int] = []
-    names: list[str] = []
-    split: list[int] = []
     shelves: dict[tuple[Path, ...], _Pictures] = {}
     read_files: set[Path] = set()
+    parsed: dict[Path, _Annotation | None] = {}
+    entries: list[_Entry] = []
     for part in found.parts:
         pictures = shelves.setdefault(part.pictures, _Pictures(part.pictures))
-        files = _files(part, notes)
+        files = _files(part, found.root, notes, problems)
         read_files.update(files)
+        split = UNDECIDED if part.split is None else SPLITS.index(part.split)
         for file in files:
-            annotation = _parse(file, problems)
-            place, name = pictures.of(annotation)
-            annotations.append(annotation)
-            folder.append(folders.number(str(place)))
-            names.append(name)
-            split.append(UNDECIDED if part.split is None else SPLITS.index(part.split))
+            if file not in parsed:
+                parsed[file] = _parse(file, os.path.relpath(file, found.root), problems)
+            annotation = parsed[file]
+            if annotation is not None:
+                entries.append(_Entry(annotation, *pictures.of(annotation), split))
+    if not entries:
+        raise DataError(
+            "No annotation file can be read.",
+            place=found.parts[0].annotations,
+            cause="; ".join(f"{p.count} × {p.title}: {p.examples[0]}" for p in problems.found(1)) or None,
+            fix="export or copy the data set again",
+        )
+    entries = _one_file_per_picture(entries, found.root, problems)
     _note_unlisted(found, read_files, notes)
+    folders = Folders(found.root)
+    folder = [folders.number(str(entry.folder)) for entry in entries]
+    names = [entry.name for entry in entries]
+    splits = [entry.split for entry in entries]
+    annotations = [entry.annotation for entry in entries]
     objects = [(row, item) for row, annotation in enumerate(annotations) for item in annotation.objects]
     class_names = sorted({item.name for _, item in objects})
     label = {name: i for i, name in enumerate(class_names)}
@@ -69,7 +88,7 @@ def read(found: Found, problems: Problems) -> Columns:
         folders=folders.texts(),
         folder=np.array(folder, np.int32),
         names=names,
-        split=np.array(split, np.int8),
+        split=np.array(splits, np.int8),
         size=np.array([annotation.size for annotation in annotations], np.int32).reshape(-1, 2),
         image_id=np.arange(len(names), dtype=np.int64),
         row=np.array([row for row, _ in objects], np.int64),
@@ -83,7 +102,25 @@ def read(found: Found, problems: Problems) -> Columns:
     )
 
 
-def _files(part: Part, notes: list[str]) -> list[Path]:
+def _one_file_per_picture(entries: list[_Entry], root: Path, problems: Problems) -> list[_Entry]:
+    """Leaves out files about a picture that another file is about, too. The one with the picture's own name stays;
+    where none has it, which one is right is not known."""
+    claims: dict[tuple[Path, str], set[Path]] = {}
+    for entry in entries:
+        claims.setdefault((entry.folder, entry.name), set()).add(entry.annotation.file)
+    wrong: set[Path] = set()
+    for (_, name), files in claims.items():
+        if len(files) > 1:
+            own = {file for file in files if file.stem == os.path.splitext(name)[0]}
+            for file in sorted(files - own):
+                others = ", ".join(sorted(other.name for other in files - {file}))
+                where = os.path.relpath(file, root)
+                problems.add("two-annotation-files", f"{where}: about {name}, as {others} is")
+            wrong |= files - own
+    return [entry for entry in entries if entry.annotation.file not in wrong] if wrong else entries
+
+
+def _files(part: Part, root: Path, notes: list[str], problems: Problems) -> list[Path]:
     """The XML files of a split: those that its list names, in its order, else all of the folder by name."""
     if part.listing is None:
         return sorted(_xml_in(part.annotations))
@@ -92,11 +129,14 @@ def _files(part: Part, notes: list[str]) -> list[Path]:
     absent: list[tuple[int, str]] = []
     lines = part.listing.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    where = os.path.relpath(part.listing, root)
     for number, entry in entries:
         # a name may be followed by 1 or -1, or carry the picture's ending
         stem = next((stem for stem in (entry, os.path.splitext(entry)[0], entry.split()[0]) if stem in known), None)
         if stem is None:
             absent.append((number, entry))
+        elif known[stem] in found:
+            problems.add("copied-entry", f"{where}:{number}: {entry}")
         else:
             found[known[stem]] = None
     if not entries:
@@ -105,16 +145,16 @@ def _files(part: Part, notes: list[str]) -> list[Path]:
         )
     if len(absent) == len(entries) and part.split == "test":
         notes.append(f"the test split has no annotations and is left out ({len(entries)} pictures)")
-    elif absent:
-        number, entry = absent[0]
+    elif len(absent) == len(entries):
         raise DataError(
-            f"{len(absent)} of {len(entries)} entries of the {part.split} split have no annotation.",
-            place=f"{part.listing}:{number}: {entry!r}",
+            f"No entry of the {part.split} split has an annotation.",
+            place=f"{part.listing}:{absent[0][0]}: {absent[0][1]!r}",
             cause=f"{part.annotations} has no such XML file",
-            fix="remove the lines or add the files; a picture without objects has an XML file without <object>",
+            fix="list the names of annotated pictures, without folders",
         )
-    if len(found) + len(absent) < len(entries):
-        notes.append(f"{part.listing.name} names {len(entries) - len(absent) - len(found)} pictures twice: used once")
+    else:
+        for number, entry in absent:
+            problems.add("no-annotation-file", f"{where}:{number}: {entry!r}")
     return list(found)
 
 
@@ -132,55 +172,49 @@ def _note_unlisted(found: Found, read_files: set[Path], notes: list[str]) -> Non
         notes.append(f"{len(unlisted)} annotated pictures are in no split and are left out, e.g. {min(unlisted).name}")
 
 
-def _parse(file: Path, problems: Problems) -> _Annotation:
+def _parse(file: Path, where: str, problems: Problems) -> _Annotation | None:
+    """None, and a problem, for a file that cannot be read. where: its name in messages."""
     try:
         root = ElementTree.parse(file).getroot()
     except ElementTree.ParseError as error:
-        raise DataError(
-            "An annotation file is not valid XML.",
-            place=f"{file}:{error.position[0]}",
-            cause=str(error),
-            fix="correct or delete it; an empty or truncated file comes from a copy that was cut short",
-        ) from error
+        problems.add("unreadable-annotations", f"{where}:{error.position[0]}: not valid XML, {error}")
+        return None
     except (ValueError, LookupError) as error:  # an encoding that Python's parser does not have
-        raise DataError(
-            "An annotation file cannot be decoded.", place=f"{file}:1", cause=str(error), fix="convert it to UTF-8"
-        ) from error
+        problems.add("unreadable-annotations", f"{where}:1: {error}; convert it to UTF-8")
+        return None
+    except OSError as error:
+        problems.add("unreadable-annotations", f"{where}: {error.strerror or error}")
+        return None
     if root.tag != "annotation":
-        raise DataError(
-            "An XML file is not a Pascal VOC annotation.",
-            place=file,
-            cause=f"its root is <{root.tag}>, not <annotation>",
-            fix="move it out of the data folder",
-        )
+        problems.add("foreign-file", f"{where}: its root is <{root.tag}>, not <annotation>")
+        return None
     objects = []
     for number, item in enumerate(root.findall("object"), 1):
+        place = f"{where}, object {number}"
         name = (item.findtext("name") or "").strip()
-        if not name:
-            raise DataError("An object has no class.", place=f"{file}: object {number}", fix="give it a <name>")
         box = item.find("bndbox")
-        if box is None:
-            problems.add("no-box", f"{file.name}, object {number}")
+        corners = None if box is None else _corners(box)
+        if not name:
+            problems.add("no-class", place)
+        elif corners is None:
+            problems.add("no-box", place)
+        elif isinstance(corners, str):
+            problems.add("malformed-box", f"{place}: {corners}")
         else:
-            objects.append(_Object(name, _corners(box, file, number), number))
+            objects.append(_Object(name, corners, number))
     size = (_pixels(root, "size/height"), _pixels(root, "size/width"))
     return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects)
 
 
-def _corners(box: ElementTree.Element, file: Path, number: int) -> tuple[float, float, float, float]:
+def _corners(box: ElementTree.Element) -> tuple[float, float, float, float] | str:
+    """x1, y1, x2, y2, or what is wrong with them."""
     values = []
     for tag in ("xmin", "ymin", "xmax", "ymax"):
         text = box.findtext(tag)
         try:
             values.append(float(text or ""))
-        except ValueError as error:
-            cause = f"there is no <{tag}>" if text is None else f"<{tag}> is {text!r}, not a number"
-            raise DataError(
-                "A box cannot be read.",
-                place=f"{file}: object {number}",
-                cause=cause,
-                fix="correct or remove the object",
-            ) from error
+        except ValueError:
+            return f"there is no <{tag}>" if text is None else f"<{tag}> is {text!r}, not a number"
     return values[0], values[1], values[2], values[3]
 
 
@@ -200,7 +234,6 @@ class _Pictures:
         self._likeliest = folders[0]
         self._by_name: dict[str, Path] = {}
         self._by_stem: dict[str, list[str]] = {}
-        self._taken: dict[tuple[Path, str], Path] = {}
         for folder in folders:
             with os.scandir(folder) as entries:
                 for name in sorted(entry.name for entry in entries if entry.name.lower().endswith(PICTURE_ENDINGS)):
@@ -209,23 +242,13 @@ class _Pictures:
                         self._by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
 
     def of(self, annotation: _Annotation) -> tuple[Path, str]:
-        """Folder and name of an annotation's picture; a likely name where there is none. Raises DataError when another
-        annotation has it already."""
+        """Folder and name of an annotation's picture; a likely name where there is none."""
         stem = annotation.file.stem
         said = annotation.filename.replace("\\", "/").rpartition("/")[2]
         name = self._choose(stem, said) or (self._choose(os.path.splitext(said)[0], said) if said else None)
         if name is None:
             name = said if said.lower().endswith(PICTURE_ENDINGS) else f"{stem}.jpg"
-        key = self._by_name.get(name, self._likeliest), name
-        other = self._taken.setdefault(key, annotation.file)
-        if other != annotation.file:
-            raise DataError(
-                f"Two annotation files are about one picture, {name!r}.",
-                place=annotation.file,
-                cause=f"{other.name} is about it, too; <filename> is {annotation.filename!r}",
-                fix=f"add the picture {stem}.jpg, or delete one of the two files",
-            )
-        return key
+        return self._by_name.get(name, self._likeliest), name
 
     def _choose(self, stem: str, said: str) -> str | None:
         """The picture with a stem: in the same case and as <filename> says where there are several."""
