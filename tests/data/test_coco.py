@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.index import open_index, require_pictures
+from stoker.data.problems import KINDS
 from stoker.errors import DataError
 
 Content = dict[str, Any]
@@ -49,6 +50,8 @@ file_names = st.lists(
     unique_by=lambda name: name,
 ).filter(lambda names: not {".", ".."} & set(names))
 sides = st.integers(1, 400) | st.floats(0.5, 400, width=32)
+MAY_BE = {"tiny-box", "reaches-outside"}
+"""What random boxes may be beside valid."""
 
 
 @st.composite
@@ -66,7 +69,12 @@ def coco_files(draw: st.DrawFn) -> Content:
             "id": number,
             "image_id": draw(st.sampled_from(ids)),
             "category_id": draw(st.sampled_from(categories)),
-            "bbox": [draw(st.integers(0, 90)), draw(st.floats(0, 90, width=32)), draw(sides), draw(sides)],
+            "bbox": [
+                draw(st.integers(2, 90)) + number / 64,
+                draw(st.floats(0, 90, width=32)),
+                draw(sides),
+                draw(sides),
+            ],
             "segmentation": [[1, 2, 3, 4]],
         }
         | draw(st.sampled_from([{}, {"iscrowd": 0}, {"iscrowd": 1, "area": 12.5}, {"area": 7}]))
@@ -93,7 +101,7 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
         assert sorted([*index.rows("train"), *index.rows("val")]) == list(range(len(index)))
         assert list(index.category_ids) == sorted(index.category_ids)
         assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
-        assert index.problems == ()
+        assert not [p for p in index.problems if KINDS[p.kind].unit in ("box", "picture") and p.kind not in MAY_BE]
         for row, image in enumerate(content["images"]):
             own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
             some = slice(index.offsets[row], index.offsets[row + 1])
@@ -165,7 +173,9 @@ def test_roboflow_with_an_unused_super_category(real_data: Path) -> None:
     assert index.category_ids == (1, 2, 3, 4)
     assert {split: len(index.rows(split)) for split in index.splits} == {"train": 1000, "val": 150, "test": 50}
     assert any("category 0 (cdf) is a super-category" in note for note in index.notes)
-    assert index.problems == ()
+    assert {problem.kind: problem.examples for problem in index.problems} == {
+        "class-not-in-split": ("front: not in val",)
+    }
     assert require_pictures(index) == []
     assert (index.size == 320).all()
 
@@ -209,10 +219,10 @@ def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
     index = open_index(write(tmp_path / "a.json", dataset([picture(1), picture(2)], annotations, "cat")))
     dropped = {kind.kind: kind for kind in index.problems}
     assert {name: kind.count for name, kind in dropped.items()} == {
-        "no-box": 1, "not-a-number": 2, "negative-size": 2, "zero-size": 3, "outside": 2,
+        "no-box": 1, "not-a-number": 2, "negative-size": 2, "zero-size": 3, "outside": 2, "reaches-outside": 1,
     }  # fmt: skip
     assert "1.jpg, annotation 12: [50, 50, 45, 55]" in dropped["negative-size"].examples
-    assert "annotation number 11" in dropped["no-box"].examples[0]
+    assert "a.json, annotation 20" in dropped["no-box"].examples[0]
     assert index.boxes.tolist() == [[-5, -5, 295, 295], [10, 20, 40, 60]]
 
 
@@ -229,13 +239,13 @@ def broken(**changes: Any) -> Content:
         (broken(images=[]), ["lists no pictures"]),
         (broken(categories=None), ["not COCO JSON", "categories"]),
         ({"shapes": [], "image_id": 1}, ["not COCO JSON", "missing required field"]),
-        (broken(images=[picture(1), picture(1, "b.jpg")]), ["picture id 1", "more than once"]),
-        (broken(images=[picture(1, "b.jpg"), picture(2, "b.jpg")]), ["file name 'b.jpg'", "more than once"]),
-        (broken(annotations=[box(7, 3, 1)]), ["annotation 7 names image_id 3"]),
-        (broken(annotations=[box(7, 1, 9)]), ["annotation 7 has category_id 9", "1 (cat), 2 (dog)"]),
-        (broken(annotations=[box(7, 1, 1, [1, 2, 3])]), ["A box has 3 numbers", "annotation 7"]),
-        (broken(annotations=[box(6, 1, 1), box(7, 1, "1")]), ['"annotations" number 1', "category_id"]),
-        (broken(images=[picture(1), {"id": 2}]), ['"images" number 1', "file_name"]),
+        (broken(images=[picture(1), picture(1, "b.jpg")]), ["an id and a file name of its own", "id 1: 1.jpg, b.jpg"]),
+        (broken(images=[picture(1, "b.jpg"), picture(2, "b.jpg")]), ["of its own", "b.jpg: picture ids 1, 2"]),
+        (broken(images=[{"id": 2}, 5]), ['No entry of "images"', "number 0", "file_name"]),
+        (broken(annotations=[box(7, "?", 1)]), ['No entry of "annotations"', "number 0", "image_id"]),
+        (broken(annotations=[box(7, 3, 1)]), ["training split has no boxes", "annotation 7: image_id 3"]),
+        (broken(annotations=[box(7, 1, 9)]), ["training split has no boxes", "annotation 7: category_id 9"]),
+        (broken(categories=[]), ["defines no classes", "2 annotations"]),
         (broken(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), ["category id 1", "more than once"]),
         (broken(annotations=[]), ["training split has no boxes"]),
         (broken(annotations=[box(7, 1, 1, [1, 2, 0, 0])]), ["training split has no boxes", "zero size"]),
@@ -248,6 +258,90 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
     for fragment in fragments:
         assert fragment in str(raised.value)
     assert raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("images", "annotations", "kinds"),
+    [
+        ([], [box(7, 3, 1)], {"unknown-picture": "a.json, annotation 7: image_id 3"}),
+        ([], [box(7, 1, 9)], {"unknown-class": "a.json, annotation 7: category_id 9"}),
+        ([], [box(7, 1, 1, [1, 2, 3])], {"malformed-box": "a.json, annotation 7: 3 numbers"}),
+        ([], [box(7, 1, 1, [1, 2, "x", 4])], {"malformed-annotation": '"annotations" number 2: {"id": 7'}),
+        ([], [box(7, 1, 1, 5), box(8, 1, None)], {"malformed-annotation": "number 2", "text-for-number": None}),
+        ([], [17], {"malformed-annotation": '"annotations" number 2: 17'}),
+        ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": "'x'"}),
+        ([{"id": 3}], [], {"malformed-picture": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),
+        ([picture(3, "a/")], [], {"malformed-picture": "picture id 3: 'a/' is no name"}),
+        ([picture(3, "a\0b")], [box(7, 3, 1)], {"malformed-picture": "id 3", "unknown-picture": "image_id 3"}),
+        ([picture(3, "x" * 300)], [], {"malformed-picture": "id 3"}),
+        ([picture(3) | {"width": "wide"}], [box(7, 3, 1)], {"malformed-size": '"images" number 2'}),
+        ([picture(3) | {"width": -5}], [box(7, 3, 1)], {"malformed-size": "a.json, 3.jpg: width -5, height 100"}),
+        ([picture(2)], [], {"copied-entry": "a.json, picture id 2: 2.jpg"}),
+        ([picture(3, "x"), picture(3, "y")], [box(7, 3, 1)], {"ambiguous-id": "id 3: x, y", "unknown-picture": "3"}),
+        ([picture(3, "x"), picture(4, "x")], [box(7, 3, 1)], {"listed-twice": "x: picture ids 3, 4"}),
+    ],
+)
+def test_a_wrong_entry_is_named_and_the_rest_is_read(
+    tmp_path: Path, images: list[Any], annotations: list[Any], kinds: dict[str, str]
+) -> None:
+    content = broken(images=GOOD["images"] + images, annotations=GOOD["annotations"] + annotations)
+    index = open_index(write(tmp_path / "a.json", content))
+    found = {problem.kind: " ".join(problem.examples) for problem in index.problems}
+    for kind, fragment in kinds.items():
+        if fragment is None:
+            assert kind not in found
+        else:
+            assert fragment in found[kind]
+    good = [row for row in range(len(index)) if index.path(row).name in ("1.jpg", "2.jpg")]
+    assert [index.boxes[index.offsets[row]].tolist() for row in good] == [[10, 20, 40, 60]] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(coco_files(), st.data())
+def test_whatever_is_wrong_with_entries_the_others_are_read(content: Content, data: st.DataObject) -> None:
+    junk = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
+    count = len(content["annotations"]) - len(content["images"])  # those that keep the splits from being empty stay
+    at = data.draw(st.integers(0, count - 1))
+    key = data.draw(st.sampled_from(["image_id", "category_id", "bbox", "area", "iscrowd", "id"]))
+    spoilt = content["annotations"][at] | {key: data.draw(junk)}
+    wrong = data.draw(st.sampled_from([spoilt, {k: v for k, v in spoilt.items() if k != key}, spoilt[key]]))
+    others = content["annotations"][:at] + content["annotations"][at + 1 :]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = open_index(write(Path(folder) / "a.json", content | {"annotations": others}))
+        index = open_index(write(Path(folder) / "b.json", content | {"annotations": [*others, wrong]}))
+        assert len(index.boxes) - len(whole.boxes) in (0, 1)
+        assert {tuple(box) for box in whole.boxes.tolist()} <= {tuple(box) for box in index.boxes.tolist()}
+        assert len(index) == len(whole)
+
+
+def test_numbers_written_as_text_are_read(tmp_path: Path) -> None:
+    content = json.loads(json.dumps(GOOD).replace('"category_id": 1', '"category_id": "1"').replace(": 100", ': "100"'))
+    index = open_index(write(tmp_path / "a.json", content))
+    (found,) = (problem for problem in index.problems if problem.kind == "text-for-number")
+    assert found.count == 3
+    assert (len(index.boxes), index.size[0].tolist()) == (2, [100, 200])
+
+
+def test_boxes_in_shares_of_the_picture(tmp_path: Path) -> None:
+    shares = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
+    index = open_index(write(tmp_path / "a.json", broken(annotations=[*GOOD["annotations"], *shares])))
+    (found,) = (problem for problem in index.problems if problem.kind == "not-in-pixels")
+    assert (found.count, found.examples[0]) == (3, "1.jpg, annotation 0: [0, 0.2, 0.3, 0.6]")
+    with pytest.raises(DataError, match="no boxes") as raised:
+        open_index(write(tmp_path / "b.json", broken(annotations=shares)))
+    assert "3 × within 0 … 1 where pixels are meant" in str(raised.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(coco_files(), st.data())
+def test_copies_of_boxes_are_left_out(content: Content, data: st.DataObject) -> None:
+    copies = data.draw(st.lists(st.sampled_from(content["annotations"]), max_size=6))
+    with tempfile.TemporaryDirectory() as folder:
+        whole = open_index(write(Path(folder) / "a.json", content))
+        index = open_index(write(Path(folder) / "b.json", content | {"annotations": content["annotations"] + copies}))
+        assert index.boxes.tolist() == whole.boxes.tolist()
+        assert index.labels.tolist() == whole.labels.tolist()
+        assert sum(p.count for p in index.problems if p.kind == "duplicate-box") == len(copies)
 
 
 def test_a_split_folder_without_annotations(tmp_path: Path) -> None:

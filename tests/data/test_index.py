@@ -247,8 +247,9 @@ def test_pictures_in_two_splits_are_said(tmp_path: Path) -> None:
     (tmp_path / "annotations" / "train.json").write_text(content(numbered(3)))
     (tmp_path / "annotations" / "val.json").write_text(content(numbered(1)))
     index = open_index(tmp_path)
-    assert any("1 pictures are in more than one split, e.g. 00000.jpg" in note for note in index.notes)
-    assert any("no boxes in the training split: dog" in note for note in index.notes)
+    found = {problem.kind: problem.examples for problem in index.problems}
+    assert found["in-two-splits"] == ("00000.jpg: train, val",)
+    assert found["unused-class"] == ("dog",)
 
 
 @settings(max_examples=30, deadline=None)

@@ -172,27 +172,48 @@ def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
         "not-a-number": "a.jpg, object 3",
         "zero-size": "a.jpg, object 5",
         "outside": "a.jpg, object 6",
+        "class-not-in-split": "dog",
     }
     assert index.boxes.tolist() == [[1, 2, 3, 4], [10, 20, 40, 60]]
 
 
 @pytest.mark.parametrize(
-    ("text", "fragments"),
+    ("text", "kind", "example"),
     [
-        ("", ["not valid XML", "a.xml:1", "cut short"]),
-        ("<annotation>\n<object>", ["not valid XML", "a.xml:2"]),
-        ('<?xml version="1.0" encoding="GB2312"?><annotation/>', ["cannot be decoded", "convert it to UTF-8"]),
-        ("<project/>", ["not a Pascal VOC annotation", "<project>"]),
-        (f"<annotation>{thing('cat')}{thing('')}</annotation>", ["no class", "a.xml: object 2"]),
-        (f"<annotation>{thing('cat', (1, 'x', 3, 4))}</annotation>", ["a.xml: object 1", "<ymin> is 'x'"]),
+        ("", "unreadable-annotations", "a.xml:1: not valid XML, no element found"),
+        ("<annotation>\n<object>", "unreadable-annotations", "a.xml:2: not valid XML"),
+        ('<?xml version="1.0" encoding="GB2312"?><annotation/>', "unreadable-annotations", "convert it to UTF-8"),
+        ("<project/>", "foreign-file", "a.xml: its root is <project>"),
+        (f"<annotation>{thing('cat')}{thing('')}</annotation>", "no-class", "a.xml, object 2"),
+        (f"<annotation>{thing('cat', (1, 'x', 3, 4))}</annotation>", "malformed-box", "object 1: <ymin> is 'x', not a"),
         (
             "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>",
-            ["a.xml: object 1", "there is no <ymin>"],
+            "malformed-box",
+            "a.xml, object 1: there is no <ymin>",
         ),
-        ("<annotation></annotation>", ["training split has no boxes"]),
     ],
 )
-def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, text: str, fragments: list[str]) -> None:
+def test_what_is_wrong_is_named_and_the_rest_is_read(tmp_path: Path, text: str, kind: str, example: str) -> None:
+    (tmp_path / "a.xml").write_text(text)
+    for stem in "bc":
+        annotate(tmp_path, stem)
+    index = open_index(tmp_path)
+    assert len(index) == (2 if kind in ("foreign-file", "unreadable-annotations") else 3)
+    (found,) = (problem for problem in index.problems if problem.kind == kind)
+    assert example in found.examples[0]
+    assert index.boxes[-2:].tolist() == [[10, 20, 40, 60]] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("", ["No annotation file can be read", "a.xml:1: not valid XML", "copy the data set again"]),
+        ("<project/>", ["No annotation file can be read", "<project>"]),
+        ("<annotation></annotation>", ["training split has no boxes"]),
+        ("<annotation><object/></annotation>", ["training split has no boxes", "without a class"]),
+    ],
+)
+def test_nothing_that_can_be_read(tmp_path: Path, text: str, fragments: list[str]) -> None:
     (tmp_path / "a.xml").write_text(text)
     with pytest.raises(DataError) as raised:
         open_index(tmp_path)
@@ -202,12 +223,17 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, text: str, f
 
 
 def test_two_annotations_of_one_picture(tmp_path: Path) -> None:
-    annotate(tmp_path, "a")
-    annotate(tmp_path, "copy", filename="a.jpg")
-    pictures(tmp_path, "a.jpg")
-    with pytest.raises(DataError, match=r"about one picture, 'a\.jpg'") as raised:
-        open_index(tmp_path)
-    assert "copy.xml" in str(raised.value)
+    for stem, said in (("a", None), ("copy", "a.jpg"), ("x", "b.jpg"), ("y", "b.jpg"), ("c", None)):
+        annotate(tmp_path, stem, filename=said)
+    pictures(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    index = open_index(tmp_path)
+    assert [index.path(row).name for row in range(len(index))] == ["a.jpg", "c.jpg"]
+    (found,) = (problem for problem in index.problems if problem.kind == "two-annotation-files")
+    assert found.examples == (
+        "copy.xml: about a.jpg, as a.xml is",
+        "x.xml: about b.jpg, as y.xml is",
+        "y.xml: about b.jpg, as x.xml is",
+    )
 
 
 def test_an_empty_list(tmp_path: Path) -> None:
@@ -216,7 +242,15 @@ def test_an_empty_list(tmp_path: Path) -> None:
     assert "val.txt" in str(raised.value)
 
 
+def test_lines_of_a_list_without_an_annotation(tmp_path: Path) -> None:
+    index = open_index(classic(tmp_path, *"ab", train=["a", "gone", "b", "a"]))
+    assert len(index) == 2
+    found = {problem.kind: problem.examples for problem in index.problems}
+    assert found["no-annotation-file"] == ("ImageSets/Main/train.txt:2: 'gone'",)
+    assert found["copied-entry"] == ("ImageSets/Main/train.txt:4: a",)
+
+
 def test_a_list_that_names_no_annotation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 of 2 entries of the train split") as raised:
-        open_index(classic(tmp_path, "a", train=["a", "gone"]))
+    with pytest.raises(DataError, match="No entry of the train split") as raised:
+        open_index(classic(tmp_path, "a", train=["", "gone"]))
     assert "train.txt:2: 'gone'" in str(raised.value)
