@@ -1,14 +1,15 @@
 """Draws boxes on pictures: for `stoker predict` and TensorBoard. Pillow only; pictures are never changed in place.
 
-EXIF rotation is not applied, as in `data/decode.py`: boxes are in pixels as they are stored.
+Files are not read here: pictures come as pixels, turned as their boxes are (`data/decode.py` sees to both).
 """
 
 import colorsys
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from stoker.metrics import Detections
@@ -24,6 +25,10 @@ class Shown:
     """A picture with what is in it and what was found in it."""
 
     path: Path
+    """For messages."""
+    picture: Callable[[int], tuple[NDArray[np.uint8], tuple[int, int]]]
+    """Given a side in pixels, the picture at most that long, uint8 [h, w, 3] RGB, and its own height and width, in
+    whose pixels the boxes are. It is read when it is asked for, in the thread that draws; raises what reading does."""
     truth: Detections
     found: Detections
 
@@ -86,11 +91,8 @@ def _draw_name(
 
 def compare(shown: Shown, class_names: Sequence[str], side: int) -> Image.Image:
     """What is in a picture (left) beside what was found (right), each at most `side` pixels long."""
-    with Image.open(shown.path) as file:
-        width, height = file.size
-        file.draft("RGB", (side, side))  # a large JPEG is decoded at 1/2, 1/4 or 1/8
-        scale = min(1.0, side / max(width, height))
-        small = file.convert("RGB").resize((max(1, round(width * scale)), max(1, round(height * scale))))
+    pixels, (height, width) = shown.picture(side)
+    small = Image.fromarray(pixels)
     per_side = np.array([small.width / width, small.height / height] * 2, np.float32)
     left, right = (
         draw_boxes(small, dataclasses.replace(boxes, boxes=boxes.boxes * per_side), class_names, scores=scores)

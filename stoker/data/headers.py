@@ -29,7 +29,7 @@ Read = Callable[[int, int], bytes]
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """JPEG's start-of-frame markers; the other three are tables (ITU-T T.81, table B.1)."""
-_ORIENTATION, _WIDTH, _HEIGHT, _SAMPLE_FORMAT, _DNG_VERSION = 0x0112, 0x0100, 0x0101, 0x0153, 0xC612
+_ORIENTATION, _WIDTH, _HEIGHT, _BITS, _SAMPLE_FORMAT, _DNG_VERSION = 0x0112, 0x0100, 0x0101, 0x0102, 0x0153, 0xC612
 _FLOAT = 3
 """SampleFormat of floating-point TIFFs."""
 _INTEGERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
@@ -292,11 +292,13 @@ def _jpeg_2000(read: Read, path: Path) -> tuple[int, int, int]:
 
 
 def _tiff(read: Read, path: Path) -> tuple[int, int, int]:
-    tags = _tags(read, {_WIDTH, _HEIGHT, _ORIENTATION, _SAMPLE_FORMAT, _DNG_VERSION})
+    tags = _tags(read, {_WIDTH, _HEIGHT, _BITS, _ORIENTATION, _SAMPLE_FORMAT, _DNG_VERSION})
     if _DNG_VERSION in tags or read(8, 2) == b"CR":
         raise unusable(path, "it is a camera's raw file, a format that is not read", CONVERT)
     if tags.get(_SAMPLE_FORMAT) == _FLOAT:
         raise unusable(path, "its pixels are floating-point numbers, which have no agreed range", CONVERT)
+    if tags.get(_BITS, 1) not in (1, 2, 4, 8, 16):
+        raise unusable(path, f"its pixels have {tags[_BITS]} bits a channel, which have no agreed range", CONVERT)
     if _WIDTH not in tags or _HEIGHT not in tags:
         raise unusable(path, "the TIFF does not say its size: it is truncated or damaged")
     return tags[_HEIGHT], tags[_WIDTH], tags.get(_ORIENTATION, 1)

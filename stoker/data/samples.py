@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stoker.batch import DRAWS, Batch
 from stoker.data import augment, decode
+from stoker.data.headers import header_of
 from stoker.device import Device
 from stoker.errors import DataError, OutOfMemoryError
 
@@ -137,6 +138,7 @@ class Samples:
         resize: str,
         crop: float,
         zoom: tuple[float, float],
+        overlap: float,
         boxes: int,
         seed: int,
         train: bool,
@@ -144,7 +146,8 @@ class Samples:
         self.index, self.rows, self.train, self.seed = index, np.asarray(rows, np.int64), train, seed
         self.quarantined: dict[int, int] = {}
         """Row → position from which on it is not used."""
-        self._canvas, self._resize, self._crop, self._zoom, self._boxes = canvas, resize, crop, zoom, boxes
+        self._canvas, self._resize, self._boxes = canvas, resize, boxes
+        self._crop, self._zoom, self._overlap = crop, zoom, overlap
         self._order: tuple[int, NDArray[np.int64]] = (-1, self.rows)
         self._order_lock = threading.Lock()
 
@@ -222,18 +225,28 @@ class Samples:
 
     def _place(self, slot: Slot, k: int, position: int, row: int, path: Path, data: bytes) -> None:
         index = self.index
-        size = decode.picture_size(data, path)
-        _check_size(size, (int(index.size[row, 0]), int(index.size[row, 1])), path)
+        said = (int(index.size[row, 0]), int(index.size[row, 1]))
+        header = header_of(data, path).shown_for(said)
+        size = header.size
+        _check_size(size, said, path)
         epoch, place = divmod(position, len(self.rows))
+        boxes = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
         if self.train and self._crop > 0:
-            u = augment.uniforms(self.seed, epoch, place, augment.Stream.ZOOM, 4)
-            placement = augment.draw_placement(size, self._canvas, self._resize, crop=self._crop, zoom=self._zoom, u=u)
+            placement = augment.draw_placement(
+                size,
+                self._canvas,
+                self._resize,
+                crop=self._crop,
+                zoom=self._zoom,
+                overlap=self._overlap,
+                boxes=index.boxes[boxes][~index.crowd[boxes]],
+                u=augment.placement_draws(self.seed, epoch, place),
+            )
         else:
             placement = augment.place(size, self._canvas, self._resize)
         height, width = placement.content
-        decode.decode_into(data, path, region=placement.region, out=slot.pixels[k, :height, :width])
+        decode.decode_into(data, path, region=placement.region, out=slot.pixels[k, :height, :width], header=header)
         slot.pad(k, placement.content)
-        boxes = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
         slot.boxes[k], slot.labels[k], slot.valid[k] = augment.place_boxes(
             index.boxes[boxes], index.labels[boxes], index.crowd[boxes], placement, self._boxes
         )
@@ -247,6 +260,6 @@ def _check_size(found: tuple[int, int], said: tuple[int, int], path: Path) -> No
         return
     cause = f"the annotations say {said[1]} × {said[0]} pixels, the file has {found[1]} × {found[0]}"
     if found == said[::-1]:
-        cause += " (turned: annotated with the EXIF rotation applied?)"
-    fix = "annotate the picture as it is stored, or store it as it was annotated"
+        cause += ": it was turned after it was annotated, or its EXIF, which says how to show it, was lost"
+    fix = "put back the picture that was annotated, or annotate this one"
     raise DataError("The picture has another size than its annotations say.", place=path, cause=cause, fix=fix)

@@ -17,6 +17,7 @@ from typing import Any
 from PIL import Image
 
 from stoker.draw import Shown, compare
+from stoker.errors import DataError
 from stoker.metrics import TWELVE, Metrics
 from stoker.records import StepWindow
 
@@ -100,7 +101,7 @@ class Board:
             for n, one in enumerate(shown):
                 try:
                     drawn = compare(one, class_names, PICTURE_SIDE)
-                except OSError as error:  # this picture's own trouble
+                except (OSError, DataError) as error:  # this picture's own trouble
                     self._tell(f"TensorBoard does not show {one.path}: {error}")
                     continue
                 writer.picture(t, step, f"pictures/{n}", drawn)

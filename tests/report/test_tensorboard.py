@@ -3,7 +3,7 @@
 import io
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from PIL import Image
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
+from stoker.data.decode import thumbnail
 from stoker.draw import Shown
 from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics, no_detections
 from stoker.records import StepWindow
@@ -111,11 +112,15 @@ def boxes(*corners: tuple[float, ...]) -> Detections:
                       pictures=np.zeros(1, np.int64))  # fmt: skip
 
 
+def read(path: Path) -> Callable[[int], tuple[np.ndarray, tuple[int, int]]]:
+    return lambda side: thumbnail(path.read_bytes(), path, side)
+
+
 def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     Image.new("RGB", (2048, 1024), "white").save(path)
     board = Board(tmp_path)
-    shown = Shown(path=path, truth=boxes((400, 400, 1600, 900)), found=no_detections([0]))
+    shown = Shown(path=path, picture=read(path), truth=boxes((400, 400, 1600, 900)), found=no_detections([0]))
     board.pictures(7, [shown], ["car"])
     board.close()
     (event,) = [event for event in events(tmp_path) if event.summary.value]
@@ -132,8 +137,9 @@ def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) ->
 
 def test_a_picture_that_cannot_be_read_is_said_and_the_rest_is_written(tmp_path: Path) -> None:
     said: list[str] = []
+    gone = tmp_path / "gone.jpg"
     board = Board(tmp_path, on_error=said.append)
-    board.pictures(7, [Shown(path=tmp_path / "gone.jpg", truth=boxes(), found=boxes())], [])
+    board.pictures(7, [Shown(path=gone, picture=read(gone), truth=boxes(), found=boxes())], [])
     board.window(window(20))
     board.close()
     assert len(said) == 1
@@ -158,13 +164,14 @@ def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path)
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writing thread hangs in a file (a pipe that nobody has opened): lines beyond the backlog are dropped."""
     monkeypatch.setattr("stoker.report.tensorboard._BACKLOG", 10)
-    os.mkfifo(tmp_path / "hangs.png")
+    pipe = tmp_path / "hangs.png"
+    os.mkfifo(pipe)
     board = Board(tmp_path, on_error=lambda _: None)
-    board.pictures(1, [Shown(path=tmp_path / "hangs.png", truth=boxes(), found=boxes())], [])
+    board.pictures(1, [Shown(path=pipe, picture=read(pipe), truth=boxes(), found=boxes())], [])
     for step in range(100):
         board.window(window(step))
     assert board.dropped >= 89
-    (tmp_path / "hangs.png").write_bytes(b"no picture")  # goes on when the thread reads
+    pipe.write_bytes(b"no picture")  # goes on when the thread reads
     board.close()
     assert len(curves(tmp_path)["loss/total"]) == 100 - board.dropped
 
