@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
 from stoker.data.formats.columns import SPLITS
+from stoker.data.formats.voc import PICTURE_ENDINGS
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
 
-__all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures"]
+__all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures", "unnamed_pictures"]
 
 VAL_FRACTION = 0.1
 FEW_FILES = 64
@@ -209,6 +210,23 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
             if name not in present and not (place / name).is_file()
         ]
     return sorted(missing)
+
+
+def unnamed_pictures(index: Index) -> list[Path]:
+    """The picture files, by name, that lie among the pictures of the index without being one of them."""
+    named: dict[int, set[str]] = {}
+    names = index._names.to_pylist()
+    for row in np.flatnonzero(index._span[:, 1] == 0).tolist():
+        named.setdefault(int(index._folder[row]), set()).add(names[row])
+    found: list[Path] = []
+    for number, known in named.items():
+        place = index.root / index._folders[number]
+        found += [
+            place / name
+            for name in sorted(_files_in(place) - known)
+            if name.lower().endswith(PICTURE_ENDINGS) and not name.startswith(".")
+        ]
+    return found
 
 
 def _files_in(folder: Path) -> set[str]:

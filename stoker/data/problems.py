@@ -57,6 +57,10 @@ KINDS: dict[str, Kind] = {
         "box in shares of a picture whose size cannot be read", "box", "skipped", "the box is left out",
         "restore the picture, or delete its annotations",
     ),
+    "label-disagrees": Kind(
+        "label and text that name different classes", "box", "fixed", "the text decides where the label map has it",
+        "write records and label map again from one source",
+    ),
     # Of a box, found while cleaning (clean.py).
     "not-a-number": Kind("not a number", "box", "skipped", "the box is left out", "correct or delete the box"),
     "negative-size": Kind("negative size", "box", "skipped", "the box is left out", "swap its corners"),
@@ -112,6 +116,20 @@ KINDS: dict[str, Kind] = {
         "without a label file", "picture", "kept", "used as background: nothing is to be found there",
         "add an empty label file where that is meant, or annotate the picture",
     ),
+    "damaged-record": Kind(
+        "record whose checksum is wrong", "picture", "skipped", "the record is left out", "copy or write its file again"
+    ),
+    "not-an-example": Kind(
+        "record that is no tf.train.Example", "picture", "skipped", "the record is left out", "write it again"
+    ),
+    "record-without-picture": Kind(
+        "record without a picture that can be read", "picture", "skipped", "the record is left out",
+        "put an encoded JPEG or PNG into its image/encoded",
+    ),
+    "unequal-lists": Kind(
+        "record whose lists of corners and classes differ in length", "picture", "skipped", "the record is left out",
+        "write it again, with one entry per box in every list",
+    ),
     # Of a picture, found in its file (check.py).
     "missing-picture": Kind(
         "does not exist", "picture", "skipped", "left out, another takes its place",
@@ -126,6 +144,14 @@ KINDS: dict[str, Kind] = {
     "damaged-picture": Kind(
         "truncated, damaged, or of a kind that is not read", "picture", "skipped", "left out, another takes its place",
         "copy the file again, save it as JPEG or PNG, or remove it",
+    ),
+    "too-large-picture": Kind(
+        "more pixels than are decoded", "picture", "skipped", "left out, another takes its place",
+        "cut it into tiles, or make it smaller",
+    ),
+    "unreadable-picture": Kind(
+        "cannot be read from the disk", "picture", "skipped", "left out, another takes its place",
+        "check its permissions and the disk",
     ),
     "size-disagrees": Kind(
         "has another size than its annotations say", "picture", "skipped", "left out, another takes its place",
@@ -142,11 +168,33 @@ KINDS: dict[str, Kind] = {
         "the same file content twice in a split", "picture", "kept", "used as often as it is there",
         "remove the copies",
     ),
+    "rotated-picture": Kind(
+        "to be turned, as EXIF says", "picture", "kept", "turned: so it was annotated, by its size", "nothing"
+    ),
+    "ambiguous-rotation": Kind(
+        "to be turned or mirrored, as EXIF says; its annotations do not tell if it was", "picture", "kept",
+        "shown as EXIF says", "store the picture upright, or say its width and height in the annotations",
+    ),
     "grey-picture": Kind("grey", "picture", "kept", "grey is repeated as red, green and blue", "nothing"),
     "cmyk-picture": Kind("CMYK", "picture", "kept", "converted to RGB, slowly", "save it as RGB"),
     "deep-picture": Kind("more than 8 bits a channel", "picture", "kept", "the upper 8 bits are used", "nothing"),
     "transparent-picture": Kind("has an alpha channel", "picture", "kept", "alpha is not used", "save it without"),
     # Of files, classes and splits.
+    "damaged-shard": Kind(
+        "TFRecord file that is damaged at the length of a record, or compressed and damaged", "file", "skipped",
+        "what cannot be found behind the damage is left out", "copy or write the file again",
+    ),
+    "truncated-shard": Kind(
+        "TFRecord file that ends within a record", "file", "skipped", "the last record is left out",
+        "copy or write the file again",
+    ),
+    "empty-shard": Kind(
+        "TFRecord file of zero bytes", "file", "skipped", "it is left out; TensorFlow would wait for ever on it",
+        "copy or write the file again, or delete it",
+    ),
+    "missing-shard": Kind(
+        "numbered TFRecord file that is not there", "file", "kept", "the others are used", "copy or write it again"
+    ),
     "foreign-file": Kind(
         "XML file that is no annotation", "file", "skipped", "it is not read", "move it out of the data folder"
     ),

@@ -1,0 +1,21 @@
+"""How far a long command is, on a terminal; nothing in a file or a pipe. What it does is the caller's."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stoker.report.console import can_move, make_console
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on stderr while the block runs. Gives a function of (done, of how many)."""
+    if not can_move(sys.stderr):
+        yield lambda _done, _all: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=make_console(sys.stderr, terminal=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
