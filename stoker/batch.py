@@ -4,12 +4,29 @@ Fixed shapes, so that memory is decided once and nothing waits for the host. B p
 slots, P uniform numbers. The picture lies in the canvas's top left corner; the rest is padding.
 """
 
+import enum
 from typing import NamedTuple
 
 from torch import Tensor
 
 DRAWS = 16
 """P, the uniform numbers a picture carries for augmentation on the device. Spare ones: a new use moves no old."""
+
+
+class Draw(enum.IntEnum):
+    """What each of the numbers decides (`data/augment_device.py`); the rest are spare."""
+
+    FLIP = 0
+    BRIGHTNESS = 1
+    CONTRAST = 2
+    SATURATION = 3
+    HUE = 4
+    MOSAIC = 5
+    """Whether a mosaic is made of the picture and its group."""
+    CENTRE_Y = 6
+    CENTRE_X = 7
+    TILES = 8
+    """8 … 11: the scales of the mosaic's four tiles, in rows."""
 
 
 class Batch(NamedTuple):

@@ -40,12 +40,26 @@ class DataSettings:
     """Height and width in pixels of the tensor a picture is resized into; multiples of 32."""
     resize: Literal["letterbox", "squash"] = AUTO
     """letterbox keeps the aspect and pads; squash stretches to the canvas, as TF's fixed-shape resizer does."""
+    augment: Literal["recipe", "none"] = AUTO
+    """recipe: each picture is varied anew, as the recipe says; none: all of the following that is not set is 0."""
     flip: float = AUTO
     """Probability of a horizontal flip."""
     crop: float = AUTO
     """Probability that a picture is shown at another scale: cropped (zoomed in) or shrunk (zoomed out)."""
     zoom: tuple[float, float] = AUTO
     """Smallest and largest scale of such a picture, relative to the one that fits the canvas."""
+    overlap: float = AUTO
+    """Share of one box, at least, that a crop shows; else another is drawn, and after ten the whole picture is shown."""
+    brightness: float = AUTO
+    """Brightness is scaled by a factor drawn from 1 ± this; 0 leaves it, as with the next three."""
+    contrast: float = AUTO
+    """The distance from the picture's mean grey is scaled by a factor drawn from 1 ± this."""
+    saturation: float = AUTO
+    """The distance of a pixel from its own grey is scaled by a factor drawn from 1 ± this."""
+    hue: float = AUTO
+    """Colours are turned by up to ± this share of the colour circle, 0 … 0.5."""
+    mosaic: float = AUTO
+    """Probability that a picture becomes a mosaic of itself and three others, but for the last tenth of the training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,6 +296,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_bad": (0, 1),
     "flip": (0, 1),
     "crop": (0, 1),
+    "overlap": (0, 1),
+    "brightness": (0, 1),
+    "contrast": (0, 1),
+    "saturation": (0, 1),
+    "hue": (0, 0.5),
+    "mosaic": (0, 1),
     "trainable_stages": (0, 5),
     "foreground_iou": (0, 1),
     "background_iou": (0, 1),
@@ -318,6 +338,13 @@ def check(config: Config) -> None:
         )
     if data.zoom is not None and not 0.05 <= data.zoom[0] <= data.zoom[1] <= 20:
         raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
+    if data.mosaic is not None and data.mosaic > 0 and run.batch is not None and run.batch % 4:
+        near = max(4, run.batch // 4 * 4)
+        raise ConfigError(
+            f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch}.",
+            cause="a mosaic is made of four pictures that follow each other",
+            fix=f"--batch {near}, or --mosaic 0",
+        )
     for name in ("anchor_sizes", "anchor_scales", "anchor_ratios"):
         values = getattr(model, name)
         if values is not None and not (values and all(0 < value < math.inf for value in values)):

@@ -14,9 +14,16 @@ class Settings(TypedDict, total=False):
     val_fraction: float
     canvas: tuple[int, int]
     resize: Literal["letterbox", "squash"]
+    augment: Literal["recipe", "none"]
     flip: float
     crop: float
     zoom: tuple[float, float]
+    overlap: float
+    brightness: float
+    contrast: float
+    saturation: float
+    hue: float
+    mosaic: float
     model: str
     weights: str
     norm: Literal["frozen", "train"]

@@ -30,8 +30,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.batch import DRAWS, Batch
-from stoker.config import ModelSettings, OptimSettings
-from stoker.data.augment import flip
+from stoker.config import DataSettings, ModelSettings, OptimSettings
+from stoker.data.augment_device import augment_batch
 from stoker.device import Device
 from stoker.models import MODELS, build
 from stoker.training import optim
@@ -45,6 +45,9 @@ DEVICE = "fakegpu"
 LOWER = ("conv2d", "linear", "matmul", "bmm", "addmm")
 FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits")
 PROMOTE = ("addcmul", "cat", "stack")
+
+AUGMENTATIONS = DataSettings(flip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
+"""All of them, in every trial."""
 
 GRANULE = 512
 """Bytes that CUDA's caching allocator rounds every block up to."""
@@ -60,7 +63,7 @@ class Trial:
 
     model: str = "retinanet_tiny_fpn"
     classes: int = 80
-    batch: int = 2
+    batch: int = 4
     slots: int = 16
     canvas: tuple[int, int] = (128, 192)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -297,7 +300,8 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Mod
                         losses = _oracle_losses(model, batch)
                     stepper.backward(torch.stack(list(losses.values())).sum())
                 else:
-                    losses = forward_backward(model, stepper, flip(batch, 0.5), 1, autocast(trial.precision))  # type: ignore[arg-type]
+                    augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
+                    losses = forward_backward(model, stepper, augmented, 1, autocast(trial.precision))  # type: ignore[arg-type]
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)
                 del losses

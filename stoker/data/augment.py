@@ -1,18 +1,16 @@
-"""What is done to a picture before the model sees it: where its pixels and boxes go, and the randomness of that.
+"""Where a picture's pixels and boxes go in the canvas, and the randomness of all augmentation.
 
-On the host, before the one resize of the loader: crop and zoom, as a `Placement`. On the device, on whole batches:
-`flip`. Every random number is a pure function of (seed, epoch, index in the epoch, stream): not of threads, ranks or
-devices.
+Crop and zoom are drawn here, on the host, as a `Placement` for the one resize of the loader. What is done on the
+device to whole batches (flip, colour, mosaic) is `augment_device.py`. Every random number is a pure function of (seed,
+epoch, index in the epoch, stream): not of threads, ranks or devices.
 """
 
 import dataclasses
 import enum
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from stoker.batch import Batch
 from stoker.data.decode import Region, shrink_for
 
 MIN_SHARE = 0.3
@@ -20,6 +18,8 @@ MIN_SHARE = 0.3
 random_crop_image, object_detection/core/preprocessor.py)."""
 MIN_SIDE = 2.0
 """Nor is one with a side below this many canvas pixels after the cut: a sliver at the edge shows nothing."""
+TRIES = 10
+"""Windows that are drawn for one picture at most, until one shows enough of an object."""
 
 
 class Stream(enum.IntEnum):
@@ -114,6 +114,11 @@ def _window(side: int, scale: float, limit: int, at: float, step: int) -> tuple[
     return start, start + length, max(1, min(limit, round(length * scale)))
 
 
+def placement_draws(seed: int, epoch: int, index: int) -> NDArray[np.float64]:
+    """The numbers that `draw_placement` takes, [1 + 3 · TRIES]."""
+    return uniforms(seed, epoch, index, Stream.ZOOM, 1 + 3 * TRIES)
+
+
 def draw_placement(
     size: tuple[int, int],
     canvas: tuple[int, int],
@@ -122,16 +127,38 @@ def draw_placement(
     crop: float,
     zoom: tuple[float, float],
     u: NDArray[np.float64],
+    overlap: float = 0.0,
+    boxes: NDArray[np.float32] | None = None,
 ) -> Placement:
     """`place` with the augmentation: with probability `crop` a zoom drawn log-uniform between the two of `zoom`.
 
-    u: uniform [4] in [0, 1): whether, how far, and where (y, x). Above 1 a random window fills the canvas, below 1 the
-    picture is smaller.
+    Above 1 a random window fills the canvas, below 1 the picture is smaller. A window shows at least one of `boxes`
+    (xyxy in pixels of the picture [n, 4], without crowd boxes) to `overlap` of its area, or else is drawn again, scale
+    and place; after as many tries as `u` has numbers for, the whole picture is shown. A picture without boxes takes any
+    window. From SSD's sampling of patches (Liu et al. 2016, section 2.2) as the TF Object Detection API has it:
+    min_object_covered of ssd_random_crop, core/preprocessor.py.
+
+    u: uniform [1 + 3 n] in [0, 1): whether; then for each try how far, and where (y, x).
     """
     if u[0] >= crop:
         return place(size, canvas, resize)
-    factor = zoom[0] * (zoom[1] / zoom[0]) ** float(u[1])
-    return place(size, canvas, resize, zoom=factor, at=(float(u[2]), float(u[3])))
+    for far, *at in u[1:].reshape(-1, 3).tolist():
+        placement = place(size, canvas, resize, zoom=zoom[0] * (zoom[1] / zoom[0]) ** far, at=(at[0], at[1]))
+        if overlap <= 0 or boxes is None or not placement.cropped or _shows_a_box(boxes, placement, overlap):
+            return placement
+    return place(size, canvas, resize)
+
+
+def _shows_a_box(boxes: NDArray[np.float32], placement: Placement, overlap: float) -> bool:
+    """Whether a window keeps `overlap` or more of the area that some box has inside the picture; true without boxes."""
+    height, width = placement.size
+    whole = np.clip(boxes.astype(np.float64), 0.0, (width, height, width, height))
+    areas = (whole[:, 2:] - whole[:, :2]).prod(1)
+    if not (areas > 0).any():
+        return True
+    x0, y0, x1, y1 = placement.region
+    kept = np.clip(whole, (x0, y0, x0, y0), (x1, y1, x1, y1))
+    return bool(((kept[:, 2:] - kept[:, :2]).prod(1)[areas > 0] >= overlap * areas[areas > 0]).any())
 
 
 def place_boxes(
@@ -167,30 +194,3 @@ def place_boxes(
     out_boxes, out_labels = np.zeros((slots, 4), np.float32), np.zeros(slots, np.int64)
     out_boxes[:count], out_labels[:count] = cut[use], labels[use]
     return out_boxes, out_labels, np.arange(slots) < count
-
-
-def flip(batch: Batch, probability: float) -> Batch:
-    """Mirrors, left to right within `content`, the pictures whose `draw[:, 0]` is below `probability`.
-
-    Padding stays at the right. Fixed shapes, no host wait, the images stay channels last. A gather along the rows of
-    pixels: 1.5 ms for 16 × 3 × 320 × 320 on two cores; torch.flip with torch.where, which cannot spare the padding,
-    takes 2.4 ms.
-    """
-    chosen = (batch.draw[:, 0] < probability)[:, None]
-    pixels = batch.images.permute(0, 2, 3, 1)
-    count, height, width, channels = pixels.shape
-    content_width = batch.content[:, 1:].to(torch.int64)
-
-    column = torch.arange(width, device=pixels.device)
-    mirrored = content_width - 1 - column
-    source = torch.where(chosen & (mirrored >= 0), mirrored, column)
-    channel = torch.arange(channels, device=pixels.device)
-    source = (source[:, :, None] * channels + channel).view(count, 1, width * channels)
-    rows = pixels.reshape(count, height, width * channels)
-    images = rows.gather(2, source.expand(count, height, width * channels)).view(pixels.shape).permute(0, 3, 1, 2)
-
-    right_edge = content_width.to(batch.boxes.dtype)[:, :, None]
-    x0, y0, x1, y1 = torch.split(batch.boxes, 1, dim=2)
-    flipped = torch.cat((right_edge - x1, y0, right_edge - x0, y1), dim=2)
-    boxes = torch.where((chosen & batch.valid)[:, :, None], flipped, batch.boxes)
-    return batch._replace(images=images, boxes=boxes)

@@ -39,7 +39,7 @@ class Loader:
     """An iterator of device-ready batches: endless over `rows` in training, one pass in order in evaluation.
 
     rows: int64 [N], rows of the index. batch: B, pictures per batch of this rank; canvas: height and width; boxes: M,
-    see `box_slots`; resize, crop, zoom: see `augment.draw_placement` (crop and zoom in training only).
+    see `box_slots`; resize, crop, zoom, overlap: see `augment.draw_placement` (the last three in training only).
     depth: batches decoded ahead; host memory is (depth + 2) · B · H · W · 3 bytes.
     max_bad: share of the pictures that may be in quarantine before the loader raises.
 
@@ -63,6 +63,7 @@ class Loader:
         resize: str,
         crop: float = 0.0,
         zoom: tuple[float, float] = (1.0, 1.0),
+        overlap: float = 0.0,
         boxes: int,
         seed: int,
         threads: int,
@@ -76,7 +77,16 @@ class Loader:
         if not len(rows):
             raise DataError("There is no picture to load.", place=index.root)
         self._samples = Samples(
-            index, rows, canvas=canvas, resize=resize, crop=crop, zoom=zoom, boxes=boxes, seed=seed, train=train
+            index,
+            rows,
+            canvas=canvas,
+            resize=resize,
+            crop=crop,
+            zoom=zoom,
+            overlap=overlap,
+            boxes=boxes,
+            seed=seed,
+            train=train,
         )
         self._index, self._device, self._batch, self._threads = index, device, batch, threads
         self._rank, self._ranks, self._on_quarantine = rank, ranks, on_quarantine

@@ -27,9 +27,16 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
     "max_bad": (MAX_BAD, "a few bad files are an accident, more are a wrong path or a broken copy"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
+    "augment": ("recipe", "the same picture is never seen twice"),
     "flip": (0.5, "as torchvision's detection references"),
     "crop": (0.5, "every other picture at another scale"),
     "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
+    "overlap": (0.5, "a crop shows half of some object at least (SSD: 0.1 to 0.9)"),
+    "brightness": (0.125, "as SSD: 32 of 255"),
+    "contrast": (0.125, "a quarter of SSD's: mild, for short training from pretrained weights"),
+    "saturation": (0.125, "a quarter of SSD's: mild, for short training from pretrained weights"),
+    "hue": (0.0, "classes may differ by their colour alone"),
+    "mosaic": (0.0, "pays in long training only: objects at half their size, beside seams"),
     "clip": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
     "max_skipped": (20, "twenty bad steps in a row are no accident"),
     "seed": (0, "the same command gives the same run"),
@@ -38,6 +45,10 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
     "momentum": (0.9, "usual"),
 }
+
+
+AUGMENTATIONS = ("flip", "crop", "brightness", "contrast", "saturation", "hue", "mosaic")
+"""What `--augment none` sets to 0."""
 
 
 class _Filling:
@@ -64,17 +75,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     """
     filling = _Filling(asked)
     put, get = filling.put, filling.get
-    put("device", str(device.torch_device), _why_device(device))
-    put("format", index.format, "found")
-    recipe = _recipe(filling, device)
-    for name, value in RECIPES[recipe]().set_fields().items():
-        if name not in ("batch", "rate"):
-            put(name, value, f"recipe {recipe}")
-    for name, (value, reason) in PLAIN.items():
-        put(name, value, reason)
-
+    recipe = _begin(filling, index, device)
     rows = index.rows("train")
-    put("canvas", *_canvas(index.size[rows], CANVAS_SIDE[recipe]))
     row = architecture(get("model"))
     if get("weights") == "none":
         put("norm", "train", "there are no statistics to freeze: the weights are random")
@@ -89,6 +91,31 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
     check(filling.config)
     return filling.config, filling.reasons
+
+
+def derive_data(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+    """The first part of `derive`: all that decides what a picture looks like to the model. Nothing is tried."""
+    filling = _Filling(asked)
+    _begin(filling, index, device)
+    return filling.config, filling.reasons
+
+
+def _begin(filling: _Filling, index: Index, device: Device) -> str:
+    """What the data, the recipe and PLAIN say by themselves; the recipe's name."""
+    put, get = filling.put, filling.get
+    put("device", str(device.torch_device), _why_device(device))
+    put("format", index.format, "found")
+    if get("augment") == "none":
+        for name in AUGMENTATIONS:
+            put(name, 0.0, "--augment none")
+    recipe = _recipe(filling, device)
+    for name, value in RECIPES[recipe]().set_fields().items():
+        if name not in ("batch", "rate"):
+            put(name, value, f"recipe {recipe}")
+    for name, (value, reason) in PLAIN.items():
+        put(name, value, reason)
+    put("canvas", *_canvas(index.size[index.rows("train")], CANVAS_SIDE[recipe]))
+    return recipe
 
 
 def _why_device(device: Device) -> str:

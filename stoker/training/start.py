@@ -135,6 +135,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         resize=config.data.resize,
         crop=config.data.crop,
         zoom=config.data.zoom,
+        overlap=config.data.overlap,
         boxes=slots,
         seed=config.run.seed,
         threads=config.run.threads,

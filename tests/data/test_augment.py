@@ -1,15 +1,15 @@
-"""Augmentation: boxes stay with their pixels and inside the content; pure randomness; flip spares the padding."""
+"""Placement and randomness: boxes stay with their pixels and inside the content; a crop shows an object."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.batch import DRAWS, Batch
 from stoker.data import augment
-from stoker.data.augment import Stream, draw_placement, flip, place, place_boxes
+from stoker.data.augment import Stream, draw_placement, place, place_boxes
+from stoker.data.augment_device import flip
 from stoker.data.decode import decode_into
+from tests.batches import batch_of
 
 SIDES = st.integers(1, 3000)
 CANVASES = st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda sides: (sides[0] * 32, sides[1] * 32))
@@ -134,6 +134,48 @@ def test_a_window_can_lie_at_both_ends():
     assert last[2:] == (600, 400)
 
 
+# Crops that show an object.
+
+
+def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
+    u = augment.placement_draws(seed, 0, 0)
+    how = {"crop": 1.0, "zoom": zoom, "u": u, "overlap": overlap, "boxes": boxes}
+    return draw_placement((600, 800), (320, 320), "letterbox", **how)
+
+
+def shares(boxes, placement):
+    """Share of each box's area inside the picture that a placement shows."""
+    whole = np.clip(boxes, 0, np.array([800, 600, 800, 600]))
+    x0, y0, x1, y1 = placement.region
+    kept = np.clip(whole, (x0, y0, x0, y0), (x1, y1, x1, y1))
+    return (kept[:, 2:] - kept[:, :2]).prod(1) / np.maximum(1e-9, (whole[:, 2:] - whole[:, :2]).prod(1))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.01, 1))
+def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
+    boxes = boxes_in(600, 800, count, seed)
+    boxes = np.concatenate([boxes, [[790, 590, 799, 599]]]).astype(np.float32)  # one that surely lies inside
+    placement = drawn(seed, boxes, overlap)
+    assert not placement.cropped or shares(boxes, placement).max() >= overlap - 1e-6
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_first_window_that_shows_enough_is_taken(seed):
+    boxes = boxes_in(600, 800, 2, seed)
+    first = drawn(seed, boxes, 0.0)
+    assert first == drawn(seed, None, 0.7) == drawn(seed, np.zeros((0, 4), np.float32), 0.7)
+    found = drawn(seed, boxes, 0.7)
+    assert (found == first) == (not first.cropped or shares(boxes, first).max() >= 0.7)
+
+
+def test_windows_are_drawn_again_a_few_times():
+    speck = np.array([[300, 250, 310, 260]], np.float32)
+    kinds = [drawn(seed, speck, 1.0, zoom=(5.0, 6.0)).cropped for seed in range(200)]
+    assert 20 < sum(kinds) < 180  # both: a window was found, and the whole picture after TRIES
+    once = [shares(speck, drawn(seed, None, 1.0, zoom=(5.0, 6.0)))[0] >= 1 for seed in range(200)]
+    assert sum(once) < sum(kinds) / 3
+
+
 # Boxes on the host.
 
 
@@ -233,77 +275,3 @@ def test_pixels_follow_their_box(resize, zoom, size, kind, tmp_path):
     turned = flip(batch_of(canvas[None], boxes[None], [placement.content], labels[None], valid[None]), 1.0)
     image = turned.images[0].permute(1, 2, 0).numpy()
     assert np.abs(red_frame(image) - turned.boxes[0, 0].numpy()).max() <= 1.0
-
-
-# Flip.
-
-
-def batch_of(pixels, boxes, content, labels=None, valid=None, draw=None):
-    """pixels [B, H, W, 3] → Batch, channels last."""
-    count, slots = boxes.shape[:2]
-    return Batch(
-        images=torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2),
-        boxes=torch.from_numpy(boxes),
-        labels=torch.zeros(count, slots, dtype=torch.int64) if labels is None else torch.from_numpy(labels),
-        valid=torch.from_numpy(valid if valid is not None else boxes.sum(-1) > 0),
-        content=torch.tensor(content, dtype=torch.int32),
-        scale=torch.ones(count, 2),
-        size=torch.tensor(content, dtype=torch.int32),
-        image_id=torch.arange(count),
-        draw=torch.zeros(count, DRAWS) if draw is None else draw,
-    )
-
-
-@st.composite
-def batches(draw):
-    count, height, width = draw(st.integers(1, 4)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    content = np.stack([rng.integers(1, height + 1, count), rng.integers(1, width + 1, count)], 1)
-    valid = rng.random((count, 5)) < 0.6
-    corners = np.sort(rng.random((count, 5, 2, 2)), axis=2) * content[:, None, None, ::-1]
-    boxes = (corners.reshape(count, 5, 4) * valid[..., None]).astype(np.float32)
-    pixels = rng.integers(0, 255, (count, height, width, 3), np.uint8)
-    uniform = torch.from_numpy(rng.random((count, DRAWS)).astype(np.float32))
-    return batch_of(pixels, boxes, content, rng.integers(0, 9, (count, 5)), valid, uniform)
-
-
-def same(a, b, atol=0.0):
-    return all(torch.equal(x, y) if name != "boxes" else torch.allclose(x, y, rtol=0, atol=atol)
-               for name, x, y in zip(Batch._fields, a, b, strict=True))  # fmt: skip
-
-
-@given(batches())
-def test_flip_with_probability_zero_changes_nothing(batch):
-    assert same(flip(batch, 0.0), batch)
-
-
-@given(batches(), st.floats(0, 1))
-def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
-    turned = flip(batch, probability)
-    for k in range(len(batch.images)):
-        width = int(batch.content[k, 1])
-        expected, boxes = batch.images[k].clone(), batch.boxes[k].clone()
-        if batch.draw[k, 0] < probability:
-            expected[:, :, :width] = batch.images[k][:, :, :width].flip(2)
-            use = batch.valid[k]
-            boxes[use, 0], boxes[use, 2] = width - batch.boxes[k][use, 2], width - batch.boxes[k][use, 0]
-        assert torch.equal(turned.images[k], expected)
-        assert torch.equal(turned.boxes[k], boxes)
-    assert (turned.boxes[~batch.valid] == 0).all()
-    assert turned.images.is_contiguous(memory_format=torch.channels_last)
-
-
-@given(batches(), st.floats(0, 1))
-def test_flipping_twice_is_the_identity(batch, probability):
-    assert same(flip(flip(batch, probability), probability), batch, atol=1e-5)
-
-
-def test_flip_has_no_data_dependent_part():
-    """One graph without a break: nothing in it asks a tensor for its value."""
-    batch = batch_of(np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 3, 4), np.float32), [(8, 8), (4, 6)])
-    # (as a tuple: torch 2.11 loses fields of a named tuple that leaves a compiled function)
-    explained = torch.compile(lambda some: tuple(flip(some, 0.5)), fullgraph=True, backend="eager")(batch)
-    assert same(explained, flip(batch, 0.5))
-    with torch.device("meta"):
-        meta = Batch(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in batch))
-    assert flip(meta, 0.5).images.shape == batch.images.shape

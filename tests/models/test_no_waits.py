@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
 from stoker.config import OptimSettings
+from stoker.data.augment_device import augment_batch
 from stoker.device import pick
 from stoker.models import MODELS, build, detections
 from stoker.training.optim import Stepper
@@ -57,6 +58,12 @@ def test_a_step_of_torchvision_waits() -> None:
     batch = make_batch((3, 0), CANVAS, CLASSES)
     with pytest.raises(HostWait):
         train_step(lambda: oracle_losses(oracle, batch), make_stepper(oracle, "adamw"))
+
+
+def test_all_augmentations_make_no_wait() -> None:
+    batch = make_batch((3, 0, 1, 2), CANVAS, CLASSES)
+    with NoHostWaits():
+        augment_batch(batch, fakes.AUGMENTATIONS, 0.0)
 
 
 def test_decoding_waits_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

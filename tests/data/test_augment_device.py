@@ -1,0 +1,287 @@
+"""Flip, colour, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.batch import DRAWS, Batch, Draw
+from stoker.config import DataSettings
+from stoker.data import augment_device
+from stoker.data.augment_device import MOSAIC_UNTIL, augment_batch, colour, flip, mosaic
+from stoker.data.samples import PADDING
+from stoker.errors import ConfigError
+from stoker.waits import NoHostWaits
+from tests.batches import batch_of, batches
+
+
+def same(a, b, atol=0.0):
+    return all(torch.equal(x, y) if name != "boxes" else torch.allclose(x, y, rtol=0, atol=atol)
+               for name, x, y in zip(Batch._fields, a, b, strict=True))  # fmt: skip
+
+
+@given(batches())
+def test_flip_with_probability_zero_changes_nothing(batch):
+    assert same(flip(batch, 0.0), batch)
+
+
+@given(batches(), st.floats(0, 1))
+def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
+    turned = flip(batch, probability)
+    for k in range(len(batch.images)):
+        width = int(batch.content[k, 1])
+        expected, boxes = batch.images[k].clone(), batch.boxes[k].clone()
+        if batch.draw[k, 0] < probability:
+            expected[:, :, :width] = batch.images[k][:, :, :width].flip(2)
+            use = batch.valid[k]
+            boxes[use, 0], boxes[use, 2] = width - batch.boxes[k][use, 2], width - batch.boxes[k][use, 0]
+        assert torch.equal(turned.images[k], expected)
+        assert torch.equal(turned.boxes[k], boxes)
+    assert (turned.boxes[~batch.valid] == 0).all()
+    assert turned.images.is_contiguous(memory_format=torch.channels_last)
+
+
+@given(batches(), st.floats(0, 1))
+def test_flipping_twice_is_the_identity(batch, probability):
+    assert same(flip(flip(batch, probability), probability), batch, atol=1e-5)
+
+
+def test_flip_has_no_data_dependent_part():
+    """One graph without a break: nothing in it asks a tensor for its value."""
+    batch = batch_of(np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 3, 4), np.float32), [(8, 8), (4, 6)])
+    # (as a tuple: torch 2.11 loses fields of a named tuple that leaves a compiled function)
+    explained = torch.compile(lambda some: tuple(flip(some, 0.5)), fullgraph=True, backend="eager")(batch)
+    assert same(explained, flip(batch, 0.5))
+    with torch.device("meta"):
+        meta = Batch(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in batch))
+    assert flip(meta, 0.5).images.shape == batch.images.shape
+
+
+# Everything together.
+
+OFF = DataSettings(flip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, mosaic=0.0)
+ALL = DataSettings(flip=0.5, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.05, mosaic=0.7)
+SEEDS = st.integers(0, 2**32 - 1)
+CORNERS = [(255 * (n & 1), 255 * (n >> 1 & 1), 255 * (n >> 2)) for n in range(8)]
+"""Eight colours, one for each rectangle of a group; whoever is nearer to one than to grey belongs to it."""
+
+
+def painted(seed, *, count=4, canvas=(96, 128), noise=False):
+    """Grey pictures of random sizes with a rectangle in each half: label 2 k and 2 k + 1 in the k-th of each group."""
+    rng = np.random.default_rng(seed)
+    content = np.stack([rng.integers(side // 2, side + 1, count) for side in canvas], 1)
+    pixels = np.full((count, *canvas, 3), PADDING, np.uint8)
+    boxes, labels = np.zeros((count, 8, 4), np.float32), np.zeros((count, 8), np.int64)
+    for k, (height, width) in enumerate(content):
+        pixels[k, :height, :width] = rng.integers(0, 256, (height, width, 3)) if noise else 128
+        for n in range(2):
+            left, right = n * width // 2, (n + 1) * width // 2
+            x0, y0 = rng.integers(left, right - 8), rng.integers(0, height - 8)
+            x1, y1 = rng.integers(x0 + 8, right + 1), rng.integers(y0 + 8, height + 1)
+            labels[k, n] = k % 4 * 2 + n
+            pixels[k, y0:y1, x0:x1] = CORNERS[labels[k, n]]
+            boxes[k, n] = x0, y0, x1, y1
+    draw = torch.from_numpy(rng.random((count, DRAWS)).astype(np.float32))
+    return batch_of(pixels, boxes, content, labels, boxes.sum(-1) > 0, draw)
+
+
+def seen(image, label):
+    """Edges xyxy and number of the pixels [3, H, W] that have the colour of a label; no edges where there are none."""
+    distance = (image.permute(1, 2, 0).numpy().astype(int) - CORNERS[label]).__abs__().max(-1)
+    ys, xs = np.nonzero(distance < 64)
+    return (None if len(xs) == 0 else (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)), len(xs)
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_a_coloured_rectangle_is_where_its_box_says(seed):
+    before = painted(seed)
+    batch = augment_batch(before, dataclasses.replace(OFF, flip=0.5, mosaic=0.8), 0.0)
+    for k in range(4):
+        height, width = batch.content[k].tolist()
+        use = batch.valid[k]
+        found = dict(zip(batch.labels[k][use].tolist(), batch.boxes[k][use].tolist(), strict=True))
+        assert found
+        for label, box in found.items():
+            edges, _ = seen(batch.images[k], label)
+            assert edges == pytest.approx(box, abs=1.5)
+            assert 0 <= box[0] < box[2] <= width
+            assert 0 <= box[1] < box[3] <= height
+        assert (batch.boxes[k][~batch.valid[k]] == 0).all()
+        assert (batch.labels[k][~batch.valid[k]] == 0).all()
+        assert (batch.valid[k].int().diff() <= 0).all()  # the valid ones come first
+        if batch.draw[k, Draw.MOSAIC] >= 0.8:
+            assert len(found) == 2
+            assert torch.equal(batch.content[k], before.content[k])
+            continue
+        assert (height, width) == batch.images.shape[2:]
+        for label in range(8):
+            edges, visible = seen(batch.images[k], label)
+            member, slot = divmod(label, 2)
+            scale = 0.5 + 0.3 * float(batch.draw[k, Draw.TILES + (member - k) % 4])
+            x0, y0, x1, y1 = before.boxes[member, slot].tolist()
+            share = visible / (scale * (x1 - x0) * scale * (y1 - y0))
+            if share > 0.55 and min(edges[2] - edges[0], edges[3] - edges[1]) > 3:
+                assert label in found
+            if share < 0.1:
+                assert label not in found
+
+
+@given(batches(), st.floats(0, 1))
+def test_all_that_is_off_changes_nothing(batch, progress):
+    assert augment_batch(batch, OFF, progress) is batch
+
+
+@settings(max_examples=20)
+@given(SEEDS, st.sampled_from([8, 12]))
+def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
+    whole = painted(seed, count=count, canvas=(32, 64), noise=True)
+    parts = [augment_batch(Batch(*(t[n : n + 4] for t in whole)), ALL, 0.5) for n in range(0, count, 4)]
+    assert same(augment_batch(whole, ALL, 0.5), Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))))
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_no_slot_is_filled_by_what_was_not_valid(seed):
+    batch = painted(seed)
+    hidden = batch._replace(valid=torch.zeros_like(batch.valid), boxes=torch.zeros_like(batch.boxes))
+    assert not augment_batch(hidden, ALL, 0.0).valid.any()
+    assert (augment_batch(hidden, ALL, 0.0).boxes == 0).all()
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_nothing_in_it_waits(count):
+    batch = painted(1, count=count)
+    with NoHostWaits():
+        batch = augment_batch(batch, ALL, 0.0)
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert [tensor.dtype for tensor in batch] == [tensor.dtype for tensor in painted(1)]
+    with torch.device("meta"):
+        meta = Batch(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in batch))
+    assert [t.shape for t in augment_batch(meta, ALL, 0.0)] == [t.shape for t in batch]
+
+
+# Colour.
+
+
+def yiq(pixels):
+    return pixels @ np.array(augment_device.YIQ).T
+
+
+def coloured(batch, k, strengths):
+    """The content of picture k, float [h, w, 3], by the four steps one after the other."""
+    height, width = batch.content[k].tolist()
+    pixels = batch.images[k, :, :height, :width].permute(1, 2, 0).numpy().astype(np.float64)
+    draws = batch.draw[k, Draw.BRIGHTNESS : Draw.HUE + 1].numpy().astype(np.float64)
+    brightness, contrast, saturation = 1 + np.array(strengths[:3]) * (2 * draws[:3] - 1)
+    mean = (brightness * pixels[::4, ::4] @ augment_device.LUMA).mean()
+    pixels = mean + contrast * (brightness * pixels - mean)
+    grey = (pixels @ augment_device.LUMA)[..., None]
+    luma, i, q = np.moveaxis(yiq(grey + saturation * (pixels - grey)), -1, 0)
+    angle = 2 * np.pi * strengths[3] * (2 * draws[3] - 1)
+    turned = np.stack([luma, np.cos(angle) * i - np.sin(angle) * q, np.sin(angle) * i + np.cos(angle) * q], -1)
+    return np.clip(turned @ np.linalg.inv(augment_device.YIQ).T, 0, 255)
+
+
+STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
+
+
+@given(batches(), STRENGTHS)
+def test_colour_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
+    changed = colour(batch, *strengths)
+    for k in range(len(batch.images)):
+        height, width = batch.content[k].tolist()
+        found = changed.images[k, :, :height, :width].permute(1, 2, 0).numpy()
+        assert np.abs(found - coloured(batch, k, strengths)).max() <= 0.51
+        padding = torch.ones(batch.images.shape[2:], dtype=torch.bool)
+        padding[:height, :width] = False
+        assert torch.equal(changed.images[k][:, padding], batch.images[k][:, padding])
+    assert changed.images.is_contiguous(memory_format=torch.channels_last)
+    assert same(changed._replace(images=batch.images), batch)
+
+
+@given(batches(), STRENGTHS)
+def test_colour_by_a_factor_of_one_is_the_identity(batch, strengths):
+    batch = batch._replace(draw=torch.full_like(batch.draw, 0.5))
+    assert same(colour(batch, *strengths), batch)
+    assert same(colour(batch, 0.0, 0.0, 0.0, 0.0), batch)
+
+
+def test_what_each_colour_setting_does():
+    pixels = np.array([[[100, 50, 20], [30, 90, 60]]], np.uint8)[None]
+    batch = batch_of(pixels, np.zeros((1, 1, 4), np.float32), [(1, 2)], draw=torch.full((1, DRAWS), 0.75))
+
+    def pixel(*strengths):
+        return colour(batch, *strengths).images[0, :, 0, 0].tolist()
+
+    assert pixel(0.4, 0, 0, 0) == [120, 60, 24]
+    assert pixel(0, 0.4, 0, 0) == [round(1.2 * value - 0.2 * 61.53) for value in (100, 50, 20)]
+    assert pixel(0, 0, 0.4, 0) == [round(1.2 * value - 0.2 * 61.53) for value in (100, 50, 20)]
+    batch = batch._replace(draw=torch.ones_like(batch.draw))  # half a turn mirrors a colour at its grey
+    assert pixel(0, 0, 0, 0.5) == [round(2 * 61.53 - value) for value in (100, 50, 20)]
+
+
+# Mosaic.
+
+
+def test_a_mosaic_shows_the_four_pictures_of_its_group():
+    batch = mosaic(painted(3), 1.0)
+    corners = [(0, 0), (0, -1), (-1, 0), (-1, -1)]
+    plain = np.arange(4)[:, None] * 40 + np.zeros((4, 3))
+    pixels = np.broadcast_to(plain[:, None, None], (4, 64, 64, 3)).astype(np.uint8)
+    flat = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(64, 64)] * 4, draw=torch.full((4, DRAWS), 0.5))
+    made = mosaic(flat, 1.0)
+    for k in range(4):
+        assert [int(made.images[k, 0, 31 + (y == -1), 31 + (x == -1)]) for y, x in corners] == [
+            40 * ((k + q) % 4) for q in range(4)
+        ]
+    assert torch.equal(made.image_id, flat.image_id)
+    assert batch.content.tolist() == [[96, 128]] * 4
+
+
+def test_what_is_beside_the_tiles_is_padding():
+    pixels = np.zeros((4, 64, 64, 3), np.uint8)
+    draw = torch.full((4, DRAWS), 0.5)
+    draw[:, Draw.TILES :] = 0.0  # half as large
+    batch = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(20, 64)] * 4, draw=draw)
+    image = mosaic(batch, 1.0).images[0]
+    assert (image[:, 22:42] == 0).all()
+    for part in (image[:, :22], image[:, 42:]):
+        assert (part.permute(1, 2, 0) == torch.tensor(PADDING, dtype=torch.uint8)).all()
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_a_mosaic_with_more_boxes_than_slots_is_not_made(seed):
+    rng = np.random.default_rng(seed)
+    batch = painted(seed)
+    corner = rng.integers(0, 40, (4, 8, 2))
+    crowded = np.concatenate([corner, corner + 4], -1).astype(np.float32)
+    batch = batch._replace(boxes=torch.from_numpy(crowded), valid=torch.ones_like(batch.valid))
+    made = mosaic(batch, 1.0)
+    for k in range(4):
+        if torch.equal(made.content[k], batch.content[k]) and torch.equal(made.boxes[k], batch.boxes[k]):
+            assert torch.equal(made.images[k], batch.images[k])
+        else:
+            assert made.content[k].tolist() == [96, 128]
+    wide = batch._replace(**{
+        name: torch.cat([tensor, torch.zeros_like(tensor).repeat(1, 3, *[1] * (tensor.dim() - 2))], 1)
+        for name, tensor in (("boxes", batch.boxes), ("labels", batch.labels), ("valid", batch.valid))
+    })  # fmt: skip
+    need = mosaic(wide, 1.0).valid.sum(1)
+    assert ((made.content == torch.tensor([96, 128])).all(1) | (need > 8)).all()
+    assert torch.equal(made.boxes[need > 8], batch.boxes[need > 8])
+
+
+def test_the_end_of_training_has_no_mosaics():
+    batch, only = painted(5), dataclasses.replace(OFF, mosaic=1.0)
+    assert not same(augment_batch(batch, only, MOSAIC_UNTIL - 1e-9), batch)
+    assert augment_batch(batch, only, MOSAIC_UNTIL) is batch
+
+
+def test_a_mosaic_needs_whole_groups():
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        mosaic(painted(0, count=6), 0.5)
