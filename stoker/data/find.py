@@ -1,7 +1,8 @@
 """Which format a data set has, found by looking at the names in its folder.
 
-Each format looks for its own layouts; COCO JSON is preferred to Pascal VOC where a folder has both, and a note says so.
-Not here: reading (`formats/`, called by `index.py`), the demo (`demo.py`), the cache (`index.py`).
+Each format looks for its own layouts; where a folder has several, the first of FORMATS is read, and a note says what
+else is there and how to read that. Not here: reading (`formats/`, called by `index.py`), the demo (`demo.py`), the
+cache (`index.py`).
 """
 
 import os
@@ -10,27 +11,75 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker.data.formats import coco, coco_files, voc, voc_files
+from stoker.data.formats import (
+    coco,
+    coco_files,
+    csv,
+    csv_files,
+    tfrecord,
+    tfrecord_files,
+    voc,
+    voc_files,
+    yolo,
+    yolo_files,
+)
 from stoker.data.formats.columns import Columns, Found, subfolders
 from stoker.data.problems import Problems
 from stoker.errors import DataError, UsageError, nearest
 
 
 class Format(NamedTuple):
+    """A row of the table of formats."""
+
     find: Callable[[Path], Found | None]
+    """The data set in a folder (not below it)."""
     read: Callable[[Found, Problems], Columns]
+    looked_for: str
+    """What `find` looks for, in words."""
+    from_file: Callable[[Path], Found] | None = None
+    """The data set of a single file."""
+    endings: tuple[str, ...] = ()
+    """Of such files, in lower case."""
 
 
-FORMATS = {"coco": Format(coco_files.find, coco.read), "voc": Format(voc_files.find, voc.read)}
+FORMATS = {
+    "coco": Format(
+        coco_files.find,
+        coco.read,
+        "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json beside images/)",
+        coco_files.from_file,
+        (".json",),
+    ),
+    "voc": Format(
+        voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml beside the pictures)"
+    ),
+    "yolo": Format(
+        yolo_files.find,
+        yolo.read,
+        "YOLO (data.yaml, images/ with labels/, *.txt beside the pictures)",
+        yolo_files.from_file,
+        (".yaml", ".yml", ".data"),
+    ),
+    "tfrecord": Format(
+        tfrecord_files.find,
+        tfrecord.read,
+        "TFRecord (*.record, *.tfrecord, train.record-00000-of-00010)",
+        tfrecord_files.from_file,
+        (*tfrecord_files.ENDINGS, *(f"{ending}.gz" for ending in tfrecord_files.ENDINGS)),
+    ),
+    "csv": Format(
+        csv_files.find,
+        csv.read,
+        "CSV (tables with columns such as filename, class, xmin, ymin, xmax, ymax)",
+        csv_files.from_file,
+        (".csv",),
+    ),
+}
 """In order of preference."""
-LOOKED_FOR = (
-    "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json beside images/)"
-    " and Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml beside the pictures)"
-)
 
 
 def find_data(data: Path, format: str | None = None) -> Found:
-    """The layout of a data set: a folder, or a COCO JSON file. Reads no annotations.
+    """The layout of a data set: a folder, or a file that stands for one. Reads no annotations.
 
     format: look for this one only. Raises DataError when there is none or more than one, UsageError when there is no
     such format.
@@ -44,52 +93,81 @@ def find_data(data: Path, format: str | None = None) -> Found:
             fix="copy the data set to a local disk, or mount the bucket, and name the folder",
         )
     if not data.exists():
+        if tfrecord_files.is_pattern(data) and (found := tfrecord_files.from_pattern(data)) is not None:
+            return found
         raise _not_there(data)
     data = data.resolve()
     if data.is_file():
-        if data.suffix.lower() != ".json" or format == "voc":
-            raise DataError(
-                f"{data.name!r} is not a data set.",
-                place=data,
-                choices=["a folder", "a COCO JSON file"],
-                fix="name the folder that has annotations and pictures",
-            )
-        return coco_files.from_file(data)
-    found = _in_folder(data, format)
-    if found is not None:
-        return found
-    below = [inner for path in subfolders(data).values() if (inner := _in_folder(path, format)) is not None]
+        return _of_file(data, format)
+    here = _in_folder(data, format)
+    if here is not None and here.sure:
+        return here
+    inner = [(path, found) for path in subfolders(data).values() if (found := _in_folder(path, format)) is not None]
+    below = [(path, found) for path, found in inner if found.sure] or ([] if here is not None else inner)
     if len(below) == 1:
-        return replace(below[0], notes=(f"read from the folder {below[0].root.name}/", *below[0].notes))
+        path, found = below[0]
+        notes = [f"read from the folder {path.name}/"]
+        if here is not None:
+            why = "its pictures are not where it says"
+            notes.append(f"not read: {here.layout}, {why}; format={here.format!r} reads it")
+        return replace(found, notes=(*notes, *found.notes))
     if below:
         raise DataError(
             f"The folder holds {len(below)} data sets.",
             place=data,
-            choices=[inner.root.name for inner in below],
-            fix=f"name one of them, e.g. {below[0].root}",
+            choices=[path.name for path, _ in below],
+            fix=f"name one of them, e.g. {below[0][0]}",
         )
+    if here is not None:
+        return here
+    looked_for = "; ".join(row.looked_for for name, row in FORMATS.items() if format in (None, name))
     raise DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         place=data,
-        cause=f"looked, there and one folder below, for {LOOKED_FOR}; {_what_is_there(data)}",
-        fix="name the folder or the JSON file that holds the annotations",
+        cause=f"looked, there and one folder below, for {looked_for}; {_what_is_there(data)}",
+        fix="name the folder or the file that holds the annotations",
+    )
+
+
+def _of_file(data: Path, format: str | None) -> Found:
+    file_name = tfrecord_files.without_number(data.name).lower()
+    for name, row in FORMATS.items():
+        if row.from_file is not None and file_name.endswith(row.endings) and format in (None, name):
+            return row.from_file(data)
+    endings = [ending for name, row in FORMATS.items() if format in (None, name) for ending in row.endings]
+    raise DataError(
+        f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
+        place=data,
+        choices=["a folder", *(f"a {ending} file" for ending in endings)],
+        fix="name the folder that has annotations and pictures",
     )
 
 
 def _in_folder(folder: Path, format: str | None) -> Found | None:
-    found = {name: find(folder) for name, (find, _) in FORMATS.items() if format in (None, name)}
-    present = [layout for layout in found.values() if layout is not None]
+    """The data set of a folder; notes say what else it has."""
+    present: list[Found] = []
+    notes = []
+    for name, row in FORMATS.items():
+        if format not in (None, name):
+            continue
+        try:
+            found = row.find(folder)
+        except DataError as error:
+            if not any(other.sure for other in present):
+                raise
+            # another format, preferred to this one, is found already
+            notes.append(f"not read: annotations in the format {name!r}, which are wrong ({error.what.rstrip('.')})")
+            continue
+        if found is not None:
+            present.append(found)
     if not present:
         return None
-    chosen, *others = present
-    notes = [
+    chosen, *others = sorted(present, key=lambda found: not found.sure)
+    both = [
         f"both {chosen.layout} and {other.layout} found: the first is read; format={other.format!r} reads the other"
         for other in others
     ]
-    tables = [path.name for path in sorted(folder.glob("*.csv"))]
-    if tables:
-        notes.append(f"{chosen.layout} is read, not {', '.join(tables[:5])}")
-    return replace(chosen, notes=(*notes, *chosen.notes))
+    return replace(chosen, notes=(*both, *notes, *chosen.notes))
 
 
 def _not_there(data: Path) -> DataError:

@@ -1,0 +1,53 @@
+"""The sizes of pictures, from their headers, for the formats that need and do not say them: YOLO, some CSV tables.
+
+Boxes in shares of a picture's width and height belong to the picture as it is shown, turned as EXIF says. Not here: the
+headers themselves (`stoker/data/headers.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.data.headers import read_header
+from stoker.errors import DataError
+
+THREADS = 16
+"""What waits is the disk: on a file system across a network, sixteen small reads at a time."""
+AT_ONCE = 64
+"""Files per task: less, and handing out tasks costs more than reading them."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of a function that waits for files, in the order of the items."""
+
+    def some(start: int) -> list[Result]:
+        return [function(item) for item in items[start : start + AT_ONCE]]
+
+    with ThreadPoolExecutor(THREADS, "stoker-files") as pool:
+        return [result for results in pool.map(some, range(0, len(items), AT_ONCE)) for result in results]
+
+
+def read_sizes(paths: Sequence[Path]) -> tuple[NDArray[np.int32], dict[int, str]]:
+    """int32 [R, 2], height and width of the upright pictures, 0 where they cannot be read; why not, by row."""
+    size = np.zeros((len(paths), 2), np.int32)
+    unreadable = {}
+    for row, result in enumerate(in_threads(_size, paths)):
+        if isinstance(result, str):
+            unreadable[row] = result
+        else:
+            size[row] = result
+    return size, unreadable
+
+
+def _size(path: Path) -> tuple[int, int] | str:
+    try:
+        return read_header(path).size
+    except DataError as error:
+        return error.cause or error.what
