@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
+from stoker.data.formats import names as picture_names
 from stoker.data.formats.columns import SPLITS
 from stoker.data.formats.voc import PICTURE_ENDINGS
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
@@ -138,7 +139,9 @@ def _open(data: Path, format: str | None, fraction: float, asked: bool, problems
     content = None if problems is not None else cache.read(path, stamp)
     if content is None:
         problems = Problems() if problems is None else problems
-        columns = clean.drop_degenerate(FORMATS[found.format].read(found, problems), problems)
+        columns = FORMATS[found.format].read(found, problems)
+        picture_names.mend(columns, found.root, problems)
+        columns = clean.drop_degenerate(columns, problems)
         columns = clean.divide(columns, fraction, asked=asked)
         clean.check(columns, problems)
         columns.notes.insert(0, f"{found.layout}, from {found.root}")

@@ -130,6 +130,10 @@ KINDS: dict[str, Kind] = {
         "record whose lists of corners and classes differ in length", "picture", "skipped", "the record is left out",
         "write it again, with one entry per box in every list",
     ),
+    "wrong-case-name": Kind(
+        "name that its file has in another case or spelling", "picture", "fixed",
+        "the one file that can be meant is used", "write the names as the files have them",
+    ),
     # Of a picture, found in its file (check.py).
     "missing-picture": Kind(
         "does not exist", "picture", "skipped", "left out, another takes its place",

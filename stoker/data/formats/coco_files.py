@@ -25,6 +25,7 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
+from stoker.data.formats.names import alike
 from stoker.errors import DataError
 
 NAMES_IN_SPLIT = (
@@ -136,6 +137,9 @@ def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> 
     hits = [(sum((folder / name).is_file() for name in probes), folder, False) for folder in existing]
     if not any(count for count, _, _ in hits) and bare != probes:
         hits += [(sum((folder / name).is_file() for name in bare), folder, True) for folder in existing]
+    if not any(count for count, _, _ in hits):
+        # Nothing is there as it is written: in another case, then, or another form of Unicode (`names.mend`).
+        hits = [(alike(folder, some), folder, some is bare) for some in (probes, bare) for folder in existing]
     _, base, strip = max(hits, key=lambda hit: hit[0])
     notes = []
     if strip:

@@ -1,0 +1,102 @@
+"""Names that annotations write otherwise than the disk does: found where one file can be meant, and only there."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker.data.formats.names import existing, resolve
+from stoker.data.index import open_index
+from stoker.data.problems import KINDS
+
+
+def make(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        Image.new("RGB", (40, 30)).save(folder / name, "JPEG")
+    return folder
+
+
+def coco(path: Path, *names: str) -> Path:
+    images = [{"id": n, "file_name": name, "width": 40, "height": 30} for n, name in enumerate(names)]
+    boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [1, 2, 10, 10]} for n in range(len(names))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}))
+    return path
+
+
+def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
+    index = open_index(data)
+    paths = [index.path(row).relative_to(root) for row in range(len(index))]
+    assert all((root / path).is_file() for path in paths)
+    return paths, {problem.kind: problem.count for problem in index.problems if KINDS[problem.kind].unit == "picture"}
+
+
+@pytest.mark.parametrize(
+    ("said", "file"),
+    [
+        ("IMG_1.JPG", "img_1.jpg"),
+        ("img_1.jpg", "IMG_1.JPG"),
+        (unicodedata.normalize("NFC", "café.jpg"), unicodedata.normalize("NFD", "café.jpg")),
+        (unicodedata.normalize("NFD", "CAFÉ.jpg"), unicodedata.normalize("NFC", "café.jpg")),
+        ("two%20words.jpg", "two words.jpg"),
+        ("two words.jpg", "two%20words.jpg"),
+        ("a.jpg ", "a.jpg"),
+        ("STRASSE.jpg", "straße.jpg"),
+    ],
+)
+def test_a_name_in_another_writing_finds_its_file(tmp_path, said, file):
+    make(tmp_path / "images", file, "other.jpg")
+    paths, problems = found(tmp_path, coco(tmp_path / "a.json", said, "other.jpg"))
+    assert paths == [Path("images") / file, Path("images/other.jpg")]
+    assert problems == {"wrong-case-name": 1}
+
+
+def test_names_that_are_right_are_left_alone(tmp_path):
+    names = ["with space.jpg", "Ünïcode.jpg", "100%25.jpg", "a.JPG", "A.jpg"]
+    make(tmp_path / "images", *names)
+    paths, problems = found(tmp_path, coco(tmp_path / "a.json", *names))
+    assert paths == [Path("images") / name for name in names]
+    assert not problems
+
+
+def test_folders_and_backslashes(tmp_path):
+    make(tmp_path / "images" / "Day One", "a.jpg")
+    paths, problems = found(tmp_path, coco(tmp_path / "a.json", "day one\\A.JPG"))
+    assert paths == [Path("images/Day One/a.jpg")]
+    assert problems["wrong-case-name"] >= 1
+
+
+def test_a_file_is_never_guessed(tmp_path):
+    make(tmp_path, "a.jpg", "A.JPG", "b.jpg", "c.jpg")
+    assert resolve(tmp_path, ["A.jpg"]) == {}  # two files can be meant
+    assert resolve(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another picture
+    assert resolve(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
+    assert resolve(tmp_path, ["d.jpg"]) == {}
+    assert resolve(tmp_path / "absent", ["a.jpg"]) == {}
+    assert existing(tmp_path / "absent") is None
+
+
+@given(st.lists(st.text("abAB %é\u0301", min_size=1, max_size=4), unique=True, max_size=6), st.data())
+def test_what_is_found_is_there_and_stands_for_one_name(tmp_path_factory, files, data):
+    folder = tmp_path_factory.mktemp("names")
+    files = [f"x{name}.jpg" for name in files]
+    for name in files:
+        (folder / name).touch()
+    names = data.draw(st.lists(st.sampled_from(files or ["x.jpg"]).map(str.swapcase) | st.just("xA.jpg"), max_size=6))
+    matched = resolve(folder, names)
+    assert set(matched) <= set(names) - set(files)
+    assert set(matched.values()) <= set(files) - set(names)
+    assert len(set(matched.values())) == len(matched)
+
+
+def test_the_index_follows_when_the_file_gets_its_right_name(tmp_path):
+    make(tmp_path / "images", "a.jpg")
+    data = coco(tmp_path / "a.json", "A.jpg")
+    assert found(tmp_path, data)[0] == [Path("images/a.jpg")]
+    (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "A.jpg")
+    assert found(tmp_path, data) == ([Path("images/A.jpg")], {})
