@@ -42,7 +42,8 @@ def train(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures (COCO JSON, Pascal VOC), or `demo`: pictures that stoker draws itself.
+        Folder or file with labelled pictures (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), or `demo`: pictures that
+        stoker draws itself.
     run
         Folder of the run; default `runs/<data>-<model>-<n>`.
     resume
@@ -58,6 +59,7 @@ def train(
 
     print_metrics(result.metrics)
     print(f"results: {result.run} (`stoker why {result.run}` says where the time went)")
+    print(f"`stoker report {result.run}` shows all of it on one page")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
 
 
@@ -78,13 +80,13 @@ def evaluate(
     Parameters
     ----------
     run
-        Folder of a run, or a .safetensors file that stoker saved.
+        Folder of a run, or a .safetensors or .onnx file that stoker saved.
     data
         Data set; default: the one the run was trained on.
     split
         train, val or test.
     format
-        coco or voc, where stoker's own finding is wrong.
+        coco, voc, yolo, tfrecord or csv, where stoker's own finding is wrong.
     batch
         Pictures per forward pass.
     device
@@ -114,13 +116,15 @@ def predict(
     iou: float = 0.5,
     out: Path = Path("predictions"),
     device: str | None = None,
+    tile: int | None = None,
+    overlap: float | None = None,
 ) -> None:
     """Finds objects in pictures; writes the pictures with boxes drawn, and predictions.json.
 
     Parameters
     ----------
     run
-        Folder of a run, or a .safetensors file that stoker saved.
+        Folder of a run, or a .safetensors or .onnx file that stoker saved.
     pictures
         Files, folders or patterns such as 'shots/*.jpg'.
     conf
@@ -131,10 +135,68 @@ def predict(
         Folder for the results; the originals are never touched.
     device
         cpu, cuda …; default: the accelerator that torch finds, else the cpu.
+    tile
+        Shows pictures larger than this many pixels also in tiles of that side: for small objects in large pictures.
+    overlap
+        Share of its side that a tile has in common with the next, at least; 0 … 0.9, default 0.2.
     """
     from stoker.use import predict_run
 
-    for line in predict_run(Path(run), pictures, conf=conf, iou=iou, out=out, device=device):
+    for line in predict_run(Path(run), pictures, conf=conf, iou=iou, out=out, device=device,
+                            tile=tile, overlap=overlap):  # fmt: skip
+        print(line)
+
+
+@app.command(sort_key=5)
+def export(
+    run: str,
+    /,
+    *,
+    onnx: bool = False,
+    out: Path | None = None,
+    batch: str = "dynamic",
+    conf: float = 0.05,
+    iou: float = 0.5,
+    max_detections: int = 100,
+    opset: int = 18,
+    pictures: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+) -> None:
+    """Writes a trained model as an ONNX file that needs no stoker; kept only when it finds what the model finds.
+
+    Normalisation, decoding and suppression are inside. docs/onnx.md says how to run it.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors file that stoker saved.
+    onnx
+        The format; the only one so far.
+    out
+        Name of the file; default: that of the weights, with .onnx.
+    batch
+        Pictures per call: dynamic (any number) or a fixed number.
+    conf
+        Least score of a box; whoever runs the file can give another.
+    iou
+        Of two boxes of a class that overlap more than this, the weaker is dropped; whoever runs it can give another.
+    max_detections
+        Most boxes of a picture.
+    opset
+        ONNX operator set, 18 … 21.
+    pictures
+        What the file is compared with the model on; default: pictures of the run's validation split.
+    """
+    from stoker.errors import UsageError
+
+    if not onnx:
+        raise UsageError("Which format?", choices=["--onnx"], fix=f"stoker export {run} --onnx")
+    if batch != "dynamic" and not batch.isdecimal():
+        raise UsageError(f"--batch {batch!r} is no number of pictures.", choices=["dynamic", "1 or more"])
+    from stoker.export import export_onnx
+
+    fixed = None if batch == "dynamic" else int(batch)
+    for line in export_onnx(Path(run), out=out, batch=fixed, conf=conf, iou=iou, max_detections=max_detections,
+                            opset=opset, pictures=pictures or ()):  # fmt: skip
         print(line)
 
 
@@ -161,6 +223,31 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
         print(msgspec.json.encode(why_as_dict(found)).decode())
     else:
         print_why(found)
+
+
+@app.command(sort_key=5)
+def report(run: str, /, *, out: Path | None = None, price: float | None = None, json: bool = False) -> None:
+    """Makes one HTML page of a run, live or finished: scores, pictures, curves, time, findings, settings.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    out
+        File of the page; default: report.html in the run.
+    price
+        Money per device-hour; default: the price that the run was given.
+    json
+        Print everything as JSON instead.
+    """
+    from stoker.report.html import report_as_json, write_report
+
+    if json:
+        from stoker.report.facts import collect
+
+        print(report_as_json(collect(run, price)))
+    else:
+        print(write_report(run, out, price=price))
 
 
 def main() -> None:

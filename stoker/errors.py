@@ -88,6 +88,10 @@ class CheckpointError(PreflightError):
     """No checkpoint of the run can be read."""
 
 
+class ParityError(PreflightError):
+    """An exported model does not answer as the model it was made from."""
+
+
 class DataError(StokerError):
     """The data set, or one picture or record of it, cannot be used."""
 

@@ -1,9 +1,10 @@
 """Finds objects in pictures that have no annotations: files, folders, patterns in; boxes, drawn pictures, JSON out.
 
-`predict_pictures` is the iterator, `predict_to_folder` the command. Pictures are decoded, placed and run as in an
-evaluation (`data/decode.py`, `data/augment.py`, `evaluate.detect_batches`). The originals are never touched.
+`predict_pictures` is the iterator, `predict_to_folder` the command. How pictures become batches, whole or in tiles, is
+`windows.py`; they are run as in an evaluation (`evaluate.detect_batches`). The originals are never touched.
 """
 
+import dataclasses
 import glob
 import os
 from collections import Counter, deque
@@ -13,26 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from PIL import Image
 
-from stoker import models
-from stoker.batch import Batch
-from stoker.data import augment, decode
-from stoker.data.samples import Slot, as_batch
+from stoker.data import decode
 from stoker.device import Device, host_cores
 from stoker.draw import draw_boxes
 from stoker.errors import DataError, UsageError
 from stoker.evaluate import detect_batches
-from stoker.metrics import Detections
+from stoker.metrics import Detections, no_detections
+from stoker.models.detections import Finder
 from stoker.models.saved import Card
 from stoker.records import write_whole
+from stoker.tiles import Tiling, is_cut, merge
+from stoker.windows import Window, batches, read_picture, windows_of
 
 KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Endings by which pictures are found in folders; a file that is named is tried whatever it is called."""
 RESULTS = "predictions.json"
 BATCH = 8
-AHEAD = 3
-"""Batches that are being decoded while the device works on one."""
 
 
 class Predicted(NamedTuple):
@@ -40,9 +40,9 @@ class Predicted(NamedTuple):
 
     path: Path
     size: tuple[int, int]
-    """Height and width of the stored picture, pixels; zeros where it could not be read."""
+    """Height and width of the picture, upright, pixels; zeros where it could not be read."""
     found: Detections
-    """Best score first; boxes in pixels of the stored picture."""
+    """Best score first; boxes in pixels of the upright picture."""
     error: DataError | None
     """Why it could not be read; nothing is found then."""
 
@@ -83,7 +83,7 @@ def _not_found(path: Path) -> str:
 
 
 def predict_pictures(
-    model: "models.Detector",
+    model: Finder,
     paths: Sequence[Path],
     device: Device,
     *,
@@ -93,81 +93,52 @@ def predict_pictures(
     iou_threshold: float = 0.5,
     precision: str = "fp32",
     batch: int = BATCH,
+    tiling: Tiling | None = None,
 ) -> Iterator[Predicted]:
     """Runs the model, which lies on `device`, over picture files, in order. canvas, resize: as it was trained.
 
-    A picture that cannot be read is yielded with its error; the others go on.
+    tiling: a picture that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
+    is shown as without. A picture that cannot be read is yielded with its error; the others go on.
     """
-    sizes: dict[int, tuple[int, int]] = {}
-    errors: dict[int, DataError] = {}
-    batches = _batches(paths, device, canvas, resize, batch, sizes, errors)
+    issued: deque[list[Window]] = deque()
     parts = detect_batches(
-        model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
+        model,
+        batches(windows_of(paths, tiling), issued, device, canvas, resize, batch),
+        device,
+        precision=precision,
+        score_threshold=score_threshold,
+        iou_threshold=iou_threshold,
     )
-    for start, found in zip(range(0, len(paths), batch), parts, strict=True):
-        for place in range(start, min(start + batch, len(paths))):
-            yield Predicted(paths[place], sizes.pop(place, (0, 0)), found.of(place), errors.pop(place, None))
+    shown: list[tuple[Window, Detections]] = []
+    for found in parts:
+        for window in issued.popleft():
+            shown.append((window, found.of(window.number)))
+            if window.last:
+                yield _answer(shown, iou_threshold)
+                shown = []
 
 
-def _batches(
-    paths: Sequence[Path],
-    device: Device,
-    canvas: tuple[int, int],
-    resize: str,
-    batch: int,
-    sizes: dict[int, tuple[int, int]],
-    errors: dict[int, DataError],
-) -> Iterator[Batch]:
-    """Batches on the device, `AHEAD` of them being decoded in threads; the last one is filled up."""
-    stream = device.make_stream()
-    begun: deque[tuple[int, Slot, list[Future[tuple[int, int]]]]] = deque()
-
-    def finish(start: int, slot: Slot, jobs: list[Future[tuple[int, int]]]) -> Batch:
-        for k in range(batch):
-            try:
-                if k >= len(jobs):
-                    slot.blank(k)
-                else:
-                    sizes[start + k] = jobs[k].result()
-            except DataError as error:
-                errors[start + k] = error
-                slot.blank(k)
-        tensors, ready = stream.to_device(slot.tensors)
-        ready.block_device()
-        return as_batch(tensors)
-
-    with ThreadPoolExecutor(host_cores(), "stoker-predict") as pool:
-        for start in range(0, len(paths), batch):
-            slot = Slot(device, batch, canvas, 1)
-            some = enumerate(paths[start : start + batch])
-            begun.append((start, slot, [pool.submit(_load, slot, k, start + k, p, canvas, resize) for k, p in some]))
-            if len(begun) > AHEAD:
-                yield finish(*begun.popleft())
-        while begun:
-            yield finish(*begun.popleft())
-
-
-def _load(slot: Slot, k: int, place: int, path: Path, canvas: tuple[int, int], resize: str) -> tuple[int, int]:
-    """Decodes a picture into place k of the slot. Returns its height and width; raises DataError."""
-    data = _read(path)
-    size = decode.picture_size(data, path)
-    placement = augment.place(size, canvas, resize)
-    height, width = placement.content
-    slot.blank(k)
-    decode.decode_into(data, path, region=placement.region, out=slot.pixels[k, :height, :width])
-    slot.content[k], slot.scale[k], slot.size[k], slot.image_id[k] = placement.content, placement.scale, size, place
-    return size
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError("The picture cannot be read.", place=path, cause=error.strerror or str(error)) from error
+def _answer(shown: list[tuple[Window, Detections]], iou_threshold: float) -> Predicted:
+    """What was found in all windows of a picture, as one; boxes in pixels of the picture."""
+    picture = shown[0][0].picture
+    found, cut = [], []
+    for window, some in shown:
+        x0, y0, x1, y1 = window.region or (0, 0, picture.size[1], picture.size[0])
+        boxes = some.boxes + np.array([x0, y0, x0, y0], np.float32)
+        found.append(dataclasses.replace(some, boxes=boxes))
+        cut.append(is_cut(boxes, (x0, y0, x1, y1), picture.size))
+    together = dataclasses.replace(Detections.concatenate(found), pictures=np.array([picture.place]))
+    together = dataclasses.replace(together, row=np.full(len(together), picture.place))
+    if picture.error is not None:
+        return Predicted(picture.path, (0, 0), no_detections([picture.place]), picture.error)
+    if len(shown) > 1:
+        keep = merge(together.boxes, together.score, together.label, np.concatenate(cut), iou_threshold=iou_threshold)
+        together = together.where(keep)
+    return Predicted(picture.path, picture.size, together, None)
 
 
 def predict_to_folder(
-    model: "models.Detector",
+    model: Finder,
     card: Card,
     places: Sequence[str | Path],
     device: Device,
@@ -175,6 +146,8 @@ def predict_to_folder(
     conf: float,
     iou: float,
     out: Path,
+    tiling: Tiling | None = None,
+    precision: str | None = None,
 ) -> Iterator[str]:
     """Writes every picture with its boxes, and predictions.json, into `out`; yields a line for each picture.
 
@@ -193,7 +166,8 @@ def predict_to_folder(
         resize=card.resize,
         score_threshold=conf,
         iou_threshold=iou,
-        precision=device.best_precision()[0],
+        precision=precision or device.best_precision()[0],
+        tiling=tiling,
     )
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []
@@ -274,7 +248,7 @@ def _require_own_folder(out: Path) -> None:
 
 
 def _save_drawn(one: Predicted, class_names: Sequence[str], target: Path) -> None:
-    picture = Image.fromarray(decode.decode(_read(one.path), one.path))
+    picture = Image.fromarray(decode.decode(read_picture(one.path), one.path))
     draw_boxes(picture, one.found, class_names).save(target, quality=90)
 
 

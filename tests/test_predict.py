@@ -110,7 +110,7 @@ def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
             super().__init__(*args)
             self.pixels[:], self.image_id[:] = 255, 1
 
-    monkeypatch.setattr("stoker.predict.Slot", Used)
+    monkeypatch.setattr("stoker.windows.Slot", Used)
     good = lamp(tmp_path / "good.png", (96, 32), (10, 10, 30, 30))
     bad = tmp_path / "bad.png"
     bad.write_bytes(good.read_bytes()[:-30])

@@ -1,0 +1,114 @@
+"""Large pictures in parts: where the tiles lie, and how what was found in them becomes one answer.
+
+An object of 20 pixels in a picture of 4,000 is one of 3 pixels on a canvas of 640, and lost. So the picture is also
+shown tile by tile; overlapping tiles show every object that is smaller than the overlap whole at least once, and the
+whole picture, shown as well, has the objects that no tile can hold. What is found twice is left out by `merge`. Who
+cuts the pixels and runs the model: `predict.py`. The idea is SAHI's (arXiv 2202.06934).
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError
+
+Region = tuple[int, int, int, int]
+"""x0, y0, x1, y1 in whole pixels of the picture; x1 and y1 are outside."""
+
+OVERLAP = 0.2
+"""Share of a tile that its neighbour shows, too, where nothing is asked: SAHI's default."""
+CUT = 0.01
+"""A box that comes this near to a tile's inner edge, as a share of the tile's side, is taken for a part of an object: a
+detector's boxes end a few pixels off. An object that ends there by chance is whole in the next tile."""
+COVERED = 0.5
+"""Share of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """`--tile` and `--overlap`. Raises ConfigError for a number out of range."""
+
+    side: int
+    """Pixels of the picture, both ways."""
+    overlap: float = OVERLAP
+    """Share of the side that neighbours have in common, at least."""
+
+    def __post_init__(self) -> None:
+        if self.side < 32:
+            raise ConfigError(f"--tile {self.side} is out of range.", choices=["32 or more, in pixels of the picture"])
+        if not 0 <= self.overlap <= 0.9:
+            raise ConfigError(f"--overlap {self.overlap} is out of range.", choices=["0 … 0.9"])
+
+    def regions(self, size: tuple[int, int]) -> list[Region]:
+        """The tiles of a picture of `size` (height, width), row by row; none where it fits in one.
+
+        They cover it, have one size (the picture's own along an axis that is shorter than the tile), lie inside, and
+        neighbours share at least `overlap`: no tile is smaller at the right or lower edge, they share more instead.
+        """
+        if max(size) <= self.side:
+            return []
+        (ys, height), (xs, width) = self._along(size[0]), self._along(size[1])
+        return [(x, y, x + width, y + height) for y in ys for x in xs]
+
+    def _along(self, length: int) -> tuple[list[int], int]:
+        """Where the tiles begin along one axis, and how long they are."""
+        if length <= self.side:
+            return [0], length
+        step = max(1, int(self.side * (1 - self.overlap)))
+        last = length - self.side
+        count = -(-last // step)
+        return [n * last // count for n in range(count + 1)], self.side
+
+
+def is_cut(boxes: NDArray[np.float32], region: Region, size: tuple[int, int]) -> NDArray[np.bool_]:
+    """[N]: which `boxes` [N, 4], found in a `region` of a picture of `size` (height, width), reach its inner edges.
+
+    An edge is inner where the picture goes on behind it. Boxes are in pixels of the picture.
+    """
+    x0, y0, x1, y1 = region
+    near_x, near_y = CUT * (x1 - x0), CUT * (y1 - y0)
+    reaches = (
+        (boxes[:, 0] <= x0 + near_x, x0 > 0),
+        (boxes[:, 1] <= y0 + near_y, y0 > 0),
+        (boxes[:, 2] >= x1 - near_x, x1 < size[1]),
+        (boxes[:, 3] >= y1 - near_y, y1 < size[0]),
+    )
+    found: NDArray[np.bool_] = np.any([at & inner for at, inner in reaches], axis=0)
+    return found
+
+
+def merge(
+    boxes: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    cut: NDArray[np.bool_],
+    *,
+    iou_threshold: float,
+) -> NDArray[np.int64]:
+    """Which of N boxes of a picture stay, as indices, best score first. boxes: [N, 4]; cut: [N], see `is_cut`.
+
+    Within each class the whole boxes come first, best score first, then the cut ones. Each that stays takes out what
+    comes after it and overlaps it by more than `iou_threshold`, and the cut boxes that it covers by more than COVERED
+    of their area: half an object may well have the better score, but it is half an object.
+    """
+    kept: list[int] = []
+    for label in np.unique(labels):
+        mine = np.flatnonzero(labels == label)
+        mine = mine[np.lexsort((-scores[mine], cut[mine]))]
+        corners, may_be_covered = boxes[mine].astype(np.float64), cut[mine]
+        areas = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
+        alive = np.ones(len(mine), bool)
+        for n in range(len(mine)):
+            if not alive[n]:
+                continue
+            kept.append(int(mine[n]))
+            rest = np.flatnonzero(alive[n + 1 :]) + n + 1
+            shared = (
+                np.minimum(corners[n, 2:], corners[rest, 2:]) - np.maximum(corners[n, :2], corners[rest, :2])
+            ).clip(min=0).prod(axis=1)  # fmt: skip
+            same = shared > iou_threshold * (areas[n] + areas[rest] - shared)
+            covered = may_be_covered[rest] & (shared > COVERED * areas[rest])
+            alive[rest[same | covered]] = False
+    order = np.array(kept, np.int64)
+    return order[np.argsort(-scores[order], kind="stable")]
