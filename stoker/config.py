@@ -30,8 +30,10 @@ class DataSettings:
 
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, or `demo`; the command's argument."""
-    format: Literal["coco", "voc"] = AUTO
+    format: Literal["coco", "voc", "yolo", "tfrecord", "csv"] = AUTO
     """How the annotations are written, where stoker's own finding is wrong."""
+    classes: tuple[str, ...] = AUTO
+    """Only these classes, in this order; boxes of others are left out, and their pictures stay as background."""
     val_fraction: float = AUTO
     """Share of the pictures held back when the data set names no validation split; chosen by a stable hash."""
     max_bad: float = AUTO

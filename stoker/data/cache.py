@@ -20,7 +20,7 @@ from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.records import write_whole
 
-VERSION = 4
+VERSION = 5
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
 
 SCHEMA = pa.schema(
@@ -63,9 +63,13 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "stoker"
 
 
-def index_path(data: Path, format: str, val_fraction: float) -> Path:
-    """The cache file of a data set: of its resolved path, so a data set that was moved gets another."""
-    key = f"{data}\0{format}\0{val_fraction!r}".encode("utf-8", "surrogateescape")
+def index_path(
+    data: Path, format: str, val_fraction: float, classes: tuple[str, ...] = (), descriptions: tuple[Path, ...] = ()
+) -> Path:
+    """The cache file of a data set: of its resolved path, so a data set that was moved gets another. One folder can be
+    several data sets, by the files that describe it."""
+    described = [str(path) for path in descriptions]
+    key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{described!r}".encode("utf-8", "surrogateescape")
     return cache_folder() / "index" / f"{data.stem[:40]}-{blake2b(key, digest_size=8).hexdigest()}.arrow"
 
 
@@ -75,11 +79,11 @@ def fingerprint(found: Found, val_fraction: float) -> str:
     Picture folders count by their time of change, since their content decides which picture an annotation is about.
     """
     digest = blake2b(f"{VERSION}\0{found!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
-    for line in (line for file in found.descriptions for line in _stamps(file)):
+    files = [*found.descriptions, *(part.annotations for part in found.parts)]
+    files += [part.listing for part in found.parts if part.listing is not None]
+    for line in (line for file in dict.fromkeys(files) for line in _stamps(file)):
         digest.update(line.encode("utf-8", "surrogateescape"))
     for part in found.parts:
-        for line in (*_stamps(part.annotations), *(_stamps(part.listing) if part.listing else ())):
-            digest.update(line.encode("utf-8", "surrogateescape"))
         for folder in part.pictures:
             changed = folder.stat().st_mtime_ns if folder.exists() else None
             digest.update(f"{folder}\0{changed}\n".encode("utf-8", "surrogateescape"))
@@ -87,10 +91,13 @@ def fingerprint(found: Found, val_fraction: float) -> str:
 
 
 def _stamps(path: Path) -> Iterator[str]:
+    """A line for a file, or for every annotation file of a folder; none for a folder of labels that is not there."""
+    if not path.exists():
+        return
     if path.is_dir():
         with os.scandir(path) as entries:
-            xml = sorted((e for e in entries if e.name.lower().endswith(".xml")), key=lambda entry: entry.name)
-        stats = ((entry.path, entry.stat()) for entry in xml)
+            files = sorted((e for e in entries if e.name.lower().endswith((".xml", ".txt"))), key=lambda e: e.name)
+        stats = ((entry.path, entry.stat()) for entry in files)
     else:
         stats = ((os.fspath(path), path.stat()) for path in (path,))
     for name, stat in stats:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns
 from stoker.data.problems import Problems
-from stoker.errors import DataError
+from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
 BAD_BOXES = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
@@ -24,6 +24,44 @@ SLACK = 1.0
 """Pixels that a box may reach outside unsaid: rounding, and the 1-based corners of the original Pascal VOC."""
 LEAST_SIDE = 32
 """Pixels from which on a picture is taken to be too large for all of a box to lie in its first pixel."""
+
+
+def keep_classes(columns: Columns, classes: tuple[str, ...]) -> Columns:
+    """The data set with these classes only, in this order: boxes of others are left out, their pictures stay. Empty:
+    all. Raises UsageError for a class that the data set does not have, or that is named twice."""
+    if not classes:
+        return columns
+    for number, name in enumerate(classes):
+        if name not in columns.class_names:
+            near = nearest(name, columns.class_names)
+            raise UsageError(
+                f"--classes {name}: the data set has no such class" + (f"; did you mean {near!r}?" if near else "."),
+                choices=columns.class_names[:100],
+                fix="names are compared letter by letter, also their case; one with spaces needs quotes",
+            )
+        if name in classes[:number]:
+            raise UsageError(f"--classes {name}: it is named twice.", fix="name every class once")
+    new = np.array([classes.index(name) if name in classes else -1 for name in columns.class_names], np.int32)
+    labels = new[columns.labels]
+    keep = labels >= 0
+    kept = np.bincount(columns.row[keep], minlength=len(columns.names)) > 0
+    had = np.bincount(columns.row, minlength=len(columns.names)) > 0
+    note = (
+        f"only the classes {', '.join(classes)}: {np.count_nonzero(keep):,} of {keep.size:,} boxes;"
+        f" {np.count_nonzero(had & ~kept):,} pictures that have only others are background"
+    )
+    return replace(
+        columns,
+        class_names=list(classes),
+        category_ids=[columns.category_ids[columns.class_names.index(name)] for name in classes],
+        row=columns.row[keep],
+        boxes=columns.boxes[keep],
+        labels=labels[keep],
+        crowd=columns.crowd[keep],
+        area=columns.area[keep],
+        box_id=columns.box_id[keep],
+        notes=[*columns.notes, note],
+    )
 
 
 def drop_degenerate(columns: Columns, problems: Problems) -> Columns:

@@ -7,7 +7,7 @@ pictures exist. Not here: which layout a folder has (`find.py`), reading it (`fo
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Index:
     root: Path
     """Absolute; paths are relative to it."""
     format: str
-    """"coco" or "voc"."""
+    """A row of `find.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
     """Labels 0 … C-1."""
     category_ids: tuple[int, ...]
@@ -103,13 +103,20 @@ class Index:
 
 
 def open_index(
-    data: str | Path, *, format: str | None = None, val_fraction: float | None = None, problems: Problems | None = None
+    data: str | Path,
+    *,
+    format: str | None = None,
+    val_fraction: float | None = None,
+    classes: Sequence[str] = (),
+    problems: Problems | None = None,
 ) -> Index:
     """The index of a data set, from the cache where its source has not changed.
 
-    data: a folder, a COCO JSON file, or "demo", the data set that stoker draws itself (`./demo` is a folder).
-    format: "coco" or "voc"; None: found by looking. val_fraction: the share that is held back as validation, in (0, 1),
-    0.1 unless set, where the data set has no validation split of its own.
+    data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), or "demo",
+    the data set that stoker draws itself (`./demo` is a folder). format: a row of `find.FORMATS`; None: found by
+    looking. classes: only these, in this order; boxes of others are left out; empty: all.
+    val_fraction: the share that is held back as validation, in (0, 1), 0.1 unless set, where the data set has no
+    validation split of its own.
     problems: collects everything that is wrong; the annotations are then read whether or not the cache has them.
 
     Raises DataError when there is no data set or a file of it is wrong, naming the place.
@@ -121,7 +128,7 @@ def open_index(
         )
     try:
         place = _demo() if data == "demo" else Path(data).expanduser()
-        return _open(place, format, fraction, val_fraction is not None, problems)
+        return _open(place, format, fraction, val_fraction is not None, tuple(classes), problems)
     except OSError as error:
         raise DataError(
             "The data set cannot be read.",
@@ -131,17 +138,19 @@ def open_index(
         ) from error
 
 
-def _open(data: Path, format: str | None, fraction: float, asked: bool, problems: Problems | None) -> Index:
+def _open(
+    data: Path, format: str | None, fraction: float, asked: bool, classes: tuple[str, ...], problems: Problems | None
+) -> Index:
     found = find_data(data, format)
     only = found.parts[0].annotations if len(found.parts) == 1 else found.root
-    path = cache.index_path(only, found.format, fraction)
+    path = cache.index_path(only, found.format, fraction, classes, found.descriptions)
     stamp = cache.fingerprint(found, fraction)
     content = None if problems is not None else cache.read(path, stamp)
     if content is None:
         problems = Problems() if problems is None else problems
         columns = FORMATS[found.format].read(found, problems)
         picture_names.mend(columns, found.root, problems)
-        columns = clean.drop_degenerate(columns, problems)
+        columns = clean.drop_degenerate(clean.keep_classes(columns, classes), problems)
         columns = clean.divide(columns, fraction, asked=asked)
         clean.check(columns, problems)
         columns.notes.insert(0, f"{found.layout}, from {found.root}")

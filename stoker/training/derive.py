@@ -24,6 +24,7 @@ DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
 
 PLAIN: dict[str, tuple[Any, str]] = {
+    "classes": ((), "every class of the data set"),
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
     "max_bad": (MAX_BAD, "a few bad files are an accident, more are a wrong path or a broken copy"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),

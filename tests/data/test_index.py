@@ -330,7 +330,7 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "kind", "fragment"),
     [
-        ("set", {"format": "yolo"}, UsageError, "coco, voc"),
+        ("set", {"format": "labelme"}, UsageError, "coco, voc, yolo, tfrecord, csv"),
         ("set", {"val_fraction": 0.0}, ConfigError, "val_fraction"),
         ("set", {"val_fraction": 1.0}, ConfigError, "val_fraction"),
         ("set/images/00000.jpg", {}, DataError, "not a data set"),
