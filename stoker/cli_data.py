@@ -1,9 +1,12 @@
 """The `stoker data` commands: look at a data set, write it anew. As in `cli.py`, each imports what it needs."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
+
+from stoker.config import DataSettings
 
 data_app = App(
     name="data",
@@ -77,3 +80,115 @@ def check(
         print_check(report)
     if report.refusals:
         sys.exit(DataError.exit_code)
+
+
+@data_app.command(sort_key=3)
+def preview(
+    data: str,
+    /,
+    *,
+    settings: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings(),  # noqa: B008  # frozen
+    out: Path = Path("preview.jpg"),
+    split: str = "train",
+    count: int = 24,
+    seed: int = 0,
+    model: str | None = None,
+    weights: str | None = None,
+) -> None:
+    """Shows pictures as the model gets them: a sheet of each plain, and augmented beside it, with boxes and classes.
+
+    What is not set is derived as for training; a file is written, nothing else changes.
+
+    Parameters
+    ----------
+    data
+        Folder or file with labelled pictures, or `demo`.
+    out
+        The sheet: .jpg, .png or .webp.
+    split
+        train, val or test.
+    count
+        Pictures on the sheet, 1 to 400.
+    seed
+        Decides order and augmentation, as in training.
+    model
+        The model to be trained, whose recipe decides what is not set.
+    weights
+        The weights it would start from, likewise.
+    """
+    import dataclasses
+
+    from stoker.config import Config, check, rows_of
+    from stoker.data.index import open_index, require_pictures
+    from stoker.data.preview import check_out, rows_of_split, write
+    from stoker.data.preview import preview as make_sheet
+    from stoker.device import host_cores, pick
+    from stoker.report.terminal import print_settings
+    from stoker.training.derive import derive_data
+
+    asked = Config(data=dataclasses.replace(settings, data=data)).replace(model=model, weights=weights)
+    check(asked)
+    index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
+    check_out(out, index.root)
+    rows = rows_of_split(index, split)
+    require_pictures(index, (split,), max_bad=settings.max_bad)
+    config, reasons = derive_data(asked, index, pick(None))
+    sheet = make_sheet(
+        index,
+        rows,
+        config.data,
+        seed=seed,
+        count=count,
+        threads=host_cores(),
+        on_quarantine=lambda bad: print(f"stoker: picture left out: {bad.error}", file=sys.stderr),
+    )
+    write(sheet, out)
+    print_settings(row for row in rows_of(Config(data=config.data), reasons) if row[0] != "data")
+    print(f"{out}: {count} pictures of {split}, each plain and as training would show it")
+
+
+@data_app.command(sort_key=4)
+def convert(
+    data: str,
+    out: Path,
+    /,
+    *,
+    to: Literal["coco", "voc", "yolo", "tfrecord"],
+    format: str | None = None,
+    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    val_fraction: float | None = None,
+    shards: int = 1,
+    link: bool = False,
+) -> None:
+    """Writes a data set anew in another format: pictures, boxes, classes and splits.
+
+    What training would leave out is left out here, too, and named. The source is not changed.
+
+    Parameters
+    ----------
+    data
+        Folder or file with labelled pictures, or `demo`.
+    out
+        Folder for the new data set; it must not exist, or be empty.
+    to
+        Format to write.
+    format
+        How the source is written, where stoker's own finding is wrong.
+    classes
+        Only these classes, in this order.
+    val_fraction
+        Share of the pictures that becomes the validation split where the source has none; default 0.1.
+    shards
+        With --to tfrecord: files per split.
+    link
+        Hard links instead of copies of pictures: no room is taken, but editing one changes both.
+    """
+    from stoker.data.convert.writing import convert as convert_data
+    from stoker.data.index import open_index
+    from stoker.report.convert import print_converted
+    from stoker.report.progress import progress
+
+    index = open_index(data, format=format, classes=classes or (), val_fraction=val_fraction)
+    with progress("pictures") as moved:
+        converted = convert_data(index, out, to, shards=shards, link=link, progress=moved)
+    print_converted(index, converted)

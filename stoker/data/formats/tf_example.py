@@ -193,16 +193,19 @@ def _varint(content: Content, at: int, stop: int) -> tuple[int, int]:
 
 
 def encode(values: Mapping[str, Values]) -> bytes:
-    """The bytes of an Example with the given features: byte strings, int64 or an array of float32, each a list."""
+    """The bytes of an Example with the given features: byte strings, int64 or an array of float32, each a list. A list
+    without values is left out, which means the same and cannot be of another type than a reader expects."""
     entries = []
     for key, value in sorted(values.items()):
+        if not len(value):
+            continue
         if isinstance(value, np.ndarray):
-            kind, content = 2, _field(1, value.astype("<f4").tobytes()) if len(value) else b""
-        elif value and isinstance(value[0], bytes):
+            kind, content = 2, _field(1, value.astype("<f4").tobytes())
+        elif isinstance(value[0], bytes):
             kind, content = 1, b"".join(_field(1, item) for item in value if isinstance(item, bytes))
         else:
             numbers = b"".join(_as_varint(item & 0xFFFFFFFFFFFFFFFF) for item in value if isinstance(item, int))
-            kind, content = 3, _field(1, numbers) if numbers else b""
+            kind, content = 3, _field(1, numbers)
         entries.append(_field(1, _field(1, key.encode()) + _field(2, _field(kind, content))))
     return _field(1, b"".join(entries))
 

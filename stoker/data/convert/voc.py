@@ -1,0 +1,73 @@
+"""Pascal VOC: an XML file per picture in `Annotations/`, pictures in `JPEGImages/`, splits in `ImageSets/Main/`.
+
+It has no order of classes, no class without a box and no crowd. Corners are written as they are, not moved by one.
+Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000."""
+
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
+
+from stoker.data.convert.item import Item, Writer, short
+from stoker.errors import DataError
+
+
+class VocWriter(Writer):
+    one_folder = True
+    has_crowd = False
+
+    def __init__(self, folder: Path, class_names: tuple[str, ...], counts: dict[str, int]) -> None:
+        super().__init__(folder, class_names, counts)
+        for name in class_names:
+            if not name or name.strip() != name or not name.isprintable() or class_names.count(name) > 1:
+                raise DataError(
+                    f"Pascal VOC cannot hold the class {name!r}.",
+                    cause="it names classes in XML, without ids: two of one name, or spaces around one, are lost",
+                    fix="rename the class in the source, or convert to coco or yolo",
+                )
+        for place in ("Annotations", "JPEGImages", "ImageSets/Main"):
+            (folder / place).mkdir(parents=True)
+        self._stems: dict[str, list[str]] = {split: [] for split in counts}
+        self._used: set[int] = set()
+
+    def picture_path(self, item: Item) -> Path:
+        return self.folder / "JPEGImages" / item.name
+
+    def add(self, item: Item) -> None:
+        stem = os.path.splitext(item.name)[0]
+        root = Element("annotation")
+        SubElement(root, "folder").text = "JPEGImages"
+        SubElement(root, "filename").text = item.name
+        height, width = item.size
+        size = SubElement(root, "size")
+        for tag, value in (("width", width), ("height", height), ("depth", 3)):
+            SubElement(size, tag).text = str(value)
+        SubElement(root, "segmented").text = "0"
+        for box, label, crowd in zip(item.boxes, item.labels.tolist(), item.crowd.tolist(), strict=True):
+            if crowd:
+                self.notes["crowd boxes are left out: Pascal VOC has none"] += 1
+                continue
+            thing = SubElement(root, "object")
+            SubElement(thing, "name").text = self.class_names[label]
+            for tag, value in (("pose", "Unspecified"), ("truncated", 0), ("difficult", 0)):
+                SubElement(thing, tag).text = str(value)
+            corners = SubElement(thing, "bndbox")
+            for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
+                SubElement(corners, tag).text = str(short(corner))
+            self._used.add(label)
+            if (box != np.rint(box)).any():
+                self.notes["boxes are not in whole pixels; some readers of Pascal VOC want whole numbers"] += 1
+        ElementTree.indent(root)
+        (self.folder / "Annotations" / f"{stem}.xml").write_bytes(ElementTree.tostring(root, "utf-8") + b"\n")
+        self._stems[item.split].append(stem)
+
+    def finish(self) -> None:
+        for split, stems in self._stems.items():
+            text = "".join(f"{stem}\n" for stem in stems)
+            (self.folder / "ImageSets" / "Main" / f"{split}.txt").write_text(text, encoding="utf-8")
+        if unused := len(self.class_names) - len(self._used):
+            self.notes["classes without a box are left out: Pascal VOC has no list of classes"] += unused
+        if list(self.class_names) != sorted(self.class_names):
+            self.notes["classes have no order in Pascal VOC: readers sort them by name"] += len(self._used)
