@@ -76,12 +76,7 @@ class Screen:
 
     def settings(self, rows: Iterable[tuple[str, object, str | None]]) -> None:
         """All settings: (name, value, why stoker chose it; None where the user did)."""
-        rendered = table("setting", "value", "why")
-        for name, value, reason in rows:
-            style = "bold" if reason is None else ""
-            why = plain_text("set by you" if reason is None else reason, "dim")
-            rendered.add_row(plain_text(name, style), plain_text(_value(value), style), why)
-        self._show(rendered)
+        self._show(_settings(rows))
 
     def progress(
         self,
@@ -157,6 +152,20 @@ def score_line(metrics: Metrics) -> str:
 
 _TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
            "AR 1", "AR 10", "AR 100", "AR small", "AR medium", "AR large")  # fmt: skip
+
+
+def print_settings(rows: Iterable[tuple[str, object, str | None]]) -> None:
+    """The table of `Screen.settings`, on stdout."""
+    print_parts([_settings(rows)])
+
+
+def _settings(rows: Iterable[tuple[str, object, str | None]]) -> RenderableType:
+    rendered = table("setting", "value", "why")
+    for name, value, reason in rows:
+        style = "bold" if reason is None else ""
+        why = plain_text("set by you" if reason is None else reason, "dim")
+        rendered.add_row(plain_text(name, style), plain_text(_value(value), style), why)
+    return rendered
 
 
 def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | None = None) -> None:

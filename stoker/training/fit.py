@@ -32,7 +32,7 @@ def batch(config: Config, index: Index, device: Device, *, wanted: int, pictures
     """
     asked: int | None = config.set_fields().get("batch")
     target: int = asked if asked is not None else max(1, min(wanted, pictures))
-    slots = box_slots(index, index.rows("train"))
+    slots = box_slots(index, index.rows("train"), mosaic=config.data.mosaic)
     classes = len(index.class_names)
     if device.is_cpu:
         largest, evidence = _largest_on_cpu(config, classes, slots, device)

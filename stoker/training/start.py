@@ -92,7 +92,8 @@ def settle(asked: Config, path: Path | None) -> Settled:
     wanted = asked if stored is None else stored[0]
     check(wanted)
     device = pick(wanted.run.device)
-    index = open_index(wanted.data.data, format=wanted.data.format, val_fraction=wanted.data.val_fraction)
+    data = wanted.data
+    index = open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
     require_pictures(index, ("train", "val"), max_bad=wanted.data.max_bad)
     for split in ("train", "val"):
         if split not in index.splits:
@@ -124,7 +125,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
             say("note", f"weights: {sentence}")
     model = model.to(device.torch_device).train()
     rows, val_rows = index.rows("train"), index.rows("val")
-    slots = box_slots(index, rows)
+    slots = box_slots(index, rows, mosaic=config.data.mosaic)
     quarantine = _quarantine_reporter(folder, say)
     loader = Loader(
         index,

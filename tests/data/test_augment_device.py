@@ -12,9 +12,13 @@ from stoker.batch import DRAWS, Batch, Draw
 from stoker.config import DataSettings
 from stoker.data import augment_device
 from stoker.data.augment_device import MOSAIC_UNTIL, augment_batch, colour, flip, mosaic
+from stoker.data.index import open_index
+from stoker.data.loader import Loader, box_slots
 from stoker.data.samples import PADDING
+from stoker.device import Device
 from stoker.errors import ConfigError
 from stoker.waits import NoHostWaits
+from tests import drawn
 from tests.batches import batch_of, batches
 
 
@@ -285,3 +289,20 @@ def test_the_end_of_training_has_no_mosaics():
 def test_a_mosaic_needs_whole_groups():
     with pytest.raises(ConfigError, match="multiple of 4"):
         mosaic(painted(0, count=6), 0.5)
+
+
+def test_threads_and_the_size_of_the_batch_change_nothing(tmp_path):
+    index = open_index(drawn.draw(tmp_path, train=10, val=2))
+    rows = index.rows("train")
+
+    def stream(batch, threads):
+        with Loader(index, rows, device=Device(torch.device("cpu")), batch=batch, canvas=(64, 96), resize="letterbox",
+                    crop=0.7, zoom=(0.5, 2.0), overlap=0.5, boxes=box_slots(index, rows, mosaic=0.7), seed=5,
+                    threads=threads) as loader:  # fmt: skip
+            made = [[t.clone() for t in augment_batch(next(loader), ALL, 0.0)] for _ in range(24 // batch)]
+        return Batch(*(torch.cat(tensors) for tensors in zip(*made, strict=True)))
+
+    first = stream(4, 1)
+    assert same(first, stream(8, 3))
+    assert same(first, stream(12, 2))
+    assert (first.content == torch.tensor([64, 96])).all(1).any()

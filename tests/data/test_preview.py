@@ -1,0 +1,131 @@
+"""The contact sheet: what it shows is what training sees, and it never writes over the user's pictures."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stoker.batch import DRAWS, Draw
+from stoker.cli import main
+from stoker.config import DataSettings
+from stoker.data.index import Index, open_index
+from stoker.data.preview import CELL, PAIRS, describe, preview
+from stoker.errors import UsageError
+from tests.batches import batch_of
+from tests.drawn import draw
+
+PLAIN = DataSettings(
+    canvas=(64, 96),
+    resize="letterbox",
+    max_bad=0.01,
+    flip=0.0,
+    crop=0.0,
+    zoom=(0.7, 1.5),
+    overlap=0.5,
+    brightness=0.0,
+    contrast=0.0,
+    saturation=0.0,
+    hue=0.0,
+    mosaic=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return open_index(draw(tmp_path_factory.mktemp("drawn"), train=6, val=2))
+
+
+def sheet_of(index: Index, settings: DataSettings, *, count: int = 2, seed: int = 0) -> np.ndarray:
+    return np.asarray(preview(index, index.rows("train"), settings, seed=seed, count=count, threads=2))
+
+
+def halves(sheet: np.ndarray, pair: int) -> tuple[np.ndarray, np.ndarray]:
+    """The plain and the augmented picture of a pair of the first row, [h, CELL, 3]."""
+    height, left = CELL * 64 // 96, 8 + pair * (2 * CELL + 2 + 8)
+    picture = sheet[8 : 8 + height]
+    return picture[:, left : left + CELL], picture[:, left + CELL + 2 : left + 2 * CELL + 2]
+
+
+def test_without_augmentation_both_are_the_same(index: Index):
+    sheet = sheet_of(index, PLAIN, count=PAIRS + 1)
+    for pair in range(PAIRS):
+        plain, augmented = halves(sheet, pair)
+        assert plain.std() > 10
+        assert np.array_equal(plain, augmented)
+
+
+@pytest.mark.parametrize("name", ["flip", "crop", "brightness", "contrast", "saturation", "hue", "mosaic"])
+def test_each_setting_shows_on_the_right_only(index: Index, name: str):
+    changes = {name: 0.5 if name == "hue" else 1.0}
+    sheet = sheet_of(index, dataclasses.replace(PLAIN, **changes))
+    for pair in range(2):
+        plain, augmented = halves(sheet, pair)
+        assert np.array_equal(plain, halves(sheet_of(index, PLAIN), pair)[0])
+        assert not np.array_equal(plain, augmented)
+    assert np.array_equal(sheet, sheet_of(index, dataclasses.replace(PLAIN, **changes)))
+    assert not np.array_equal(sheet, sheet_of(index, dataclasses.replace(PLAIN, **changes), seed=1))
+
+
+def test_the_words_below_a_picture():
+    draws = torch.full((1, DRAWS), 0.9)
+    draws[0, Draw.BRIGHTNESS] = 0.75
+    plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], draw=draws)
+    loaded = plain._replace(scale=plain.scale * 1.25)
+    settings = dataclasses.replace(PLAIN, flip=0.95, brightness=0.2, hue=0.1)
+    assert describe(plain, loaded, 0, settings, mosaic=True) == ["flip, zoom 1.25, mosaic", "brightness 1.10, hue +29°"]
+    assert describe(plain, plain, 0, settings, mosaic=False)[0] == "flip"
+    assert describe(plain, plain, 0, PLAIN, mosaic=False) == ["as it is"]
+
+
+@pytest.mark.parametrize("count", [0, 401])
+def test_a_count_that_cannot_be(index: Index, count: int):
+    with pytest.raises(UsageError, match="1 … 400"):
+        preview(index, index.rows("train"), PLAIN, seed=0, count=count, threads=1)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["stoker", "data", "preview", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    data = draw(tmp_path / "data", train=6, val=2)
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, data, "--count", "5", "--augment", "none", "--flip", "0.25", "--model",
+               "retinanet_mobilenet_v2_fpn") == 0  # fmt: skip
+    output = capsys.readouterr().out
+    assert "preview.jpg: 5 pictures of train" in output
+    rows = {line.split()[0]: line for line in output.splitlines()}
+    assert "0.25" in rows["flip"]
+    assert "set by you" in rows["flip"]
+    assert "--augment none" in rows["brightness"]
+    with Image.open("preview.jpg") as sheet:
+        assert sheet.format == "JPEG"
+        assert sheet.width == 8 + PAIRS * (2 * CELL + 2 + 8)
+
+    picture = next((data / "train").glob("*.jpg"))
+    for arguments, words in [
+        ((data, "--out", picture), "in the folder of the data set"),
+        ((data, "--out", "sheet.txt"), "valid:  .jpg"),
+        ((data, "--split", "test"), "valid:  train, val"),
+        ((data, "--hue", "0.7"), "0 … 0.5"),
+    ]:
+        assert run(monkeypatch, *arguments) in (2, 4)
+        assert words in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["bccd/BCCD", "microcontroller"])
+def test_sheets_of_real_data(real_data: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "folder" / "sheet.png"
+    assert run(monkeypatch, real_data / name, "--count", "4", "--mosaic", "1", "--out", out) == 0
+    with Image.open(out) as sheet:
+        assert np.asarray(sheet).std() > 20
