@@ -7,14 +7,11 @@ device by `fit.py`; everything else is arithmetic on what the index says.
 import math
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
 from stoker.data.problems import MAX_BAD
+from stoker.data.shapes import best_canvas, box_sides, spread_sizes
 from stoker.device import Device, host_cores, untried
-from stoker.evaluate import ground_truth
 from stoker.models import architecture
 from stoker.models.weights import architecture_of
 from stoker.recipes import CANVAS_SIDE, RECIPES
@@ -83,7 +80,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
         put("norm", "train", "there are no statistics to freeze: the weights are random")
         put("trainable_stages", 5, "the weights are random")
         if recipe == "tiny":
-            put("anchor_sizes", *_anchor_sizes(index, rows, get("canvas"), get("resize"), row.levels))
+            canvas = get("canvas")
+            put("anchor_sizes", *spread_sizes(box_sides(index, rows, canvas, get("resize")).canvas, canvas, row.levels))
     for name, value in row.defaults.items():
         put(name, value, row.reasons[name])
     put("precision", *device.best_precision())
@@ -115,7 +113,7 @@ def _begin(filling: _Filling, index: Index, device: Device) -> str:
             put(name, value, f"recipe {recipe}")
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
-    put("canvas", *_canvas(index.size[index.rows("train")], CANVAS_SIDE[recipe]))
+    put("canvas", *best_canvas(index.size[index.rows("train")], CANVAS_SIDE[recipe]))
     return recipe
 
 
@@ -140,57 +138,6 @@ def _recipe(filling: _Filling, device: Device) -> str:
         if make().model.model == filling.get("model"):
             return name
     return "tiny" if device.is_cpu else "resnet50"
-
-
-def _canvas(sizes: NDArray[np.int32], side: int) -> tuple[tuple[int, int], str]:
-    """The canvas, sides multiples of 32, of at most 1.1 × side² pixels, on which letterboxed pictures are largest.
-
-    sizes: int32 [N, 2], height and width, 0 where unknown. Pictures are not enlarged beyond the median of their size.
-    """
-    known = sizes[(sizes > 0).all(1)].astype(np.float64)
-    if len(known) == 0:
-        square = round(side / 32) * 32
-        return (square, square), "the sizes of the pictures are not known beforehand"
-    area = float(np.median(known.prod(1)))
-    budget = min(1.1 * side**2, math.ceil(math.sqrt(area) / 32) ** 2 * 32**2)
-    kinds, counts = np.unique(known, axis=0, return_counts=True)
-    best, best_score = (32, 32), -1.0
-    for height in range(32, int(4 * side) + 1, 32):
-        for width in range(32, int(4 * side) + 1, 32):
-            if height * width > budget:
-                break
-            fit_scale = np.minimum(np.minimum(height / kinds[:, 0], width / kinds[:, 1]), 1.0)
-            shown = kinds.prod(1) * fit_scale**2
-            # The most picture; among equals the least padding.
-            score = float((shown * counts).sum() / counts.sum()) - 1e-3 * height * width
-            if score > best_score:
-                best, best_score = (height, width), score
-    common = kinds[counts.argmax()].astype(int)
-    limit = f"{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
-    return best, f"{limit}, in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32"
-
-
-def _anchor_sizes(
-    index: Index, rows: NDArray[np.int64], canvas: tuple[int, int], resize: str, levels: int
-) -> tuple[tuple[float, ...], str]:
-    """One base size per level, evenly on a log scale between the 10th and the 90th percentile of the boxes' sizes.
-
-    A box's size is the root of its area in pixels of the canvas.
-    """
-    truth = ground_truth(index, rows)
-    height, width = index.size[truth.row].T.astype(np.float64)
-    known = (height > 0) & (width > 0)
-    sides = truth.boxes[known, 2:] - truth.boxes[known, :2]
-    if len(sides) == 0:
-        square = math.sqrt(canvas[0] * canvas[1])
-        sizes = np.geomspace(0.1, 0.5, levels) * square
-        return tuple(float(round(size)) for size in sizes), "a tenth to a half of the canvas; no box says otherwise"
-    scales = np.stack([canvas[1] / width[known], canvas[0] / height[known]], 1)
-    if resize == "letterbox":
-        scales[:] = scales.min(1, keepdims=True)
-    low, high = np.percentile(np.sqrt((sides * scales).prod(1)), [10, 90])
-    sizes = np.geomspace(max(4.0, low), max(8.0, high), levels)
-    return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the boxes' sizes"
 
 
 def _threads(device: Device) -> tuple[int, str]:

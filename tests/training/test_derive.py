@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from stoker.data.index import Index, open_index
 from stoker.device import Device, Memory
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.training import fit
-from stoker.training.derive import _anchor_sizes, _canvas, derive, total_steps
+from stoker.training.derive import derive, total_steps
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -51,49 +50,6 @@ def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
 def test_unknown_model_names_the_nearest(index: Index):
     with pytest.raises(ConfigError, match="did you mean 'retinanet_tiny_fpn'"):
         derive(from_fields({"model": "retinanet_tinny_fpn"}), index, CPU)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "side", "canvas"),
-    [
-        ([(480, 640)] * 9, 320, (288, 384)),
-        ([(640, 480)] * 9, 320, (384, 288)),
-        ([(320, 320)] * 9, 320, (320, 320)),
-        ([(128, 128)] * 9, 320, (128, 128)),
-        ([(100, 100)] * 9, 320, (128, 128)),
-        ([(800, 800)] * 9, 800, (800, 800)),
-        ([(0, 0)] * 9, 800, (800, 800)),
-    ],
-)
-def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], side: int, canvas: tuple[int, int]):
-    found, reason = _canvas(np.array(sizes, np.int32), side)
-    assert found == canvas
-    assert reason
-
-
-def test_the_canvas_of_mixed_pictures_wastes_little():
-    rng = np.random.default_rng(0)
-    sizes = np.stack([rng.integers(300, 700, 500), rng.integers(300, 1200, 500)], 1).astype(np.int32)
-    (height, width), _ = _canvas(sizes, 800)
-    assert height % 32 == width % 32 == 0
-    assert height * width <= 1.1 * 800**2
-    assert width > height
-
-
-def test_anchor_sizes_span_the_boxes(index: Index):
-    sizes, _ = _anchor_sizes(index, index.rows("train"), (64, 64), "letterbox", 3)
-    sides = np.sqrt((index.boxes[:, 2:] - index.boxes[:, :2]).prod(1))
-    assert np.percentile(sides, 5) < sizes[0] < sizes[1] < sizes[2] < np.percentile(sides, 95)
-    half, _ = _anchor_sizes(index, index.rows("train"), (32, 32), "letterbox", 3)
-    assert half[1] == pytest.approx(sizes[1] / 2, abs=1)
-
-
-def test_anchor_sizes_follow_the_resize_policy(index: Index):
-    rows = index.rows("train")
-    small, _ = _anchor_sizes(index, rows, (64, 64), "letterbox", 3)
-    assert _anchor_sizes(index, rows, (128, 128), "letterbox", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
-    assert _anchor_sizes(index, rows, (64, 256), "letterbox", 3)[0] == small
-    assert _anchor_sizes(index, rows, (64, 256), "squash", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
 
 
 @pytest.mark.parametrize(("text", "steps"), [("12ep", 90), ("77", 77), ("0.5ep", 4), ("3min", None)])

@@ -1,0 +1,123 @@
+"""Canvas and anchors: what the shapes of a data set ask for. Data made of an anchor's own shapes is covered whole."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.data.index import Index, open_index
+from stoker.data.shapes import Anchors, best_canvas, best_iou, box_sides, recommend, spread_sizes
+from stoker.models import architecture
+from stoker.models.boxes import cell_anchors, iou
+from tests.drawn import draw
+
+PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return open_index(draw(tmp_path_factory.mktemp("drawn"), train=60, val=12))
+
+
+def row_of_sizes(index: Index, canvas: tuple[int, int], resize: str, levels: int) -> tuple[tuple[float, ...], str]:
+    return spread_sizes(box_sides(index, index.rows("train"), canvas, resize).canvas, canvas, levels)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "side", "canvas"),
+    [
+        ([(480, 640)] * 9, 320, (288, 384)),
+        ([(640, 480)] * 9, 320, (384, 288)),
+        ([(320, 320)] * 9, 320, (320, 320)),
+        ([(128, 128)] * 9, 320, (128, 128)),
+        ([(100, 100)] * 9, 320, (128, 128)),
+        ([(800, 800)] * 9, 800, (800, 800)),
+        ([(0, 0)] * 9, 800, (800, 800)),
+    ],
+)
+def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], side: int, canvas: tuple[int, int]):
+    found, reason = best_canvas(np.array(sizes, np.int32), side)
+    assert found == canvas
+    assert reason
+
+
+def test_the_canvas_of_mixed_pictures_wastes_little():
+    rng = np.random.default_rng(0)
+    sizes = np.stack([rng.integers(300, 700, 500), rng.integers(300, 1200, 500)], 1).astype(np.int32)
+    (height, width), _ = best_canvas(sizes, 800)
+    assert height % 32 == width % 32 == 0
+    assert height * width <= 1.1 * 800**2
+    assert width > height
+
+
+def test_anchor_sizes_span_the_boxes(index: Index):
+    sizes, _ = row_of_sizes(index, (64, 64), "letterbox", 3)
+    sides = np.sqrt((index.boxes[:, 2:] - index.boxes[:, :2]).prod(1))
+    assert np.percentile(sides, 5) < sizes[0] < sizes[1] < sizes[2] < np.percentile(sides, 95)
+    half, _ = row_of_sizes(index, (32, 32), "letterbox", 3)
+    assert half[1] == pytest.approx(sizes[1] / 2, abs=1)
+
+
+def test_anchor_sizes_follow_the_resize_policy(index: Index):
+    small, _ = row_of_sizes(index, (64, 64), "letterbox", 3)
+    assert row_of_sizes(index, (128, 128), "letterbox", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
+    assert row_of_sizes(index, (64, 256), "letterbox", 3)[0] == small
+    assert row_of_sizes(index, (64, 256), "squash", 3)[0] == pytest.approx([2 * s for s in small], abs=1)
+
+
+@given(
+    st.lists(st.floats(4, 600), min_size=1, max_size=5),
+    st.lists(st.floats(0.5, 2), min_size=1, max_size=3),
+    st.lists(st.floats(0.2, 5), min_size=1, max_size=3),
+)
+def test_shapes_are_those_of_the_models_anchors(sizes, scales, ratios):
+    cells = torch.cat([cell_anchors(size, scales, ratios) for size in sizes])
+    expected = (cells[:, 2:] - cells[:, :2]).numpy()
+    found = Anchors(tuple(sizes), tuple(scales), tuple(ratios)).shapes()
+    assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
+
+
+def test_the_papers_anchors_are_the_models_own():
+    defaults = architecture("retinanet_resnet50_fpn").defaults
+    assert Anchors(*(tuple(defaults[f"anchor_{name}"]) for name in ("sizes", "scales", "ratios"))) == PAPER
+
+
+def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_overlap():
+    shapes = PAPER.shapes()
+    assert best_iou(shapes, shapes) == pytest.approx(1)
+    assert best_iou(shapes[:1] * 0.5, shapes[:1]) == pytest.approx(0.25)
+    assert best_iou(np.array([[8.0, 8.0]]), np.array([[32.0, 32.0]])) == pytest.approx(1 / 16)
+
+
+@given(st.lists(st.tuples(st.floats(1, 900), st.floats(1, 900)), min_size=1, max_size=20))
+def test_overlap_is_that_of_centred_boxes(sides):
+    boxes, shapes = np.array(sides), PAPER.shapes()
+    centred = [torch.tensor(np.concatenate([-x / 2, x / 2], 1), dtype=torch.float64) for x in (boxes, shapes)]
+    assert best_iou(boxes, shapes) == pytest.approx(iou(*centred).max(1).values.numpy())
+
+
+def test_anchors_that_fit_are_kept_and_others_replaced():
+    rng = np.random.default_rng(0)
+    fitting = PAPER.shapes()[rng.integers(0, 45, 500)] * rng.uniform(0.95, 1.05, (500, 2))
+    assert recommend(fitting, (800, 800), PAPER, iou=0.5)[0] == PAPER
+    for sides in (rng.uniform(6, 18, (500, 2)), rng.uniform(20, 200, (500, 1)) * [[1.0, 6.0]]):
+        found, why = recommend(sides, (800, 800), PAPER, iou=0.5)
+        before, after = ((best_iou(sides, a.shapes()) >= 0.5).mean() for a in (PAPER, found))
+        assert after > before + 0.2
+        assert f"{after:.1%}" in why
+        assert [len(x) for x in found] == [5, 3, 3]
+        assert list(found.sizes) == sorted(found.sizes)
+    assert recommend(np.zeros((0, 2)), (800, 800), PAPER, iou=0.5)[0] == PAPER
+
+
+def test_sides_leave_out_crowds_and_pictures_without_a_size(index: Index):
+    rows = index.rows("train")
+    sides = box_sides(index, rows, (128, 128), "letterbox")
+    assert sides.canvas == pytest.approx(sides.original * 2)
+    assert len(sides.box) == int(np.diff(index.offsets)[rows].sum())
+    unknown = index.size.copy()
+    unknown[rows[0]] = 0
+    fewer = box_sides(index, rows, (128, 128), "letterbox", unknown)
+    assert rows[0] not in fewer.row
+    assert set(fewer.row.tolist()) == set(sides.row.tolist()) - {int(rows[0])}
