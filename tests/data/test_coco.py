@@ -268,6 +268,7 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
         ([], [box(7, 1, 1, [1, 2, 3])], {"malformed-box": "a.json, annotation 7: 3 numbers"}),
         ([], [box(7, 1, 1, [1, 2, "x", 4])], {"malformed-annotation": '"annotations" number 2: {"id": 7'}),
         ([], [box(7, 1, 1, 5), box(8, 1, None)], {"malformed-annotation": "number 2", "text-for-number": None}),
+        ([], [17, box(7, 1, 1, [float("nan")] * 4)], {"malformed-annotation": "2: 17", "not-a-number": "7"}),
         ([], [17], {"malformed-annotation": '"annotations" number 2: 17'}),
         ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": "'x'"}),
         ([{"id": 3}], [], {"malformed-picture": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),

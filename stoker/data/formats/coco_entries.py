@@ -86,10 +86,14 @@ def read_entries(path: Path, where: str, problems: Problems) -> File:
         view = memoryview(content)
         with view[3:] if content[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
             try:
-                return msgspec.json.decode(text, type=File)
-            except msgspec.ValidationError:
-                raw = _of_shape(path, lambda: msgspec.json.decode(bytes(text), type=_RawFile))
+                try:
+                    return msgspec.json.decode(text, type=File)
+                except msgspec.ValidationError:
+                    # it stops at the first entry that does not fit; what comes behind may not even be JSON
+                    raw = msgspec.json.decode(bytes(text), type=_RawFile)
                 return _one_by_one(path, raw, msgspec.json.decode, where, problems)
+            except msgspec.ValidationError as error:
+                raise _no_coco(path, error) from error
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if content.find(b"NaN") < 0 and content.find(b"Infinity") < 0:
                     raise _malformed(path, content, error) from error
@@ -105,17 +109,15 @@ def _with_nan(path: Path, text: bytes, where: str, problems: Problems) -> File:
     try:
         return msgspec.convert(content, type=File)
     except msgspec.ValidationError:
-        loose = _of_shape(path, lambda: msgspec.convert(content, type=_LooseFile))
-        return _one_by_one(path, loose, msgspec.convert, where, problems)
+        try:
+            loose = msgspec.convert(content, type=_LooseFile)
+        except msgspec.ValidationError as error:
+            raise _no_coco(path, error) from error
+    return _one_by_one(path, loose, msgspec.convert, where, problems)
 
 
-def _of_shape(path: Path, decode: Callable[[], _RawFile | _LooseFile]) -> _RawFile | _LooseFile:
-    try:
-        return decode()
-    except msgspec.ValidationError as error:
-        raise DataError(
-            "The annotations are not COCO JSON for detection.", place=path, cause=str(error), fix=FORMAT
-        ) from error
+def _no_coco(path: Path, error: msgspec.ValidationError) -> DataError:
+    return DataError("The annotations are not COCO JSON for detection.", place=path, cause=str(error), fix=FORMAT)
 
 
 def _one_by_one(path: Path, raw: _RawFile | _LooseFile, convert: Convert, where: str, problems: Problems) -> File:
@@ -162,7 +164,7 @@ def _without_size(entry: Any, convert: Convert) -> Picture | None:
 
 
 def _quoted(entry: Any) -> str:
-    text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else repr(entry)
+    text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else json.dumps(entry)
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 

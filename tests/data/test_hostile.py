@@ -1,0 +1,119 @@
+"""Data sets full of defects: every defect is named with its place, none crashes, and the healthy rest trains."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.cli import main
+from stoker.data.index import open_index
+from stoker.data.loader import Loader, box_slots
+from stoker.data.problems import KINDS
+from stoker.device import pick
+from tests.data import hostile
+
+SETS: dict[str, Callable[[Path], hostile.Planted]] = {
+    "coco": hostile.coco,
+    "voc": hostile.voc,
+    "yolo": hostile.yolo,
+    "tfrecord": hostile.tfrecord,
+    "csv": hostile.csv,
+}
+TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "3", "--eval-every", "0"]
+QUARANTINED = {
+    "missing-picture", "empty-picture", "not-a-picture", "damaged-picture", "too-large-picture", "unreadable-picture",
+    "size-disagrees",
+}  # fmt: skip
+"""Kinds of pictures that only the loader meets."""
+UNPLANTED = {"unreadable-set", "empty-split"}
+"""Kinds that end the reading or the training: `test_check.py`."""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """The exit code of a command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["stoker", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Path → digest of content and time of change, of everything below a folder."""
+    return {
+        str(path.relative_to(folder)): f"{path.stat().st_mtime_ns} "
+        + (blake2b(path.read_bytes()).hexdigest() if path.is_file() else "")
+        for path in sorted([folder, *folder.rglob("*")])
+    }
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_defect_is_named_and_nothing_is_changed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = SETS[name](tmp_path / "set")
+    before = tree(tmp_path / "set")
+    assert run(monkeypatch, "data", "check", tmp_path / "set", "--json") == 4
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    places = {item["kind"]: item["places"] for item in report["items"]}
+    assert not [plant for plant in planted if not any(plant[1] in place for place in places.get(plant[0], ()))]
+    assert set(places) <= {kind for kind, _ in planted} | {"class-not-in-split"}
+    for item in report["items"]:
+        assert item["count"] == len(item["places"]) or item["kind"] == "ambiguous-id"
+        assert item["does"]
+        assert item["fix"]
+    assert report["usable_pictures"] >= hostile.HEALTHY + 6
+    assert any("more than --max-bad 0.01 allows" in reason for reason in report["refusals"])
+    assert tree(tmp_path / "set") == before
+
+    assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad", "1") == 0
+    page = capsys.readouterr().out
+    for kind in places:
+        assert KINDS[kind].title in page
+    assert f"training would use {report['usable_pictures']} of {report['pictures']} pictures" in page
+
+
+def test_every_kind_is_planted(tmp_path: Path) -> None:
+    planted = {kind for name, make in SETS.items() for kind, _ in make(tmp_path / name)}
+    assert planted == set(KINDS) - UNPLANTED
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_rest_can_be_loaded(name: str, tmp_path: Path) -> None:
+    planted = SETS[name](tmp_path / "set")
+    index = open_index(tmp_path / "set")
+    rows = index.rows("train")
+    loader = Loader(
+        index, rows, device=pick("cpu"), batch=4, canvas=(64, 64), resize="letterbox", boxes=box_slots(index, rows),
+        seed=0, threads=2, max_bad=1.0,
+    )  # fmt: skip
+    seen: set[int] = set()
+    with contextlib.closing(loader):
+        for _ in range(-(-len(rows) // 4)):
+            seen.update(next(loader).image_id.tolist())
+        bad = set(loader.state_dict()["quarantined"])
+    paths = {str(index.path(row)) for row in bad}
+    expected = [place.partition(":")[0] for kind, place in planted if kind in QUARANTINED]
+    assert all(any(place in path for path in paths) for place in expected)
+    assert len(bad) == len(expected)
+    assert not seen & bad
+    healthy = {row for row in rows.tolist() if "good" in index.path(row).name}
+    assert healthy <= seen
+
+
+def test_the_command_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile.coco(tmp_path / "set")
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "train", tmp_path / "set", *TRAIN) == 4
+    said = capsys.readouterr().err
+    assert f"stoker data check {tmp_path / 'set'}" in said
+    assert "--max-bad" in said
+    assert run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad", "0.9") == 0
+    assert f"1 × {KINDS['tiny-box'].title}" in "".join(capsys.readouterr())
