@@ -231,6 +231,7 @@ class _Shelf:
         self._by_name: dict[str, Path] = {}
         self._like: dict[str, str] = {}
         """Name in folded case, with and without its ending → name."""
+        self._respelled: dict[str, str] = {}
         self._twice: set[str] = set()
         for folder in part.pictures:
             for name in sorted(self._list(folder)):
@@ -258,7 +259,9 @@ class _Shelf:
                 folder = Path(os.path.normpath(base / head))
                 if name in self._list(folder):
                     return folder, name
-        name = name if name in self._by_name else self._like.get(name.casefold(), name)
+        if name not in self._by_name and (like := self._like.get(name.casefold())) is not None:
+            self._respelled.setdefault(name, like)
+            name = like
         if name in self._by_name:
             self._ignored += bool(head)
             self._ambiguous += name in self._twice
@@ -274,6 +277,9 @@ class _Shelf:
         notes = []
         if self._ignored:
             notes.append(f"the folders in the names of {self._ignored:,} pictures are ignored: they are not there")
+        if self._respelled:
+            said, name = next(iter(self._respelled.items()))
+            notes.append(f"{len(self._respelled):,} pictures have other names than the tables say, e.g. {said}: {name}")
         if self._ambiguous:
             notes.append(f"{self._ambiguous:,} names are those of pictures in several folders: the first is used")
         return notes

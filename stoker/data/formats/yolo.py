@@ -17,8 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
+from stoker.data.formats.names import resolve
 from stoker.data.formats.sizes import in_threads, read_sizes
-from stoker.data.formats.yolo_files import bases_of, is_label_file, is_picture, label_stems, listed_pictures
+from stoker.data.formats.yolo_files import (
+    bases_of,
+    is_label_file,
+    is_picture,
+    label_stems,
+    listed_pictures,
+    stem_of,
+)
 from stoker.data.formats.yolo_yaml import NAMES_FILES, YAML_ENDINGS, read_definition, read_names
 from stoker.data.problems import Problems
 from stoker.errors import DataError
@@ -137,15 +145,15 @@ def _pictures(found: Found, problems: Problems) -> list[_Picture]:
         if part.listing is not None and part.listing not in lists:
             lists[part.listing] = listed_pictures(part.listing, _bases(found))
         folder = part.pictures[0]
-        names = lists[part.listing][folder] if part.listing is not None else _names_in(folder)
+        names = _names_in(folder) if part.listing is None else _mended(lists[part.listing][folder], folder, problems)
         stems = labels.setdefault(part.annotations, label_stems(part.annotations))
         split = UNDECIDED if part.split is None else SPLITS.index(part.split)
         for name in names:
-            label = stems.get(os.path.splitext(name)[0].casefold())
+            label = stems.get(stem_of(name))
             if label is None:
                 problems.add("no-label-file", _short(folder / name, found.root))
             pictures.append(_Picture(folder, name, split, None if label is None else part.annotations / label))
-        owners.setdefault(part.annotations, set()).update(os.path.splitext(name)[0].casefold() for name in names)
+        owners.setdefault(part.annotations, set()).update(stem_of(name) for name in names)
     _name_strays(found, labels, owners, problems)
     return pictures
 
@@ -158,6 +166,14 @@ def _bases(found: Found) -> tuple[Path, ...]:
 def _names_in(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if is_picture(entry.name))
+
+
+def _mended(names: list[str], folder: Path, problems: Problems) -> list[str]:
+    """The names of a list, as the files are called: their headers are read before `names.mend` could set them right."""
+    files = resolve(folder, names)
+    for said, file in files.items():
+        problems.add("wrong-case-name", f"{said!r}: the file is {str(folder / file)!r}")
+    return [files.get(name, name) for name in names]
 
 
 def _name_strays(

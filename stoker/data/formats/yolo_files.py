@@ -7,6 +7,7 @@ the set (`yolo_yaml.py`), what is in the label files (`yolo.py`).
 """
 
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -138,8 +139,8 @@ def locate(text: str, bases: Iterable[Path], *, least: int = 2) -> Path | None:
 
 
 def listed_pictures(listing: Path, bases: Iterable[Path]) -> dict[Path, list[str]]:
-    """Folder → file names of the pictures that a list names, in its order. Folders in which no picture is there stand
-    as they are written. bases: what the paths may be relative to, besides the folder of the list."""
+    """Folder → file names of the pictures that a list names, in its order. A folder that is not
+    there stands as it is written. bases: what the paths may be relative to, besides the folder of the list."""
     places = (listing.parent, *bases)
     lines = listing.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folders: dict[str, Path] = {}
@@ -152,9 +153,10 @@ def listed_pictures(listing: Path, bases: Iterable[Path]) -> dict[Path, list[str
         folder = folders.get(head)
         if folder is None:
             place = locate(entry, places, least=1)
-            folder = _joined(places[0], head) if place is None else place.parent
             if place is not None:
-                folders[head] = folder
+                folder = folders[head] = place.parent
+            else:  # the next picture may be there; else the folder is told by its own name
+                folder = (locate(head, places) if head else None) or _joined(places[0], head)
         pictures.setdefault(folder, {})[name] = None
     return {folder: list(names) for folder, names in pictures.items()}
 
@@ -191,7 +193,7 @@ def is_picture(name: str) -> bool:
 def labels_of(folder: Path, names: Iterable[str]) -> Path:
     """The folder of the label files of pictures: `images` in its path replaced by `labels`, the folder itself, or a
     folder `labels` beside or in it; the first that has a label of one of these pictures."""
-    stems = {os.path.splitext(name)[0].casefold() for name in names}
+    stems = {stem_of(name) for name in names}
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in PICTURE_WORDS), None)
     if last is not None:
@@ -203,12 +205,17 @@ def labels_of(folder: Path, names: Iterable[str]) -> Path:
 
 
 def label_stems(folder: Path) -> dict[str, str]:
-    """Stem in folded case → name of the .txt files in a folder; none where it is not there."""
+    """Stem (`stem_of`) → name of the .txt files in a folder; none where it is not there."""
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.name.lower().endswith(".txt"))
-    return {name[:-4].casefold(): name for name in names if not name.startswith(".")}
+    return {stem_of(name): name for name in names if not name.startswith(".")}
+
+
+def stem_of(name: str) -> str:
+    """What a picture and its label file have in common: the name without its ending, in folded case, composed."""
+    return unicodedata.normalize("NFC", os.path.splitext(name)[0]).casefold()
 
 
 def _layouts(folder: Path) -> Iterator[tuple[str, list[Part], list[str]]]:
@@ -254,7 +261,7 @@ def _has_rows(parts: list[Part]) -> bool:
     for part in parts:
         stems = label_stems(part.annotations)
         with os.scandir(part.pictures[0]) as entries:
-            own = (stems.get(os.path.splitext(e.name)[0].casefold()) for e in entries if is_picture(e.name))
+            own = (stems.get(stem_of(entry.name)) for entry in entries if is_picture(entry.name))
             for name in own:
                 if name is None or not (line := _first_line(part.annotations / name)):
                     continue

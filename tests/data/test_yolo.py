@@ -1,0 +1,369 @@
+"""YOLO: every layout gives the same boxes, paths are found where exports put them, a bad row costs that row only."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.errors import DataError
+
+ROW = "1 0.5 0.5 0.25 0.5\n"
+NAMES = "names: [cat, dog]\n"
+
+
+def picture(path: Path, width: int = 40, height: int = 20, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height)).save(path, **options)
+    return path
+
+
+def label(path: Path, text: str = ROW) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def flat(root: Path, text: str = ROW, names: str | None = "cat\ndog\n") -> Path:
+    """Two pictures, the second without objects, and a list of classes."""
+    picture(root / "images" / "a.jpg")
+    picture(root / "images" / "b.png")
+    label(root / "labels" / "a.txt", text)
+    label(root / "labels" / "b.txt", "")
+    if names is not None:
+        (root / "classes.txt").write_text(names)
+    return root
+
+
+def kinds(index: Index) -> dict[str, str]:
+    return {
+        problem.kind: " ".join(problem.examples) for problem in index.problems if problem.kind != "class-not-in-split"
+    }
+
+
+def content(index: Index) -> dict[str, dict[str, list[list[float]]]]:
+    """Split → name of each picture → its boxes with their classes."""
+    boxes = np.column_stack([index.boxes, index.labels])
+    return {
+        split: {
+            index.path(row).name: boxes[index.offsets[row] : index.offsets[row + 1]].tolist()
+            for row in index.rows(split)
+        }
+        for split in index.splits
+    }
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.tuples(st.integers(2, 60), st.integers(2, 60)),
+    st.lists(st.tuples(st.integers(0, 2), *[st.floats(0, 1)] * 4), min_size=1, max_size=5),
+)
+def test_a_row_is_its_box(
+    tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int], rows: list[tuple[float, ...]]
+):
+    root, (width, height) = tmp_path_factory.mktemp("set"), size
+    wanted = []
+    lines = []
+    for name, x1, y1, x2, y2 in rows:
+        x1, x2, y1, y2 = min(x1, x2), max(x1, x2), min(y1, y2), max(y1, y2)
+        lines.append(f"{name} {(x1 + x2) / 2} {(y1 + y2) / 2} {x2 - x1} {y2 - y1}")
+        wanted.append([x1 * width, y1 * height, x2 * width, y2 * height])
+    picture(root / "images" / "a.png", width, height)
+    label(root / "labels" / "a.txt", "\n".join([*lines, "0 0.5 0.5 1 1"]))
+    index = open_index(root)
+    assert index.size.tolist() == [[height, width]]
+    found = index.boxes.tolist()
+    for box in wanted:  # those without area, and copies, are left out by the cleaning
+        flat_box = box[2] - box[0] < 1e-3 or box[3] - box[1] < 1e-3
+        assert flat_box or min(np.abs(np.array(found) - box).max(1)) < 1e-3
+
+
+def split_in_images(root: Path) -> Path:
+    for split in ("train", "val"):
+        picture(root / "images" / split / f"{split}.jpg")
+        label(root / "labels" / split / f"{split}.txt")
+    return root
+
+
+def images_in_split(root: Path) -> Path:
+    for split, folder in (("train", "train"), ("val", "valid")):
+        picture(root / folder / "images" / f"{split}.jpg")
+        label(root / folder / "labels" / f"{split}.txt")
+    return root
+
+
+def beside_each_other(root: Path) -> Path:
+    for split in ("train", "val"):
+        picture(root / split / f"{split}.jpg")
+        label(root / split / f"{split}.txt")
+    (root / "train" / "_darknet.labels").write_text("cat\ndog\n")
+    return root
+
+
+def labels_apart(root: Path) -> Path:
+    for split in ("train", "val"):
+        picture(root / split / f"{split}.jpg")
+        label(root / "labels" / split / f"{split}.txt")
+    (root / "labels" / "classes.txt").write_text("cat\ndog\n")
+    return root
+
+
+def roboflow(root: Path) -> Path:
+    images_in_split(root)
+    (root / "README.roboflow.txt").write_text("exported\n")
+    (root / "data.yaml").write_text(
+        "train: ../train/images\nval: ../valid/images\ntest: ../test/images\nnc: 2\n" + NAMES
+    )
+    return root
+
+
+def another_machine(root: Path) -> Path:
+    images_in_split(root)
+    text = "path: /content/datasets/mine\ntrain: /content/datasets/mine/train/images\nval: C:\\data\\valid\\images\n"
+    (root / "data.yaml").write_text(text + "names:\n  0: cat\n  1: dog\n")
+    return root
+
+
+def lists(root: Path) -> Path:
+    split_in_images(root)
+    (root / "lists").mkdir()
+    (root / "lists" / "train.txt").write_text("./images/train/train.jpg\n\n")
+    (root / "lists" / "val.txt").write_text("/elsewhere/mine/images/val/VAL.JPG\n")
+    (root / "dataset.yaml").write_text(f"path: {root}\ntrain: lists/train.txt\nval: [lists/val.txt]\n{NAMES}")
+    return root
+
+
+def lists_alone(root: Path) -> Path:
+    split_in_images(root)
+    for split in ("train", "val"):
+        (root / f"{split}.txt").write_text(f"data/images/{split}/{split}.jpg\n")
+    (root / "obj.names").write_text("cat\ndog\n")
+    return root
+
+
+def darknet(root: Path) -> Path:
+    """As CVAT exports it."""
+    for split, folder in (("train", "obj_train_data"), ("val", "obj_valid_data")):
+        picture(root / folder / f"{split}.jpg")
+        label(root / folder / f"{split}.txt")
+        (root / f"{folder[4:9]}.txt").write_text(f"data/{folder}/{split}.jpg\n")
+    (root / "obj.names").write_text("cat\ndog\n")
+    (root / "obj.data").write_text(
+        "classes = 2\ntrain = data/train.txt\nvalid = data/valid.txt\nnames = data/obj.names\nbackup = backup/\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        split_in_images,
+        images_in_split,
+        beside_each_other,
+        labels_apart,
+        roboflow,
+        another_machine,
+        lists,
+        lists_alone,
+        darknet,
+    ],
+)
+def test_every_layout(tmp_path: Path, layout: Callable[[Path], Path]) -> None:
+    root = layout(tmp_path / "set")
+    if layout in (split_in_images, images_in_split):
+        (root / "classes.txt").write_text("cat\ndog\n")
+    index = open_index(root)
+    assert index.format == "yolo"
+    assert index.class_names == ("cat", "dog")
+    box = [[15.0, 5.0, 25.0, 15.0, 1.0]]
+    assert content(index) == {"train": {"train.jpg": box}, "val": {"val.jpg": box}}
+    assert kinds(index).keys() <= {"class-not-in-split", "unused-class", "wrong-case-name"}
+    assert require_pictures(index) == []
+    assert content(open_index(tmp_path)) == content(index)  # one folder above is near enough
+
+
+def test_a_data_set_of_its_file(tmp_path: Path) -> None:
+    root = split_in_images(tmp_path / "set")
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"path: ../set\ntrain: images/train\nval: images/val\nnames: [x, {name}]\n"
+        )
+    for name in ("first", "second", "first"):  # two descriptions of one folder are two data sets
+        index = open_index(tmp_path / f"{name}.yaml")
+        assert index.class_names == ("x", name)
+        assert index.root == root
+    with pytest.raises(DataError, match="2 files could describe") as raised:
+        open_index(tmp_path)
+    assert raised.value.choices == ("first.yaml", "second.yaml")
+
+
+def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
+    index = open_index(roboflow(tmp_path / "set"))
+    notes = " ".join(index.notes)
+    assert f"'../train/images' is {tmp_path / 'set' / 'train' / 'images'}" in notes
+    assert "the test split is left out" in notes
+    assert "path '/content/datasets/mine' of data.yaml is not there" in " ".join(
+        open_index(another_machine(tmp_path / "other")).notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "place"),
+    [
+        ("0 0.5 0.5 nothing 0.5", "malformed-row", "labels/a.txt:2: '0 0.5 0.5 nothing 0.5'"),
+        ("0 0.5 0.5 0.5", "malformed-row", "3 numbers after the class"),
+        ("0.5 0.5 0.5 0.5 0.5", "malformed-row", "class 0.5"),
+        ("-1 0.5 0.5 0.5 0.5", "malformed-row", "class -1"),
+        ("cat 0.5 0.5 0.5 0.5", "malformed-row", "cat"),
+        ("2 0.5 0.5 0.5 0.5", "unknown-class", "labels/a.txt:2: class 2, the classes are 0 … 1"),
+        ("0 20 10 10 10", "not-normalised", "labels/a.txt:2: '0 20 10 10 10'"),
+        ("0 10 2 30 2 30 18 10 18", "not-normalised", "a.txt:2"),
+        ("0 0.5 0.5 nan 0.5", "not-a-number", "line 2"),
+        ("0 0.5 0.5 -0.1 0.1", "negative-size", "line 2"),
+        ("0 0.5 0.5 0 0.1", "zero-size", "line 2"),
+    ],
+)
+def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, place: str) -> None:
+    index = open_index(flat(tmp_path, f"1 0.5 0.5 0.25 0.5\n{row}\n\n0 0.5 0.5 0.5 0.5"))
+    assert place in kinds(index)[kind]
+    assert index.labels.tolist() == [1, 0]
+    assert len(index) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "box", "said"),
+    [
+        ("0 0.25 0.1 0.75 0.3 0.5 0.9", [10, 2, 30, 18], "polygons"),
+        ("0 0.2 0.2 0.4 0.2 0.4 0.6 0.2 0.6", [8, 4, 16, 12], "polygons"),
+        ("0 0.5 0.5 0.25 0.5 0.93", [15, 5, 25, 15], "a confidence"),
+        ("\ufeff0.0  .5\t5e-1 0.25 0.5", [15, 5, 25, 15], None),
+        ("0 1.002 0.5 0.1 0.5", [38.08, 5, 42.08, 15], None),
+    ],
+)
+def test_other_rows(tmp_path: Path, row: str, box: list[float], said: str | None) -> None:
+    index = open_index(flat(tmp_path, row))
+    assert index.boxes[0].tolist() == pytest.approx(box)
+    assert said is None or any(said in note for note in index.notes)
+
+
+def test_keypoints_are_no_polygon(tmp_path: Path) -> None:
+    flat(tmp_path, "0 0.5 0.5 0.25 0.5 0.1 0.1 0.9 0.9")
+    (tmp_path / "data.yaml").write_text("train: images\nkpt_shape: [2, 2]\nnames: [cat]\n")
+    assert open_index(tmp_path).boxes.tolist() == [[15, 5, 25, 15]]
+
+
+def test_pictures_and_labels_without_each_other(tmp_path: Path) -> None:
+    root = flat(tmp_path)
+    picture(root / "images" / "alone.jpg")
+    label(root / "labels" / "gone.txt")
+    label(root / "labels" / "readme.txt", "these are labels\n")
+    index = open_index(root)
+    assert kinds(index)["no-label-file"] == "images/alone.jpg"
+    assert kinds(index)["label-without-picture"] == "labels/gone.txt"
+    assert len(index) == 3  # it is background
+
+
+def test_names_match_in_any_case(tmp_path: Path) -> None:
+    picture(tmp_path / "images" / "A.JPG", format="JPEG")
+    label(tmp_path / "labels" / "a.TXT")
+    assert len(open_index(tmp_path).boxes) == 1
+
+
+def test_boxes_are_of_the_upright_picture(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    flat(tmp_path)
+    picture(tmp_path / "images" / "a.jpg", 40, 20, exif=exif)
+    index = open_index(tmp_path)
+    assert index.size[0].tolist() == [40, 20]
+    assert index.boxes[0].tolist() == [7.5, 10, 12.5, 30]
+
+
+def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
+    root = images_in_split(tmp_path)
+    picture(root / "train" / "images" / "b.jpg").write_bytes(b"")
+    label(root / "train" / "labels" / "b.txt", ROW * 2)
+    index = open_index(root)
+    assert content(index)["train"]["b.jpg"] == []
+    assert len(index.boxes) == 2
+    assert index.size.tolist() == [[0, 0], [20, 40], [20, 40]]
+    (problem,) = [problem for problem in index.problems if problem.kind == "unplaced-box"]
+    assert problem.count == 2
+    assert problem.examples[0] == "train/images/b.jpg: it has 0 bytes"
+
+
+def test_a_changed_label_file_is_read_again(tmp_path: Path) -> None:
+    root = flat(tmp_path)
+    assert open_index(root).labels.tolist() == [1]
+    label(root / "labels" / "a.txt", "0 0.5 0.5 0.5 0.5\n")
+    assert open_index(root).labels.tolist() == [0]
+    (root / "classes.txt").write_text("cow\npig\n")
+    assert open_index(root).class_names == ("cow", "pig")
+
+
+def test_classes(tmp_path: Path) -> None:
+    index = open_index(flat(tmp_path / "a", names=None))
+    assert index.class_names == ("class 0", "class 1")
+    assert any("nothing names the classes" in note for note in index.notes)
+    root = flat(tmp_path / "b", names=None)
+    (root / "notes.json").write_text('{"categories": [{"id": 1, "name": "no"}, {"id": 0, "name": "yes"}]}')
+    assert open_index(root).class_names == ("yes", "no")
+    (root / "data.yaml").write_text("train: images\nnc: 3\nnames: [no, on, 1.0]\n")
+    assert open_index(root).class_names == ("no", "on", "1.0")  # YAML's booleans and numbers are names here
+    (root / "data.yaml").write_text("train: images\nnc: 3\nnames: {'0': cat, 1: dog}\n")
+    index = open_index(root)
+    assert index.class_names == ("cat", "dog")
+    assert any("nc says 3 classes, names has 2" in note for note in index.notes)
+    root = flat(tmp_path / "c", names=None)
+    (root / "data.yaml").write_text("train: images\nnc: 3\n")
+    assert open_index(root).class_names == ("class 0", "class 1", "class 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("train: images\nnames: {0: cat, 2: dog}\n", "none with the number 1"),
+        ("train: images\nnames: {0: cat, dog: 1}\n", "'dog', which is no whole number"),
+        ("train: images\nnames: [cat, [dog]]\n", "class 1 has no name"),
+        ("train: images\nnames: [cat\n", "data.yaml:3"),
+        ("train: pictures\nnames: [cat]\n", "train: pictures"),
+        ("train: images\nval: gone\nnames: [cat]\n", "delete it to have a part"),
+        ("train: labels\nnames: [cat]\n", "no file in it ends in .jpg"),
+        ("train: {a: 1}\nnames: [cat]\n", "train is neither a path nor a list"),
+    ],
+)
+def test_a_description_that_cannot_be_used(tmp_path: Path, text: str, fragment: str) -> None:
+    flat(tmp_path)
+    (tmp_path / "data.yaml").write_text(text)
+    with pytest.raises(DataError) as raised:
+        open_index(tmp_path)
+    assert fragment in str(raised.value)
+
+
+def test_lists_of_names_that_disagree(tmp_path: Path) -> None:
+    flat(tmp_path)
+    (tmp_path / "labels" / "classes.txt").write_text("dog\ncat\n")
+    with pytest.raises(DataError, match="disagree"):
+        open_index(tmp_path)
+
+
+def test_texts_beside_pictures_are_not_yolo(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / f"{name}.jpg")
+        label(tmp_path / f"{name}.txt", "a caption of 1 2 3 4 5\n")
+    label(tmp_path / "requirements.txt", "torch\n")
+    (tmp_path / "config.yaml").write_text("train: {epochs: 3}\nlr: 0.1\n")
+    with pytest.raises(DataError, match="No annotations found"):
+        open_index(tmp_path)
+
+
+def test_a_split_folder_without_labels_is_not_left_out_unsaid(tmp_path: Path) -> None:
+    images_in_split(tmp_path)
+    for file in (tmp_path / "valid" / "labels").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="val split is empty"):
+        open_index(tmp_path)
