@@ -39,6 +39,8 @@ SIDES = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
 PICTURE_SIDES = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
 SPLIT = ("split", "set", "subset", "partition", "usage", "mluse")
 """Names of columns, without what is neither letter nor digit, the likeliest first."""
+WHOLE = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
+"""Names of a column that holds all four numbers."""
 _BOX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
 _BOX_SIDE = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
 
@@ -122,8 +124,8 @@ def _decoded(content: bytes, path: Path, *, whole: bool) -> str:
 def _plain(name: str) -> str:
     """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    bare = _BOX.sub("", plain, count=1) if _BOX.match(plain) else plain
-    return plain if bare == plain else _BOX_SIDE.get(bare, bare)
+    box = None if plain in WHOLE else _BOX.match(plain)
+    return plain if box is None else _BOX_SIDE.get(plain[box.end() :], plain[box.end() :])
 
 
 def _with_header(delimiter: str, rows: list[list[str]]) -> Layout | None:
@@ -138,7 +140,7 @@ def _with_header(delimiter: str, rows: list[list[str]]) -> Layout | None:
     if box is None:
         sides = first(*SIDES)
         corner, centre = first(("x", "y"), *(group[:2] for group in CORNERS)), first(*CENTRES)
-        whole = [place[name] for name in ("bbox", "box", "boundingbox", "bndbox") if name in place]
+        whole = [place[name] for name in WHOLE if name in place]
         if sides is not None and (centre or corner) is not None:
             kind = "centre and sides" if centre is not None else "corner and sides"
             box = (*(centre or corner or ()), *sides)

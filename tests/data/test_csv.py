@@ -1,0 +1,275 @@
+"""CSV tables: columns by their names in any order, headers or none, pixels or shares; a bad row costs that row only."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker.data.formats.csv_table import layout_of
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.errors import DataError
+
+HEADER = "filename,class,xmin,ymin,xmax,ymax"
+
+
+def picture(path: Path, width: int = 40, height: int = 20) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height)).save(path)
+    return path
+
+
+def table(path: Path, *lines: str, encoding: str = "utf-8") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding=encoding)
+    return path
+
+
+def kinds(index: Index) -> dict[str, str]:
+    return {problem.kind: " ".join(problem.examples) for problem in index.problems}
+
+
+def named(index: Index) -> list[tuple[str, str, list[float]]]:
+    """(picture, class, box) of every box."""
+    rows = np.repeat(np.arange(len(index)), np.diff(index.offsets))
+    return [
+        (index.path(row).name, index.class_names[label], box)
+        for row, label, box in zip(rows, index.labels, index.boxes.tolist(), strict=True)
+    ]
+
+
+def test_the_blood_cells(real_data: Path) -> None:
+    index = open_index(real_data / "blood_png")
+    assert index.format == "csv"
+    assert index.class_names == ("rbc", "wbc")
+    assert (len(index), len(index.boxes)) == (100, 2339)
+    assert set(map(tuple, index.size.tolist())) == {(256, 256)}
+    assert index.boxes.max() > 200
+    assert any("within 0 … 1" in note for note in index.notes)
+    assert require_pictures(index) == []
+
+
+def test_the_microcontrollers_have_the_same_boxes_in_both_formats(real_data: Path) -> None:
+    def boxes(format: str) -> list[tuple[str, str, list[float]]]:
+        index = open_index(real_data / "microcontroller", format=format)
+        assert index.format == format
+        return sorted(named(index))
+
+    assert len(boxes("csv")) == 177
+    assert boxes("csv") == boxes("voc")
+
+
+def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> None:
+    index = open_index(real_data / "bccd")
+    assert index.format == "voc"
+    assert any("not read: CSV (test.csv)" in note and "format='csv'" in note for note in index.notes)
+    asked = open_index(real_data / "bccd", format="csv")  # its pictures are found one folder further down
+    assert require_pictures(asked) == []
+    assert sorted(named(asked)) == sorted(named(index))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (HEADER, "a.jpg,cat,4,2,20,10", "b.jpg,dog,1,1,5,5"),
+        ("CELL TYPE,Ymax,y_min,X-Max,xMin,FileName", "cat,10,2,20,4,a.jpg", "dog,5,1,5,1,b.jpg"),
+        ("image_path;label;x1;y1;x2;y2", "a.jpg;cat;4,0;2,0;20,0;10,0", "b.jpg;dog;1;1;5;5"),
+        ("image\tcategory\tleft\ttop\tright\tbottom", "a.jpg\tcat\t4\t2\t20\t10", "b.jpg\tdog\t1\t1\t5\t5"),
+        ("img,name,x,y,w,h", "a.jpg,cat,4,2,16,8", "b.jpg,dog,1,1,4,4"),
+        ("img,name,xmin,ymin,width,height", "a.jpg,cat,4,2,16,8", "b.jpg,dog,1,1,4,4"),
+        ("filename,label,cx,cy,w,h", "a.jpg,cat,12,6,16,8", "b.jpg,dog,3,3,4,4"),
+        ("filename,width,height,class,xmin,ymin,xmax,ymax", "a.jpg,40,20,cat,4,2,20,10", "b.jpg,40,20,dog,1,1,5,5"),
+        ("image_id,width,height,bbox,label", 'a,40,20,"[4.0, 2.0, 16.0, 8.0]",cat', 'b,40,20,"[1, 1, 4, 4]",dog'),
+        ("name,class,x0,y0,x1,y1", "a.jpg,cat,4,2,20,10", "b.jpg,dog,1,1,5,5"),
+        ("file,label,bbox_x,bbox_y,bbox_width,bbox_height,w", "a.jpg,cat,4,2,16,8,9", "b.jpg,dog,1,1,4,4,9"),
+        ("file,kind,x1,y1,x2,y2,score", "a.jpg,cat,4,2,20,10,0.5", "b.jpg,dog,1,1,5,5,1"),
+        (HEADER, "a.jpg,cat,0.1,0.1,0.5,0.5", "b.jpg,dog,0.025,0.05,0.125,0.25"),
+        ("a.jpg,4,2,20,10,cat", "b.jpg,1,1,5,5,dog"),
+        ("TRAIN,gs://bucket/a.jpg,cat,0.1,0.1,,,0.5,0.5,,", "UNASSIGNED,gs://bucket/b.jpg,dog,.025,.05,,,.125,.25,,"),
+        ('"filename","class","xmin","ymin","xmax","ymax"', '"a.jpg","cat","4","2","20","10"', "b.jpg,dog,1,1,5,5"),
+        (HEADER, "C:\\pictures\\a.jpg,cat,4,2,20,10", "../images/b.jpg,dog,1,1,5,5"),
+        (HEADER, "images/a.jpg,cat,4,2,20,10", "images/B.JPG,dog,1,1,5,5"),
+    ],
+)
+def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    picture(tmp_path / "images" / "a.jpg")
+    picture(tmp_path / "images" / "b.jpg")
+    table(tmp_path / "boxes.csv", *lines)
+    index = open_index(tmp_path)
+    (first, second) = sorted(named(index))
+    assert first == ("a.jpg", "cat", pytest.approx([4, 2, 20, 10]))
+    assert second == ("b.jpg", "dog", pytest.approx([1, 1, 5, 5]))
+    assert index.size.tolist() == [[20, 40], [20, 40]]
+    assert require_pictures(index) == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_what_excel_writes(tmp_path: Path, encoding: str) -> None:
+    picture(tmp_path / "ä.jpg")
+    table(tmp_path / "a.csv", "filename;class;xmin;ymin;xmax;ymax\r", "ä.jpg;Möwe;4;2;20;10\r", encoding=encoding)
+    assert named(open_index(tmp_path)) == [("ä.jpg", "Möwe", [4, 2, 20, 10])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(range(8)), st.sampled_from(",;\t|"), st.booleans())
+def test_the_order_of_columns_does_not_matter(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], delimiter: str, upper: bool
+) -> None:
+    names = [*HEADER.split(","), "width", "height"]
+    header = delimiter.join(names[number] for number in order)
+    path = table(tmp_path_factory.getbasetemp() / "order.csv", header.upper() if upper else header)
+    layout = layout_of(path)
+    assert layout is not None
+    assert [names[order[n]] for n in (layout.file, layout.label, *layout.box, *layout.size)] == [
+        "filename", "class", "xmin", "ymin", "xmax", "ymax", "height", "width",
+    ]  # fmt: skip
+    assert layout.delimiter == delimiter
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "place"),
+    [
+        ("a.jpg,cat,4,2,wide,10", "malformed-row", "boxes.csv:3: 'a.jpg,cat,4,2,wide,10'"),
+        ("a.jpg,cat,4,2", "malformed-row", "too few columns"),
+        (",cat,4,2,20,10", "malformed-row", "no picture"),
+        ("a.jpg,cat,4,,20,10", "malformed-row", "boxes.csv:3"),
+        ("a.jpg,,4,2,20,10", "no-class", "boxes.csv:3"),
+        ("a.jpg,cat,,,,", "no-box", "boxes.csv:3"),
+        ("a.jpg,cat,nan,2,20,10", "not-a-number", "line 3"),
+        ("a.jpg,cat,20,2,4,10", "negative-size", "line 3"),
+    ],
+)
+def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, place: str) -> None:
+    picture(tmp_path / "a.jpg")
+    table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,1,1,9,9", row, "", "a.jpg,dog,2,2,8,8")
+    index = open_index(tmp_path)
+    assert place in kinds(index)[kind]
+    assert [box for _, _, box in named(index)] == [[1, 1, 9, 9], [2, 2, 8, 8]]
+
+
+def test_a_row_without_box_and_class_is_background(tmp_path: Path) -> None:
+    for name in "ab":
+        picture(tmp_path / f"{name}.jpg")
+    table(tmp_path / "train.csv", "a.jpg,1,1,9,9,cat", "b.jpg,,,,,")
+    index = open_index(tmp_path)
+    assert sorted(index.path(row).name for row in range(2)) == ["a.jpg", "b.jpg"]
+    assert len(index.boxes) == 1
+    assert not kinds(index).keys() & {"malformed-row", "no-box", "no-class"}
+
+
+def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    rows = [f"a.jpg,cat,0.{n},0.1,0.9,0.9" for n in range(1, 6)]
+    table(tmp_path / "boxes.csv", HEADER, *rows, "a.jpg,cat,4,2,20,10")
+    index = open_index(tmp_path)
+    assert index.boxes[0].tolist() == pytest.approx([4, 2, 36, 18])
+    assert kinds(index)["not-normalised"] == "boxes.csv:7: [4, 2, 20, 10]"
+
+
+def test_shares_of_a_picture_that_is_not_there(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,0.1,0.1,0.5,0.5", "gone.jpg,cat,0.1,0.1,0.5,0.5")
+    (tmp_path / "val.csv").write_text((tmp_path / "boxes.csv").read_text())
+    index = open_index(tmp_path / "boxes.csv", val_fraction=0.5)
+    assert len(index) == 2
+    assert "gone.jpg" in kinds(index)["unplaced-box"]
+
+
+def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        picture(tmp_path / "images" / split / "1.jpg", *((40, 20) if split == "train" else (60, 30)))
+        table(tmp_path / f"{split}_labels.csv", HEADER, "1.jpg,cat,1,1,9,9")
+    picture(tmp_path / "images" / "train" / "2.jpg")
+    table(tmp_path / "all.csv", HEADER, "1.jpg,cat,1,1,9,9")
+    with (tmp_path / "train_labels.csv").open("a") as file:
+        file.write("2.jpg,cat,1,1,9,9\n")
+    index = open_index(tmp_path)
+    assert index.splits == ("train", "val", "test")
+    (row,) = index.rows("test")
+    assert index.path(row) == tmp_path / "images" / "test" / "1.jpg"  # the one of that split
+    assert index.size[row].tolist() == [30, 60]
+    assert any("not read: all.csv" in note for note in index.notes)
+
+
+def test_splits_by_a_column(tmp_path: Path) -> None:
+    for name in "abc":
+        picture(tmp_path / f"{name}.jpg")
+    lines = [f"{name}.jpg,cat,1,1,9,9,{split}" for name, split in zip("abc", ("Train", "VALID", "test"), strict=True)]
+    table(tmp_path / "boxes.csv", f"{HEADER},Split", *lines)
+    index = open_index(tmp_path)
+    assert {split: [index.path(row).name for row in index.rows(split)] for split in index.splits} == {
+        "train": ["a.jpg"], "val": ["b.jpg"], "test": ["c.jpg"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["one table", "a table each"])
+def test_splits_by_folder(tmp_path: Path, place: str) -> None:
+    rows = {split: f"{split}.jpg,cat,1,1,9,9" for split in ("train", "valid")}
+    for split, row in rows.items():
+        picture(tmp_path / split / f"{split}.jpg")
+        if place == "a table each":
+            table(tmp_path / split / "_annotations.csv", HEADER, row)
+    if place == "one table":
+        table(tmp_path / "annotations" / "boxes.csv", HEADER, *rows.values())
+    index = open_index(tmp_path)
+    assert {split: index.path(index.rows(split)[0]).name for split in index.splits} == {
+        "train": "train.jpg", "val": "valid.jpg",
+    }  # fmt: skip
+
+
+def test_classes_by_number_are_in_their_own_order(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    table(tmp_path / "a.csv", HEADER, *(f"a.jpg,{name},{name},1,19,9" for name in (10, 9, 2)))
+    assert open_index(tmp_path).class_names == ("2", "9", "10")
+
+
+def test_a_table_without_classes(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax", "a.jpg,1,1,9,9")
+    index = open_index(tmp_path)
+    assert index.class_names == ("object",)
+    assert any("no column of classes" in note for note in index.notes)
+    table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax,colour,maker", "a.jpg,1,1,9,9,red,acme")
+    with pytest.raises(DataError, match="unclear which column") as raised:
+        open_index(tmp_path)
+    assert raised.value.choices == ("colour", "maker")
+
+
+def test_pictures_that_no_row_names(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg", "table.png"):
+        picture(tmp_path / "images" / name)
+    table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
+    index = open_index(tmp_path)
+    assert len(index) == 1
+    assert kinds(index)["unlabelled-picture"] == "images/b.jpg images/table.png"
+
+
+def test_several_tables_for_one_split(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    for name in ("first", "second"):
+        table(tmp_path / f"{name}.csv", HEADER, f"a.jpg,{name},1,1,9,9")
+    table(tmp_path / "results.csv", "epoch,loss", "1,0.5")
+    with pytest.raises(DataError, match="2 tables could be") as raised:
+        open_index(tmp_path)
+    assert raised.value.choices == ("first.csv", "second.csv")
+    assert open_index(tmp_path / "second.csv").class_names == ("second",)
+    with pytest.raises(DataError, match="not a table of boxes"):
+        open_index(tmp_path / "results.csv")
+
+
+def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    file = table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
+    assert open_index(tmp_path).class_names == ("cat",)
+    table(file, HEADER, "a.jpg,mouse,1,1,9,9")
+    assert open_index(tmp_path).class_names == ("mouse",)
+
+
+def test_a_table_that_is_no_text(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    table(tmp_path / "a.csv", HEADER, *["a.jpg,cat,1,1,9,9"] * 5000, "a.jpg,Möwe,1,1,9,9", encoding="latin-1")
+    with pytest.raises(DataError, match="not UTF-8") as raised:
+        open_index(tmp_path)
+    assert str(raised.value.place).endswith("a.csv:5002")
