@@ -11,12 +11,23 @@ from glob import has_magic
 from pathlib import Path
 
 from stoker.data.formats import label_map
-from stoker.data.formats.columns import SPLITS, Found, Part, split_folders, split_in_name, without_annotations
+from stoker.data.formats.columns import (
+    SPLITS,
+    Found,
+    Part,
+    split_folders,
+    split_in_name,
+    subfolders,
+    without_annotations,
+)
 from stoker.data.formats.tfrecord_frames import HEADER_BYTES, begins_a_record
 
 GZIP = b"\x1f\x8b"
 _ENDING = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)
 ENDINGS = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+BESIDE = ("annotations", "labels", "label_map", "label_maps", "labelmap", "labelmaps", "data", "training", "configs")
+"""Folders beside that of the records in which people keep label maps. Others may be other data sets, with maps of
+their own."""
 _NUMBERED = re.compile(r"(.*)-(\d{3,7})-of-(\d{3,7})(.*)", re.DOTALL)
 
 
@@ -66,19 +77,19 @@ def _found(root: Path, parts: list[Part], notes: list[str]) -> Found:
         root=root,
         parts=tuple(parts),
         notes=tuple(notes),
+        # other programs have .record files, too; where nothing else is found, reading says what is wrong with these
+        sure=any(_begins_well(part.annotations) for part in parts),
         descriptions=tuple(_label_maps(folders, root)),
     )
 
 
 def _parts(folder: Path, split: str | None) -> tuple[list[Part], list[str]]:
-    """The shards in a folder by name, none unless one of them begins as a shard does or is called a TFRecord."""
+    """The shards in a folder by name, and notes on those that are not read."""
     paths = [path for path in sorted(folder.iterdir()) if _by_name(path) and path.is_file()]
     plain = {path.name for path in paths}
     twice = [path for path in paths if path.suffix == ".gz" and path.name[: -len(".gz")] in plain]
     paths = [path for path in paths if path not in twice]
     notes = [f"{path.name} is not read: {path.stem} is there, too" for path in twice]
-    if not any("tfrec" in path.name.lower() or _begins_well(path) for path in paths):
-        return [], []
     return [Part(split=split or split_in_name(path.name), annotations=path, pictures=()) for path in paths], notes
 
 
@@ -118,18 +129,17 @@ def missing_shards(paths: Iterable[Path]) -> Iterator[str]:
 
 def _label_maps(folders: list[Path], root: Path) -> list[Path]:
     """Label maps of the nearest place that has any: with the records, below them, above them, in a folder beside."""
-    nearest: list[Path] = []
+    beside = [path for name, path in subfolders(root.parent).items() if name in BESIDE and path != root]
     for places, pattern in (
         ([*folders, root], "*.pbtxt"),
         ([root], "*/*.pbtxt"),
         ([root.parent], "*.pbtxt"),
-        ([root.parent], "*/*.pbtxt"),
+        (beside, "*.pbtxt"),
     ):
         files = (path for place in dict.fromkeys(places) for path in sorted(place.glob(pattern)))
-        nearest = [path for path in files if path.is_file() and label_map.looks_like_one(path)]
-        if nearest:
-            break
-    return nearest
+        if nearest := [path for path in files if path.is_file() and label_map.looks_like_one(path)]:
+            return nearest
+    return []
 
 
 def is_beside(path: Path, root: Path) -> bool:

@@ -1,0 +1,432 @@
+"""TFRecord: what is written is what is read, no damage passes, and the label map is the right one."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data.formats import label_map as label_maps
+from stoker.data.formats import tf_example
+from stoker.data.formats.tfrecord_frames import masked_crc
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.errors import DataError, StokerError
+from tests.data.tfrecords import Box, crc32c, example, feature, field, frame, jpeg, label_map, masked, picture, write
+
+CAT: Box = ("cat", 1, 0.1, 0.2, 0.5, 0.6)
+DOG: Box = ("dog", 2, 0.0, 0.0, 1.0, 1.0)
+
+
+OF_THE_SET = ("unused-class", "class-not-in-split", "split-without-boxes", "empty-split")
+"""Kinds that sets of a few boxes have anyway."""
+
+
+def kinds(index: Index) -> dict[str, int]:
+    return {problem.kind: problem.count for problem in index.problems if problem.kind not in OF_THE_SET}
+
+
+def test_the_dice(real_data: Path) -> None:
+    index = open_index(real_data / "dice")
+    assert index.format == "tfrecord"
+    assert index.class_names == ("one", "two", "three", "four", "five", "six")
+    assert index.category_ids == (1, 2, 3, 4, 5, 6)
+    assert (len(index), len(index.boxes), index.problems) == (250, 1795, ())
+    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 187, "val": 13, "test": 50}
+    assert any("dice_label_map.pbtxt" in note for note in index.notes)
+    assert require_pictures(index) == []
+    assert index.path(0).name == "IMG_20191208_111228.jpg"
+    shard = index.path(0).parent
+    assert index.read(0) in shard.read_bytes()
+    assert index.read(0).startswith(b"\xff\xd8")
+    assert index.read(0).endswith(b"\xff\xd9")
+    assert open_index(shard).format == "tfrecord"
+
+
+def test_the_checksum_is_crc32c_masked() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of every catalogue of CRCs
+    for data in (b"", b"123456789", bytes(range(256))):
+        assert masked_crc(data).to_bytes(4, "little") == masked(data)
+
+
+def test_the_bytes_of_an_example() -> None:
+    """Against bytes put together by hand from the encoding's description."""
+    written = tf_example.encode({"b": [300, -1], "a": [b"xy", b""], "none": []})
+    first = bytes.fromhex("0a0161 1208 0a06 0a027879 0a00")
+    second = bytes.fromhex("0a0162 1210 1a0e 0a0c ac02 ffffffffffffffffff01")
+    entries = b"".join(b"\x0a" + bytes([len(entry)]) + entry for entry in (first, second))
+    assert written == b"\x0a" + bytes([len(entries)]) + entries
+
+
+keys = st.text(max_size=40)
+lists = st.one_of(
+    st.lists(st.binary(max_size=200), min_size=1, max_size=5),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(keys, lists, max_size=8), st.booleans(), st.booleans())
+def test_every_example_is_read_back(features: dict[str, list[object]], packed: bool, odd: bool) -> None:
+    if odd:  # value before key, fields that the messages do not have
+        entries = (
+            field(2, feature(v, packed=packed)) + b"\x18\x05" + field(1, k.encode()) + field(9, b"?")
+            for k, v in features.items()
+        )
+        record = b"\x1d\0\0\0\0" + field(1, b"".join(field(1, entry) + b"\x29" + bytes(8) for entry in entries))
+    else:
+        record = example(features, packed=packed)
+    content = b"before" + record + b"behind"
+    found = tf_example.features(content, 6, 6 + len(record))
+    assert {key.decode() for key in found} == set(features)
+    for key, values in features.items():
+        span = found[key.encode()]
+        if isinstance(values[0], bytes):
+            assert [content[a:b] for a, b in tf_example.byte_strings(content, span)] == values
+        elif isinstance(values[0], float):
+            assert tf_example.floats(content, span) == b"".join(feature([value])[-4:] for value in values)
+        else:
+            assert tf_example.integers(content, span) == values
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_example_are_refused_or_read_within_bounds(data: bytes) -> None:
+    try:
+        found = tf_example.features(data, 0, len(data))
+        for span in found.values():
+            assert 0 <= span.start <= span.stop <= len(data)
+            tf_example.integers(data, span)
+    except tf_example.Malformed:
+        pass
+
+
+def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
+    label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
+    write(
+        tmp_path / "train.record",
+        picture(
+            "a/b.jpg", [CAT, DOG], image__source_id=[b"7"],
+            image__object__is_crowd=[0, 1], image__object__area=[5.0, 6.0], image__object__difficult=[1, 0],
+        ),
+        example(picture("c.jpg", image__source_id=[b"9"])),
+        example(picture("d.jpg", [DOG], size=None, image__source_id=[b"8"]), packed=False),
+        picture("d.jpg", [CAT], image__source_id=[b"3"], image__object__group_of=[1]),
+        picture(None, [(None, 2, 0.5, 0.5, 0.75, 0.75)], image__source_id=[b"4"]),
+    )  # fmt: skip
+    write(tmp_path / "val.record", picture("..", [("cat", None, 0, 0, 1, 1)]))
+    index = open_index(tmp_path)
+    assert index.class_names == ("cat", "dog")
+    assert index.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
+    assert index.labels.tolist() == [0, 1, 1, 0, 1, 0]
+    assert index.boxes[:2].tolist() == [pytest.approx([20, 20, 100, 60]), [0, 0, 200, 100]]
+    assert index.crowd.tolist() == [False, True, False, True, False, False]
+    assert index.area[:3].tolist() == [5, 6, 200 * 100]
+    assert index.size.tolist() == [[100, 200]] * 6
+    names = [index.path(row).name for row in range(6)]
+    assert names == ["b.jpg", "c.jpg", "d.jpg", "d (record 4).jpg", "record 5", "record 1"]
+    assert [index.path(row).parent.name for row in (0, 5)] == ["train.record", "val.record"]
+    assert index.splits == ("train", "val")
+    assert all(index.read(row) == jpeg(200, 100) for row in range(6))
+    assert not kinds(index)
+    assert any("1 boxes around groups" in note for note in index.notes)
+
+
+def test_source_ids_that_are_numbers_are_the_ids(tmp_path: Path) -> None:
+    pictures = [picture(f"{n}.jpg", [CAT], image__source_id=[str(n * n).encode()]) for n in range(4)]
+    write(tmp_path / "a.tfrecord", *pictures)
+    assert open_index(tmp_path).image_id.tolist() == [0, 1, 4, 9]
+    write(tmp_path / "a.tfrecord", *pictures, pictures[0])
+    assert open_index(tmp_path).image_id.tolist() == [0, 1, 2, 3, 4]
+
+
+THREE = b"".join(frame(example(picture(f"{n}.jpg", [CAT]))) for n in range(3))
+
+
+def shard_of_three(folder: Path) -> Path:
+    shard = folder / "train.record"
+    shard.write_bytes(THREE)
+    return shard
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_no_flipped_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("flipped")
+    shard = shard_of_three(folder)
+    content = bytearray(shard.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= data.draw(st.integers(1, 255))
+    shard.write_bytes(content)
+    index = None
+    try:
+        index = open_index(folder)
+    except DataError as error:
+        said = str(error)
+    if index is None:
+        assert "train.record" in said
+    else:
+        assert kinds(index).keys() & {"damaged-record", "damaged-shard", "truncated-shard"}
+        assert len(index) < 3
+        assert any("train.record @ byte" in problem.examples[0] for problem in index.problems)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_cut_passes_except_between_records(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    shard = shard_of_three(folder)
+    content = shard.read_bytes()
+    record = len(content) // 3
+    cut = data.draw(st.integers(1, len(content) - 1))
+    shard.write_bytes(content[:cut])
+    if cut < record:
+        with pytest.raises(DataError, match="No record can be used"):
+            open_index(folder)
+    else:
+        index = open_index(folder)
+        assert len(index) == cut // record
+        assert (kinds(index) == {"truncated-shard": 1}) == (cut % record > 0)
+
+
+def test_damage_costs_one_record_or_the_rest_of_the_file(tmp_path: Path) -> None:
+    shard = shard_of_three(tmp_path)
+    content = bytearray(shard.read_bytes())
+    record = len(content) // 3
+    content[record + 40] ^= 1
+    shard.write_bytes(content)
+    index = open_index(tmp_path)
+    assert kinds(index) == {"damaged-record": 1}
+    assert index.problems[0].examples == (f"train.record @ byte {record:,}, record 2",)
+    assert [index.path(row).name for row in range(2)] == ["0.jpg", "2.jpg"]
+    content[record] ^= 1
+    shard.write_bytes(content)
+    index = open_index(tmp_path)
+    assert kinds(index) == {"damaged-shard": 1}
+    assert f"record 2: the checksum of its length is wrong; the {2 * record:,} bytes" in index.problems[0].examples[0]
+
+
+def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    unequal = picture("u.jpg", [CAT, DOG]) | {"image/object/class/label": [1]}
+    write(
+        tmp_path / "train.record",
+        picture("good.jpg", [CAT]),
+        b"\x0a\xff",
+        picture("none.jpg", [CAT], image__encoded=[]),
+        picture("page.jpg", [CAT], image__encoded=[b"<html><body>404"]),
+        unequal,
+        picture("typed.jpg", [CAT]) | {"image/object/class/label": [1.0]},
+        picture("better.jpg", [DOG]),
+    )
+    index = open_index(tmp_path)
+    assert len(index) == 2
+    assert kinds(index) == {"not-an-example": 2, "record-without-picture": 2, "unequal-lists": 1}
+    said = "\n".join(example for problem in index.problems for example in problem.examples)
+    assert "record 3: it has no image/encoded" in said
+    assert "record 4: it is a web page" in said
+    assert "image/object/class/label has 1" in said
+    assert "holds floats, not integers" in said
+
+
+def test_empty_and_missing_shards_are_named(tmp_path: Path) -> None:
+    for number in (0, 1, 4):
+        write(tmp_path / f"train.record-{number:05d}-of-00006", picture(f"{number}.jpg", [CAT]))
+    (tmp_path / "train.record-00002-of-00006").touch()
+    index = open_index(tmp_path)
+    assert len(index) == 3
+    assert kinds(index) == {"empty-shard": 1, "missing-shard": 1}
+    said = {problem.kind: problem.examples[0] for problem in index.problems}
+    assert said["empty-shard"].endswith("train.record-00002-of-00006")
+    assert "2 of 6 are missing, numbers 00003, 00005" in said["missing-shard"]
+    for number in (0, 1, 4):
+        (tmp_path / f"train.record-{number:05d}-of-00006").write_bytes(b"")
+    with pytest.raises(DataError, match="zero bytes"):
+        open_index(tmp_path)
+
+
+def test_one_file_and_patterns(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for number in range(2):
+            write(tmp_path / f"{split}.record-{number:05d}-of-00002", picture(f"{split}{number}.jpg", [CAT]))
+    assert len(open_index(tmp_path)) == 4
+    assert len(open_index(tmp_path / "train.record-00001-of-00002")) == 1
+    both = open_index(tmp_path / "train.record*")
+    assert sorted(both.path(row).name for row in range(len(both))) == ["train0.jpg", "train1.jpg"]
+    assert len(open_index(tmp_path / "val.record-?????-of-00002")) == 2
+    with pytest.raises(DataError, match="does not exist"):
+        open_index(tmp_path / "test.record*")
+
+
+@pytest.mark.parametrize("names", [("train", "valid", "test"), ("Training", "val", "testing")])
+def test_split_folders_with_a_map_each(tmp_path: Path, names: tuple[str, str, str]) -> None:
+    for name in names:
+        write(tmp_path / name / "dice.tfrecord", picture(f"{name}.jpg", [CAT]))
+        label_map(tmp_path / name / "dice_label_map.pbtxt", "cat", "dog")
+    index = open_index(tmp_path)
+    assert index.splits == ("train", "val", "test")
+    assert index.class_names == ("cat", "dog")
+
+
+def test_gzip_shards_are_unpacked_into_the_cache(tmp_path: Path, own_cache: Path) -> None:
+    shard = shard_of_three(tmp_path)
+    packed = tmp_path / "val.record.gz"
+    packed.write_bytes(gzip.compress(shard.read_bytes()))
+    before = packed.read_bytes()
+    index = open_index(tmp_path)
+    row = int(index.rows("val")[0])
+    assert index.read(row) == jpeg(200, 100)
+    assert own_cache in index.path(row).parents
+    (note,) = [note for note in index.notes if "val.record.gz is compressed" in note]
+    assert f"{shard.stat().st_size:,} bytes" in note
+    assert packed.read_bytes() == before
+    shutil.rmtree(own_cache / "shards")  # a cache may be cleared at any time
+    again = open_index(tmp_path)
+    assert again.read(row) == jpeg(200, 100)
+
+
+def test_damaged_gzip_is_left_out_and_named(tmp_path: Path) -> None:
+    packed = gzip.compress(shard_of_three(tmp_path).read_bytes())
+    (tmp_path / "val.record").write_bytes(packed[: len(packed) // 2])
+    index = open_index(tmp_path)
+    assert kinds(index) == {"damaged-shard": 1}
+    assert "val.record" in index.problems[0].examples[0]
+
+
+def test_texts_decide_where_the_map_has_them(tmp_path: Path) -> None:
+    label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
+    boxes: list[Box] = [
+        ("cat", 1, 0, 0, 0.5, 0.1),
+        ("dog", 1, 0, 0, 0.5, 0.2),
+        ("kat", 2, 0, 0, 0.5, 0.3),
+        ("", 2, 0, 0, 0.5, 0.4),
+        ("cow", 9, 0, 0, 0.5, 0.5),
+        ("", 0, 0, 0, 0.5, 0.6),
+    ]
+    write(tmp_path / "train.record", picture("a.jpg", boxes), picture("b.jpg", [CAT]))
+    index = open_index(tmp_path)
+    assert index.labels.tolist() == [0, 1, 1, 1, 0]
+    assert kinds(index) == {"label-disagrees": 2, "unknown-class": 1, "no-class": 1}
+    said = "\n".join(example for problem in index.problems for example in problem.examples)
+    assert "train.record, record 1 (a.jpg), object 2: label 1 is 'cat' in label_map.pbtxt, its text is 'dog'" in said
+    assert "object 5: label 9, text 'cow': not in label_map.pbtxt" in said
+    assert "TensorFlow's background" in said
+
+
+def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
+    only_label: Box = ("", 2, 0, 0, 1, 0.5)
+    write(tmp_path / "train.record", picture("a.jpg", [("zebra", 2, 0, 0, 1, 1), CAT]), picture("b.jpg", [only_label]))
+    write(tmp_path / "val.record", picture("c.jpg", [CAT]))
+    index = open_index(tmp_path)
+    assert index.class_names == ("cat", "zebra")
+    assert index.category_ids == (1, 2)
+    assert index.labels.tolist() == [1, 0, 1, 0]
+    assert any("no label map" in note for note in index.notes)
+
+
+def test_with_labels_alone_classes_are_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "train.record", *(picture(f"{n}.jpg", [(None, n, 0, 0, 1, 1)]) for n in (3, 1, 0, 1)))
+    index = open_index(tmp_path)
+    assert index.class_names == ("class 1", "class 3")
+    assert kinds(index) == {"no-class": 1}
+    assert any("label_map.pbtxt" in note for note in index.notes)
+
+
+def test_the_map_that_fits_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "set" / "records"
+    write(folder / "train.record", picture("a.jpg", [CAT, DOG]), picture("b.jpg", [CAT]))
+    label_map(tmp_path / "set" / "other set" / "map.pbtxt", "cat", "dog", "emu", "cow")
+    assert open_index(folder).class_names == ("cat", "dog")
+    label_map(tmp_path / "set" / "training" / "map.pbtxt", "dog", "cat")
+    assert open_index(folder).class_names == ("cat", "dog")  # one beside that does not fit is not believed
+    label_map(tmp_path / "set" / "annotations" / "map.pbtxt", "cat", "dog", "cow")
+    assert open_index(folder).class_names == ("cat", "dog", "cow")
+    label_map(folder / "a.pbtxt", "dog", "cat")
+    label_map(folder / "b.pbtxt", "cat", "dog", "emu")
+    index = open_index(folder)
+    assert index.class_names == ("cat", "dog", "emu")
+    assert any("b.pbtxt" in note and "a.pbtxt do not fit" in note for note in index.notes)
+    label_map(folder / "c.pbtxt", "cat", "dog")
+    with pytest.raises(DataError) as error:
+        open_index(folder)
+    assert [Path(choice).name for choice in error.value.choices] == ["a.pbtxt", "b.pbtxt", "c.pbtxt"]
+    (folder / "a.pbtxt").write_text("node { name: 'x' }")  # a graph, not a label map
+    (folder / "b.pbtxt").unlink()
+    assert open_index(folder).class_names == ("cat", "dog")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=6, unique=True))
+def test_every_label_map_is_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+    path = tmp_path_factory.mktemp("map") / "label_map.pbtxt"
+    path.write_bytes(label_maps.write(names).encode())
+    assert label_maps.looks_like_one(path)
+    read = label_maps.read(path)
+    assert (read.names, read.ids) == (names, list(range(1, len(names) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "names"),
+    [
+        ("item{id:2,name:'b'};item{name:\"a\";id:1}", [1, 2], ["a", "b"]),
+        ("# a: 'b' {\nitem: <\n name: '/m/0' # why\n id: 0x10 display_name: 'b' ' c'\n>", [16], ["b c"]),
+        ("item { id: 0 name: 'background' } item { id: 1 name: 'x' }", [1], ["x"]),
+        ("item { id: 3 name: 'b\\'\\303\\251\\t\\u00e9' keypoints { id: 4 label: 'n' } f: ['a', {}] g: -inf }", [3],
+         ["b'é\té"]),
+        ("\ufeffpad: -1.5 [some.ext]: 3 item { id: 1 name: 'x' }", [1], ["x"]),
+    ],
+)  # fmt: skip
+def test_label_maps_as_people_write_them(tmp_path: Path, text: str, ids: list[int], names: list[str]) -> None:
+    path = tmp_path / "m.pbtxt"
+    path.write_text(text, encoding="utf-8")
+    read = label_maps.read(path)
+    assert (read.ids, read.names) == (ids, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("item { name: 'x' }", ["m.pbtxt:1", "no id"]),
+        ("\nitem { id: 1 }", ["m.pbtxt:2", "no name"]),
+        ("item { id: 0 name: 'x' }", ["m.pbtxt:1", "the id 0", "background"]),
+        ("item { id: 1 name: 'x' }\nitem { id: 1 name: 'y' }", ["m.pbtxt:1 and line 2", "the id 1"]),
+        ("item { id: 1 name: 'x' }\nitem { id: 2 name: 'x' }", ["m.pbtxt:1 and line 2", "called 'x'"]),
+        ("item {\n id: 1\n name: x }", ["m.pbtxt:3", "quoted"]),
+        ("item { id: one name: 'x' }", ["no whole number"]),
+        ("item { id: 1 name: 'x'", ["m.pbtxt:1", "the end of the file"]),
+        ("item { id: 1 name: 'x\n' }", ["m.pbtxt:1", "not understood"]),
+        ("item { id: 1 name: '\\q' }", ["no escape"]),
+        ("item { id: 1 name: '\\377' }", ["not UTF-8"]),
+        ("", ["no classes"]),
+    ],
+)
+def test_label_maps_that_are_wrong_are_refused_with_their_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "m.pbtxt"
+    path.write_text(text)
+    with pytest.raises(StokerError) as error:
+        label_maps.read(path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_changed_shard_or_map_is_read_again(tmp_path: Path) -> None:
+    write(tmp_path / "train.record", picture("a.jpg", [CAT]), picture("b.jpg", [CAT]))
+    assert open_index(tmp_path).class_names == ("cat",)
+    label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
+    assert open_index(tmp_path).class_names == ("cat", "dog")
+    label_map(tmp_path / "label_map.pbtxt", "cat", "horse")
+    assert open_index(tmp_path).class_names == ("cat", "horse")
+    with (tmp_path / "train.record").open("ab") as file:
+        file.write(frame(example(picture("c.jpg", [CAT]))))
+    assert len(open_index(tmp_path)) == 3
+
+
+def test_a_file_that_only_has_the_name_gives_way(tmp_path: Path) -> None:
+    (tmp_path / "notes.record").write_text("first record of the day")
+    with pytest.raises(DataError, match="No record can be used") as error:
+        open_index(tmp_path)
+    assert "notes.record @ byte 0, record 1: it does not begin as a TFRecord does" in str(error.value)
+    (tmp_path / "labels.csv").write_text("filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,9,9,x,1,2,3,4\n")
+    (tmp_path / "a.jpg").write_bytes(jpeg(9, 9))
+    assert open_index(tmp_path).format == "csv"
