@@ -82,6 +82,74 @@ def check(
         sys.exit(DataError.exit_code)
 
 
+@data_app.command(sort_key=2)
+def stats(
+    data: str,
+    /,
+    *,
+    format: str | None = None,
+    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    split: str | None = None,
+    canvas: tuple[int, int] | None = None,
+    model: str = "retinanet_resnet50_fpn",
+    out: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Counts what is in a data set: pictures, classes, sizes, places; says how canvas and anchors fit them.
+
+    Parameters
+    ----------
+    data
+        Folder or file with labelled pictures, or `demo`.
+    format
+        How the annotations are written, where stoker's own finding is wrong.
+    classes
+        Only these classes.
+    split
+        train, val or test; default: all, together.
+    canvas
+        Height and width to which pictures are to be resized; default: what training would choose.
+    model
+        Whose anchors, and size of canvas, the boxes are compared with.
+    out
+        Draws it all into this picture, too: .png, .jpg or .webp.
+    json
+        Print everything as JSON.
+    """
+    from stoker.data.index import open_index
+    from stoker.data.shapes import Anchors
+    from stoker.data.stats import gather
+    from stoker.errors import UsageError
+    from stoker.models import architecture
+    from stoker.recipes import CANVAS_SIDE, RECIPES
+    from stoker.report.data_picture import check_ending, save_picture
+    from stoker.report.data_stats import print_stats
+
+    if out is not None:
+        check_ending(out)
+    if canvas is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in canvas):
+        raise UsageError(f"--canvas {canvas[0]} {canvas[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"])
+    defaults = architecture(model).defaults
+    if "anchor_sizes" not in defaults:
+        raise UsageError(f"--model {model} has no anchors.", fix="name one that has: `--model retinanet_resnet50_fpn`")
+    own = Anchors(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
+    recipe = next((name for name, make in RECIPES.items() if make().model.model == model), "resnet50")
+    index = open_index(data, format=format, classes=classes or ())
+    found = gather(
+        index, data=data, split=split, canvas=canvas, side=CANVAS_SIDE[recipe], anchors=own, model=model
+    )  # fmt: skip
+    if json:
+        import msgspec
+
+        print(msgspec.json.encode(found).decode())
+    else:
+        print_stats(found)
+    if out is not None:
+        save_picture(found, out)
+        if not json:
+            print(f"drawn: {out}")
+
+
 @data_app.command(sort_key=3)
 def preview(
     data: str,
