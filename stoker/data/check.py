@@ -98,7 +98,7 @@ def check(
     """
     problems = Problems(limit=ALL)
     try:
-        index = open_index(data, format=format, problems=problems)
+        index = open_index(data, format=format, classes=tuple(classes), problems=problems)
     except DataError as error:
         problems.add("unreadable-set", str(error))
         return Report(data=str(data), items=_items(problems.found()), refusals=(error.what,), max_bad=max_bad)

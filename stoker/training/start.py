@@ -36,6 +36,9 @@ from stoker.training import checkpoint
 from stoker.training.derive import derive, total_steps
 from stoker.training.optim import Meter, Stepper
 
+EXAMPLES = 2
+"""Places of each kind of problem that are said at the start; `stoker data check` has all."""
+
 Say = Callable[[str, str], None]
 """(kind of event, line for a person)."""
 
@@ -115,7 +118,8 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         say("note", f"data: {note}")
     for problem in index.problems:
         what = f"{problem.count} × {problem.title}, {KINDS[problem.kind].does}"
-        say("warning", f"data: {what} ({', '.join(problem.examples)})")
+        said = ", ".join(problem.examples[:EXAMPLES]) + (", …" if problem.count > EXAMPLES else "")
+        say("note" if KINDS[problem.kind].action == "kept" else "warning", f"data: {what} ({said})")
     say("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
     loaded = checkpoint.load_newest(folder.path, say)
     torch.manual_seed(config.run.seed)

@@ -276,6 +276,39 @@ def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
     assert str(index.path(rows[0])) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("max_bad", "gone", "enough"), [(0.0, 1, False), (0.001, 1, True), (0.1, 4, True), (0.1, 5, False)]
+)
+def test_how_many_pictures_may_be_missing(tmp_path: Path, max_bad: float, gone: int, enough: bool) -> None:
+    index = open_index(dataset(tmp_path / "set", numbered(50)))
+    rows = index.rows("train")
+    assert 40 <= rows.size < 50
+    for row in rows[:gone].tolist():
+        index.path(row).unlink()
+    if enough:
+        assert require_pictures(index, max_bad=max_bad) == rows[:gone].tolist()
+    else:
+        with pytest.raises(DataError, match=f"{gone} of the {rows.size} pictures") as raised:
+            require_pictures(index, max_bad=max_bad)
+        assert f"up to {max_bad:.3g} of them may be missing (--max-bad)" in str(raised.value)
+
+
+def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "set", numbered(50))
+    whole = json.loads(content(numbered(50)))
+    for bad in (1, 2):
+        (folder / "all.json").write_text(json.dumps(whole | {"images": whole["images"] + [{"id": "x"}] * bad}))
+        index = open_index(folder)
+        if bad == 1:
+            assert require_pictures(index) == []
+        else:
+            with pytest.raises(DataError, match="2 of the 52 pictures are left out") as raised:
+                require_pictures(index)
+            assert '"images" number 50: {"id": "x"}' in str(raised.value)
+            assert f"stoker data check {folder}" in str(raised.value)
+            assert require_pictures(index, max_bad=0.04) == []
+
+
 @pytest.mark.parametrize(("names", "fix"), [(["x/00000.jpg"], "lies in"), (["images/00000.JPEG"], "00000.JPEG exists")])
 def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix: str) -> None:
     folder = dataset(tmp_path / "set", numbered(1), exist=False)

@@ -1,0 +1,265 @@
+"""The check says what training will do: it refuses when training would, and counts what training uses."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data.check import Report, check
+from stoker.data.index import open_index, require_pictures
+from stoker.data.loader import Loader, box_slots
+from stoker.data.problems import KINDS, MAX_BAD, Problems, tolerated
+from stoker.device import pick
+from stoker.errors import DataError, UsageError
+from stoker.report.data_check import print_check
+from tests.data.hostile import encoded
+from tests.drawn import draw
+
+NOTHING_LEFT = "no picture of a split is left, which --max-bad 1 would allow and the check does not"
+
+
+def kinds(report: Report) -> dict[str, int]:
+    return {item.kind: item.count for item in report.items}
+
+
+def page(report: Report) -> str:
+    text = io.StringIO()
+    print_check(report, text)
+    return text.getvalue()
+
+
+def edit(folder: Path, split: str, **changes: Any) -> None:
+    file = folder / split / "_annotations.coco.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def read(folder: Path, split: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / split / "_annotations.coco.json").read_text())
+    return content
+
+
+def test_a_sound_data_set(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    moved: list[tuple[int, int]] = []
+    report = check(folder, progress=lambda done, total: moved.append((done, total)))
+    assert report.items == ()
+    assert report.refusals == ()
+    boxes = sum(len(read(folder, split)["annotations"]) for split in ("train", "valid"))
+    assert (report.pictures, report.usable_pictures, report.boxes, report.usable_boxes) == (30, 30, boxes, boxes)
+    assert (report.format, report.classes, report.root) == ("coco", ("red", "green", "blue"), str(folder))
+    assert {name: split.pictures for name, split in report.splits.items()} == {"train": 24, "val": 6}
+    assert moved == [(16, 30), (30, 30)]
+    assert "nothing is wrong" in page(report)
+    assert page(report).rstrip().endswith(f"training would use 30 of 30 pictures, {boxes} of {boxes} boxes")
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_a_single_file_and_one_class(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    report = check(folder / "train" / "_annotations.coco.json", classes=("blue",))
+    assert report.classes == ("blue",)
+    assert report.pictures == 24
+    labels = [box["category_id"] for box in read(folder, "train")["annotations"]]
+    assert report.boxes == labels.count(3)
+    with pytest.raises(UsageError, match="bleu"):
+        check(folder, classes=("bleu",))
+
+
+def test_a_data_set_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    (folder / "valid" / "_annotations.coco.json").write_text('{"images": [,')
+    report = check(folder)
+    assert kinds(report) == {"unreadable-set": 1}
+    assert "not valid JSON" in report.refusals[0]
+    for fragment in ("valid/_annotations.coco.json:1", "fix:"):
+        assert fragment in report.items[0].places[0]
+        assert fragment in page(report)
+
+
+def test_what_was_found_before_the_reading_failed_is_said(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    edit(folder, "train", annotations=[{"id": 1, "image_id": 0, "category_id": 1, "bbox": [1, 2, 0, 0]}])
+    assert kinds(check(folder)) == {"zero-size": 1, "unreadable-set": 1}
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
+    """A set of one split that is named validation, and a validation split without boxes."""
+    folder = draw(tmp_path / "set", side=32)
+    if split == "train":
+        for path in sorted((folder / "train").iterdir()):
+            path.unlink()
+        (folder / "train").rmdir()
+    else:
+        edit(folder, "valid", annotations=[])
+    report = check(folder)
+    assert "empty-split" in kinds(report)
+    assert any(KINDS["empty-split"].title in reason for reason in report.refusals)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_it_refuses_when_training_would(data: st.DataObject) -> None:
+    """Missing and broken pictures, entries that cannot be read, in both splits, at any --max-bad."""
+    max_bad = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 1.0]))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = draw(Path(temporary) / "set", train=12, val=5, side=32)
+        for split, count in (("train", 12), ("valid", 5)):
+            fates = data.draw(
+                st.lists(st.sampled_from(["good"] * 6 + ["gone", "empty", "cut"]), min_size=count, max_size=count)
+            )
+            for n, fate in enumerate(fates):
+                file = folder / split / f"{split}-{n}.jpg"
+                content = file.read_bytes()
+                if fate == "gone":
+                    file.unlink()
+                elif fate != "good":
+                    file.write_bytes(b"" if fate == "empty" else content[: len(content) // 2])
+            bad_entries = data.draw(st.integers(0, 3))
+            edit(folder, split, images=read(folder, split)["images"] + [{"id": "?"}] * bad_entries)
+        report = check(folder, max_bad=max_bad, threads=2)
+        said = training_says(folder, max_bad)
+        assert bool(report.refusals) == bool(said), (report.refusals, said)
+        if said is not None:
+            assert "--max-bad" in " ".join(report.refusals)
+            assert said == NOTHING_LEFT or ("--max-bad" in said and "stoker data check" in said)
+
+
+def training_says(folder: Path, max_bad: float) -> str | None:
+    """The error that an epoch of training and one evaluation end with."""
+    index = open_index(folder)
+    try:
+        require_pictures(index, ("train", "val"), max_bad=max_bad)
+        for split in ("train", "val"):
+            rows = index.rows(split)
+            loader = Loader(
+                index, rows, device=pick("cpu"), batch=4, canvas=(32, 32), resize="squash",
+                boxes=box_slots(index, rows), seed=0, threads=1, train=split == "train", max_bad=max_bad,
+            )  # fmt: skip
+            with contextlib.closing(loader):
+                for _ in range(-(-len(rows) // 4)):
+                    next(loader)
+            if len(loader.state_dict()["quarantined"]) == len(rows):
+                return NOTHING_LEFT
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@given(st.floats(0, 1), st.integers(1, 10**6))
+def test_how_many_may_be_bad(share: float, pictures: int) -> None:
+    allowed = tolerated(share, pictures)
+    assert allowed <= max(1, share * pictures)
+    assert (allowed >= 1) == (share > 0)
+    assert tolerated(share, pictures + 1) >= allowed
+    assert tolerated(MAX_BAD, 100) == tolerated(MAX_BAD, 3) == 1
+
+
+def test_boxes_of_unusable_pictures_are_not_used(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    (folder / "train" / "train-0.jpg").write_bytes(b"")
+    own = sum(box["image_id"] == 0 for box in read(folder, "train")["annotations"])
+    report = check(folder)
+    assert own > 0
+    assert report.boxes - report.usable_boxes == own
+    assert (report.pictures, report.usable_pictures, report.refusals) == (30, 29, ())
+
+
+def test_without_opening_the_pictures(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    (folder / "train" / "train-0.jpg").write_bytes(b"")
+    (folder / "valid" / "valid-0.jpg").unlink()
+    report = check(folder, pictures=False)
+    assert kinds(report) == {"missing-picture": 1}
+    assert (report.usable_pictures, report.decoded) == (29, False)
+    assert "the pictures were not opened" in page(report)
+    assert kinds(check(folder)) == {"missing-picture": 1, "empty-picture": 1}
+
+
+def test_the_report_does_not_depend_on_threads(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", train=40, side=32)
+    for n in range(0, 40, 3):
+        (folder / "train" / f"train-{n}.jpg").write_bytes(bytes([n]))
+    assert check(folder, threads=1) == check(folder, threads=5)
+
+
+def test_all_places_are_named_and_the_index_keeps_a_few(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    boxes = [{"id": 900 + n, "image_id": 1, "category_id": 1, "bbox": [1, 2, 0, 0]} for n in range(50)]
+    edit(folder, "train", annotations=read(folder, "train")["annotations"] + boxes)
+    (item,) = check(folder).items
+    assert item.places == tuple(f"train/train-1.jpg, annotation {900 + n}: [1, 2, 1, 2]" for n in range(50))
+    (problem,) = open_index(folder).problems
+    assert (problem.count, problem.examples) == (50, item.places[:5])
+
+
+def test_pictures_that_are_the_same(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    for name in ("train/train-1.jpg", "train/train-2.jpg", "valid/valid-0.jpg"):
+        (folder / name).write_bytes((folder / "train" / "train-0.jpg").read_bytes())
+    report = check(folder)
+    assert report.items[0].places == (
+        "train/train-0.jpg (train), train/train-1.jpg (train), train/train-2.jpg (train), valid/valid-0.jpg (val)",
+    )
+    assert kinds(report) == {"same-picture-in-two-splits": 1}
+
+
+def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    (folder / "train" / "\x1b[2Jx.jpg").write_bytes(encoded(1))
+    report = check(folder)
+    assert report.items[0].places == ("train/\x1b[2Jx.jpg",)
+    assert "\x1b" not in page(report)
+
+
+def test_a_kind_that_is_not_in_the_table() -> None:
+    with pytest.raises(KeyError):
+        Problems().add("bad-luck", "here")
+
+
+def test_every_kind_says_what_to_do() -> None:
+    for name, kind in KINDS.items():
+        assert all(kind), name
+        assert name == name.lower()
+        assert kind.unit in ("box", "picture", "class", "file", "split")
+        assert kind.action in ("fixed", "skipped", "refused", "kept")
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys, stoker.data.check, stoker.report.data_check, stoker.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_real_data(real_data: Path) -> None:
+    """What the sets' own README names."""
+    blood = check(real_data / "bccd" / "BCCD")
+    assert kinds(blood) == {"zero-size": 2}
+    assert "BloodImage_00338.jpg, object 13" in " ".join(blood.items[0].places)
+    assert "BloodImage_00343.jpg, object 4" in " ".join(blood.items[0].places)
+    assert (blood.pictures, blood.usable_pictures, blood.boxes, blood.usable_boxes) == (364, 364, 4888, 4886)
+
+    cars = check(real_data / "cars", pictures=False)
+    assert any("category 0 (cdf) is a super-category" in note for note in cars.notes)
+    assert [item.places for item in cars.items if item.kind == "class-not-in-split"] == [("front: not in val",)]
+    assert cars.refusals == ()
+
+    boards = check(real_data / "microcontroller", pictures=False)
+    assert any("csv" in note.lower() for note in boards.notes)
+    assert boards.refusals == ()
+
+    cells = check(real_data / "blood_png")
+    assert kinds(cells)["transparent-picture"] == 100
+    assert cells.usable_pictures == 100
+
+    dice = check(real_data / "dice")
+    assert (dice.pictures, dice.usable_pictures, dice.boxes, dice.refusals) == (250, 250, 1795, ())
