@@ -1,0 +1,158 @@
+"""What to do next about a run, the most urgent first, from what the records prove. `facts.py` calls it.
+
+The causes of lost time and their fixes are the diagnosis' (`diagnose/`); here come the run's end before them and the
+model's mistakes behind them. Where nothing is proved, nothing is said.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from stoker.evaluation import Evaluation
+from stoker.metrics import Metrics
+from stoker.records import Event
+from stoker.report import format as fmt
+from stoker.report.why import Why
+
+MISTAKES_FROM = 0.15
+"""Share of the true boxes that a kind of mistake must reach to be worth a word. Our judgment."""
+
+KINDS: dict[str, tuple[str, str]] = {
+    "localisation": (
+        "the right class, but the box is off",
+        "look at whether the true boxes are drawn alike; a larger --canvas where objects are small",
+    ),
+    "class": (
+        "the right place, but another class",
+        "look at the confused pairs: labels that are mixed up, or classes that need more pictures",
+    ),
+    "both": ("another class, and the box is off", "look at the worst pictures; it is seldom the first thing to mend"),
+    "duplicate": (
+        "a second box on an object that has one",
+        "a lower IoU for suppressing doubles: `stoker predict --iou 0.4`",
+    ),
+    "background": (
+        "a box where nothing is labelled",
+        "look at the worst pictures: objects that nobody labelled, or pictures without objects that training lacks",
+    ),
+    "missed": (
+        "an object that nothing is found about",
+        "look at the worst pictures: small objects want a larger --canvas, rare ones more pictures",
+    ),
+}
+"""Mistake → what it is, and what to look at."""
+
+
+class Advice(msgspec.Struct, kw_only=True):
+    """Something to do."""
+
+    severity: Literal["critical", "warning", "info"]
+    title: str
+    because: str
+    fix: str
+    command: str | None = None
+
+
+def advise(why: Why, metrics: Metrics | None, evaluation: Evaluation | None, events: list[Event]) -> list[Advice]:
+    """metrics: of the newest evaluation."""
+    advice = _end(why, events)
+    advice += [
+        Advice(
+            severity="critical" if finding.severity == "critical" else "warning",
+            title=finding.title,
+            because="; ".join(evidence.text for evidence in finding.evidence),
+            fix=finding.fix,
+            command=finding.command,
+        )
+        for finding in why.findings
+    ]
+    if evaluation is not None:
+        advice += _mistakes(evaluation)
+    if why.state == "finished" and metrics is not None:
+        advice += _still_rising(events)
+    return advice
+
+
+def _end(why: Why, events: list[Event]) -> list[Advice]:
+    """What an unfinished run needs."""
+    resume = f"stoker train --resume {why.run}"
+    if why.state == "failed":
+        said = next((event.text for event in reversed(events) if event.kind == "failed"), "")
+        what, _, rest = said.partition("\n")
+        lines = [line.strip() for line in rest.splitlines()]
+        fix = next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
+        because = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
+        return [
+            Advice(
+                severity="critical",
+                title=f"The run failed: {what}",
+                because=because,
+                fix=fix or "set right what the message names, then continue it",
+                command=resume,
+            )
+        ]
+    if why.state == "dead":
+        return [
+            Advice(
+                severity="critical",
+                title="The run died without a word",
+                because=why.state_text,
+                fix="continue it from its last checkpoint",
+                command=resume,
+            )
+        ]
+    if why.state == "preempted":
+        return [
+            Advice(
+                severity="warning",
+                title="The run was stopped by a signal",
+                because="its state is saved",
+                fix="continue it exactly where it was",
+                command=resume,
+            )
+        ]
+    return []
+
+
+def _mistakes(evaluation: Evaluation) -> list[Advice]:
+    """The most frequent kind of mistake, where it is frequent."""
+    counts = mistake_counts(evaluation)
+    boxes = evaluation.metrics.boxes
+    kind = max(counts, key=lambda name: counts[name], default=None)
+    if kind is None or not boxes or counts[kind] < MISTAKES_FROM * boxes:
+        return []
+    meaning, fix = KINDS[kind]
+    because = f"{counts[kind]:,} of them, at {boxes:,} true boxes: {meaning}"
+    return [Advice(severity="info", title=f"The most frequent mistake: {kind}", because=because, fix=fix)]
+
+
+def mistake_counts(evaluation: Evaluation) -> dict[str, int]:
+    """Kind → count over all classes, of the kinds that occur."""
+    counts: dict[str, int] = {}
+    for of in evaluation.classes:
+        for kind, count in of.mistakes.items():
+            counts[kind] = counts.get(kind, 0) + count
+    return counts
+
+
+RISING = 0.01
+"""Gain of AP between the last two evaluations from which on more training is worth a try. Our judgment."""
+
+
+def _still_rising(events: list[Event]) -> list[Advice]:
+    values = [
+        event.data["metrics"].get("ap") for event in events if event.kind == "evaluated" and "metrics" in event.data
+    ]
+    known = [value for value in values if value is not None]
+    if len(known) < 2 or known[-1] - known[-2] < RISING:
+        return []
+    because = f"AP went from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
+    return [
+        Advice(
+            severity="info",
+            title="AP was still rising at the end",
+            because=because,
+            fix="a new run that is longer",
+            command="--for",
+        )
+    ]

@@ -1,0 +1,279 @@
+"""Everything that is known of a run, as data: what `stoker report` shows as a page and prints as JSON.
+
+`collect` reads a run, live, dead, finished or old; what it lacks is said in `missing`. Time, money and findings are
+those of `why.py`, the scores those of evaluation.json. How it looks: `html.py` and `page/`.
+"""
+
+import json
+import re
+import time
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stoker import records
+from stoker.errors import UsageError
+from stoker.evaluation import Evaluation, read_evaluation
+from stoker.metrics import Metrics
+from stoker.records import DeviceSample, Event, Quarantined, StepWindow
+from stoker.report.advice import Advice, advise
+from stoker.report.series import Bins, Series, ShareBins, Shares
+from stoker.report.why import Why, gather
+
+EVENTS_KEPT, QUARANTINED_KEPT = 300, 100
+"""Of long lists, the first and the last half of so many are kept; how many there were is said."""
+Kept = TypeVar("Kept")
+GAP_S = 10.0
+"""Samples further apart are not joined by a line: nobody looked in between."""
+
+
+class Setting(msgspec.Struct, kw_only=True):
+    """A setting of the run."""
+
+    section: str
+    name: str
+    value: str
+    reason: str | None
+    """Why stoker chose it; None: the user set it."""
+
+
+class Scored(msgspec.Struct, kw_only=True):
+    """An evaluation during the run."""
+
+    step: int
+    t: float
+    metrics: Metrics
+
+
+class Restart(msgspec.Struct, kw_only=True):
+    """A later attempt of the run."""
+
+    attempt: int
+    step: int
+    """From which it went on."""
+    t: float
+    after_s: float
+    """Seconds since the beginning of the run."""
+    ended: str
+    """How the attempt before ended: preempted, failed, or killed."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """All of it. Times in `machine` and `phases` are seconds since `start_t`, places in `curves` are steps."""
+
+    stoker: str
+    """Version that made this report."""
+    made_t: float
+    run: str
+    model: str | None
+    data: str | None
+    start_t: float | None
+    why: Why
+    missing: list[str]
+    """What this report lacks and why, in sentences."""
+    advice: list[Advice]
+    """What to do next, the most urgent first."""
+    scored: list[Scored]
+    evaluation: Evaluation | None
+    restarts: list[Restart]
+    curves: dict[str, Series]
+    """Name → by step: `loss/…` for each part of it, `rate`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
+    phases: Shares
+    machine: dict[str, Series]
+    """Name → by time, as `gpu 0/utilisation`, `cpu/mean`, `memory/process`."""
+    settings: list[Setting]
+    environment: dict[str, Any]
+    events: list[Event]
+    events_left_out: int
+    quarantined: list[Quarantined]
+    quarantined_left_out: int
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """Of the newest evaluation."""
+        return self.scored[-1].metrics if self.scored else None
+
+    @property
+    def best(self) -> Scored | None:
+        """The evaluation with the highest AP."""
+        known = [one for one in self.scored if one.metrics.ap is not None]
+        return max(known, key=lambda one: one.metrics.ap or 0.0, default=None)
+
+
+def collect(run: str | Path, price: float | None = None) -> Report:
+    """Reads a run. price: money per device-hour; None: the run's own. Raises UsageError when there is no such run."""
+    path = records.open_run(run)
+    why = gather(path, price)
+    missing: list[str] = []
+    events = list(records.read_lines(path, records.EVENTS, Event))
+    start_t = events[0].t if events else None
+    settings = _settings(path, missing)
+    values = {one.name: one.value for one in settings}
+    scored = [_scored(event) for event in events if event.kind == "evaluated" and "metrics" in event.data]
+    evaluation = _evaluation(path, missing, bool(scored))
+    quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
+    curves, phases = _steps(path, missing, start_t or 0.0)
+    kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
+    kept_quarantined = _ends(quarantined, QUARANTINED_KEPT)
+    report = Report(
+        stoker=metadata.version("stoker"),
+        made_t=time.time(),
+        run=str(path),
+        model=values.get("model"),
+        data=Path(values["data"]).name if "data" in values else None,
+        start_t=start_t,
+        why=why,
+        missing=missing,
+        advice=[],
+        scored=scored,
+        evaluation=evaluation,
+        restarts=_restarts(events, start_t or 0.0),
+        curves=curves,
+        phases=phases,
+        machine=_machine(path, missing, start_t or 0.0),
+        settings=settings,
+        environment=_environment(path, missing),
+        events=kept_events,
+        events_left_out=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
+        quarantined=kept_quarantined,
+        quarantined_left_out=len(quarantined) - len(kept_quarantined),
+    )
+    report.advice = advise(why, scored[-1].metrics if scored else None, evaluation, events)
+    return report
+
+
+def _scored(event: Event) -> Scored:
+    metrics = msgspec.convert(event.data["metrics"], Metrics, strict=False)
+    return Scored(step=event.step or 0, t=event.t, metrics=metrics)
+
+
+def _evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:
+    try:
+        found = read_evaluation(path)
+    except UsageError as error:
+        missing.append(f"{error.what} ({error.cause}) Curves, mistakes and pictures are left out.")
+        return None
+    if found is None:
+        why = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
+        missing.append(
+            f"No precision-recall curves, mistakes and pictures: {records.EVALUATION} is not there, because {why}."
+        )
+    return found
+
+
+def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], Shares]:
+    curves: dict[str, Bins] = {}
+    phases = ShareBins()
+    for window in records.read_lines(path, records.STEPS, StepWindow):
+        phases.add(window.t - window.wall_s - start_t, window.t - start_t, window.phases)
+        if not window.steps:
+            continue
+        values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
+        values |= {"rate": window.rate, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
+        if window.wall_s > 0:
+            values["img_per_s"] = window.pictures / window.wall_s
+        for name, value in values.items():
+            if value is not None:
+                curves.setdefault(name, Bins()).add(window.step, value)
+    if not curves:
+        missing.append("No curves of the training: no optimizer step is recorded.")
+    return {name: bins.series() for name, bins in curves.items()}, phases.shares()
+
+
+def _machine(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
+    curves: dict[str, Bins] = {}
+    for sample in records.read_lines(path, records.DEVICES, DeviceSample):
+        for name, value in _values(sample).items():
+            if value is not None:
+                curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
+    if not curves:
+        missing.append(f"Nothing is known of GPUs and host: {records.DEVICES} has no line.")
+    return {name: bins.series(gap=GAP_S) for name, bins in curves.items()}
+
+
+def _values(sample: DeviceSample) -> dict[str, float | None]:
+    """What a sample says, by the name of its curve."""
+    values: dict[str, float | None] = {
+        "cpu/mean": sum(sample.cpu) / len(sample.cpu) if sample.cpu else None,
+        "cpu/busiest core": max(sample.cpu, default=None),
+        "cpu/this process, cores": sample.process_cpu,
+        "memory/process": sample.rss_bytes,
+        "memory/used": sample.memory_used_bytes,
+        "memory/limit": sample.memory_limit_bytes,
+        "pressure/cpu": sample.psi_cpu,
+        "pressure/memory": sample.psi_memory,
+        "pressure/io": sample.psi_io,
+        "pressure/held back by the quota, s": sample.throttled_s,
+    }
+    for gpu in sample.gpus:
+        name = f"gpu {gpu.index}"
+        values |= {
+            f"{name}/utilisation": gpu.utilisation,
+            f"{name}/memory": gpu.memory_used_bytes,
+            f"{name}/memory of the GPU": gpu.memory_total_bytes,
+            f"{name}/power, W": gpu.power_w,
+            f"{name}/power limit, W": gpu.power_limit_w,
+            f"{name}/temperature, °C": gpu.temperature_c,
+            f"{name}/clock, MHz": gpu.sm_clock_mhz,
+        }
+    return values
+
+
+def _restarts(events: list[Event], start_t: float) -> list[Restart]:
+    """The later attempts; their first step is that of their first event that has one, else that of the last save."""
+    restarts = []
+    saved = 0
+    ended = "killed"
+    for event in events:
+        if event.kind == "resumed":
+            restarts.append(
+                Restart(attempt=event.attempt, step=saved, t=event.t, after_s=event.t - start_t, ended=ended)
+            )
+            ended = "killed"
+        elif event.kind == "checkpoint" and event.step is not None:
+            saved = event.step
+        elif event.kind in ("preempted", "failed"):
+            ended = event.kind
+    return restarts
+
+
+def _settings(path: Path, missing: list[str]) -> list[Setting]:
+    """Read without a schema: a run of another version has its own settings."""
+    file = path / records.CONFIG
+    if not file.exists():
+        missing.append(f"The settings are not known: {records.CONFIG} is not there.")
+        return []
+    sections = tomllib.loads(file.read_text())
+    reasons = sections.pop("reasons", {})
+    return [
+        Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))
+        for section, values in sections.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " ".join(_shown(item) for item in value)
+    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", str(value))
+
+
+def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
+    file = path / records.ENVIRONMENT
+    if not file.exists():
+        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} is not there.")
+        return {}
+    found = json.loads(file.read_bytes())
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(lines: list[Kept], most: int) -> list[Kept]:
+    return lines if len(lines) <= most else lines[: most // 2] + lines[-(most - most // 2) :]

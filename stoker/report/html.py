@@ -1,0 +1,158 @@
+"""`stoker report RUN`: a run as one HTML file, which needs no network, no server and, for its numbers, no script.
+
+The numbers are `facts.collect`'s, which are those of `stoker why`. The parts are in `page/`; the charts are drawn by
+plotly.js, which lies in the file. A content security policy inside forbids the page every request: browsers enforce it.
+"""
+
+import json
+import time
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from stoker.errors import StorageError
+from stoker.records import REPORT, write_whole
+from stoker.report.facts import Report, collect
+from stoker.report.page import record, results
+from stoker.report.page.charts import Charts
+from stoker.report.page.markup import Child, Markup, code, join, tag
+
+_POLICY = (
+    "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'"
+)
+SECTIONS = (
+    ("summary", "Summary"),
+    ("results", "Results"),
+    ("pictures", "Pictures"),
+    ("training", "Training"),
+    ("time", "Time"),
+    ("machine", "Machine"),
+    ("data", "Warnings"),
+    ("settings", "Settings"),
+    ("environment", "Environment"),
+    ("events", "Events"),
+)
+
+
+def write_report(run: str | Path, out: Path | None = None, *, price: float | None = None) -> Path:
+    """Writes the page of a run, live or not, into its folder or to `out`; returns where it is.
+
+    Raises UsageError when there is no such run, StorageError when the page cannot be written.
+    """
+    page = render(collect(run, price))
+    path = Path(run) / REPORT if out is None else out
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, page.encode())
+    except OSError as error:
+        raise StorageError(
+            "The report cannot be written.",
+            place=path,
+            cause=error.strerror or str(error),
+            fix="name another file: --out",
+        ) from error
+    return path
+
+
+def report_as_json(report: Report) -> str:
+    """The same facts as one JSON document; the schema is `facts.Report`."""
+    return msgspec.json.encode(report).decode()
+
+
+def render(report: Report) -> str:
+    """The page."""
+    charts = Charts()
+    bar = record.time_bar(report)
+    body = join(
+        tag("a", "Skip to the results", href="#results", class_="skip"),
+        _navigation(),
+        tag(
+            "main",
+            results.head(report),
+            results.summary(report, bar),
+            _missing(report.missing),
+            results.scores(report, charts),
+            results.pictures(report),
+            results.curves(report, charts),
+            record.times(report, charts),
+            record.machine(report, charts),
+            record.data(report),
+            record.settings(report),
+            record.environment(report),
+            record.events(report),
+            _foot(report),
+        ),
+    )
+    name = report.run.rstrip("/").rpartition("/")[2]
+    title = tag("title", f"{name} · stoker report")
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            title,
+            f"<style>\n{_file('style.css')}</style>",
+            "</head>",
+            f"<body>\n{body}",
+            _script(charts),
+            "</body>",
+            "</html>",
+            "",
+        )
+    )
+
+
+def _navigation() -> Markup:
+    links: list[Child] = [tag("a", title, href=f"#{name}") for name, title in SECTIONS]
+    return tag("nav", links, aria_label="Sections")
+
+
+def _missing(sentences: list[str]) -> Markup | None:
+    if not sentences:
+        return None
+    return tag(
+        "aside", tag("b", "What this page lacks"), tag("ul", [tag("li", one) for one in sentences]), class_="missing"
+    )
+
+
+def _foot(report: Report) -> Markup:
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.made_t))
+    return tag(
+        "footer",
+        f"Made by stoker {report.stoker} at {made} from ",
+        code(report.run),
+        ". The same as data: ",
+        code(f"stoker report {report.run} --json"),
+        ".",
+    )
+
+
+def _script(charts: Charts) -> str:
+    """The charts' data, plotly and the script that draws them; nothing where there is no chart."""
+    if not charts.data:
+        return ""
+    from plotly.offline import get_plotlyjs
+
+    # < ends no script element early, whatever a class is called; plotly's own text has no such end (a test looks)
+    data = json.dumps(charts.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
+    needs_script = tag(
+        "noscript", tag("p", "The charts need JavaScript; all other numbers and pictures do not.", class_="missing")
+    )
+    return "\n".join(
+        (
+            needs_script,
+            f'<script type="application/json" id="charts">{data}</script>',
+            f"<script>{get_plotlyjs()}</script>",
+            f"<script>\n{_file('page.js')}</script>",
+        )
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("stoker.report.page") / name).read_text(encoding="utf-8")

@@ -1,0 +1,341 @@
+"""The page's charts as data for plotly: curves of the training, time, machine, precision and recall, scores.
+
+Only data: the page's script (`page.js`) adds axes, fonts and colours, so that light, dark and print have their own.
+Colours are the page's variables, `var(--c0)` and so on. Each chart has a caption that says what it shows in words, and
+the numbers that matter are in the tables too.
+"""
+
+import html
+from typing import Any
+
+from stoker.evaluation import BINS, RECALLS, Evaluation
+from stoker.records import PHASES
+from stoker.report import format as fmt
+from stoker.report.facts import Report
+from stoker.report.page.markup import Markup, tag
+from stoker.report.series import Series
+
+COLOURS = 10
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+MOST_CLASSES = 10
+"""Curves of classes in a chart; more cannot be told apart."""
+PHASE_COLOURS = {
+    "compute": "var(--c0)",
+    "startup": "var(--c4)",
+    "compile": "var(--c6)",
+    "input_wait": "var(--c2)",
+    "h2d": "var(--c7)",
+    "host": "var(--c3)",
+    "sync": "var(--c9)",
+    "comm": "var(--c6)",
+    "straggler": "var(--c7)",
+    "eval": "var(--c5)",
+    "checkpoint": "var(--c1)",
+    "recovery": "var(--c3)",
+    "idle": "var(--c9)",
+    "unattributed": "var(--c8)",
+}
+
+
+class Charts:
+    """Collects the charts of a page; `data` is what its script draws."""
+
+    def __init__(self) -> None:
+        self.data: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        title: str,
+        says: str,
+        traces: list[dict[str, Any]],
+        *,
+        height: int = 260,
+        x: str = "",
+        y: str = "",
+        **layout: Any,
+    ) -> Markup | None:
+        """The place of a chart in the page; None when there is nothing to draw. x, y: titles of the axes."""
+        if not traces:
+            return None
+        name = f"chart-{len(self.data)}"
+        axes: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+        for key, value in layout.items():
+            axes[key] = axes[key] | value if key in axes else value
+        self.data.append({"id": name, "height": height, "data": traces, "layout": axes})
+        drawn = tag(
+            "div",
+            id=name,
+            class_="chart",
+            style=f"min-height:{height}px",
+            role="img",
+            aria_label=f"Chart: {title}. {says}",
+        )
+        return tag("figure", tag("figcaption", tag("b", title), " ", tag("span", says)), drawn, class_="plot")
+
+
+def plain(name: str) -> str:
+    """A name as plotly shows it: it reads some HTML in its texts."""
+    return html.escape(name, quote=False)
+
+
+def line(
+    name: str, series: Series, number: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
+) -> list[dict[str, Any]]:
+    """A curve, and behind it, where points stand for many values, the band from the least to the greatest."""
+
+    def scaled(values: list[float | None]) -> list[float | None]:
+        return values if scale == 1.0 else [None if value is None else round(value * scale, 6) for value in values]
+
+    colour = f"var(--c{number % COLOURS})"
+    x = [float(f"{value * x_scale:.6g}") for value in series.x]
+    traces: list[dict[str, Any]] = []
+    if band and series.low != series.high:
+        common = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        traces += [
+            common | {"y": scaled(series.low)},
+            common | {"y": scaled(series.high), "fill": "tonexty", "fillcolor": colour, "opacity": 0.25, "faint": True},
+        ]
+    lone = len(series.x) < 3
+    traces.append(
+        {
+            "x": x,
+            "y": scaled(series.mean),
+            "name": plain(name),
+            "mode": "lines+markers" if lone else "lines",
+            "line": {"color": colour, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+        }
+    )
+    return traces
+
+
+def loss(charts: Charts, report: Report) -> Markup | None:
+    curves = {name.removeprefix("loss/"): series for name, series in report.curves.items() if name.startswith("loss/")}
+    names = sorted(curves, key=lambda name: (name != "total", name))
+    if len(names) == 2:
+        names = [name for name in names if name != "total"] if "total" in curves else names
+    traces = [trace for n, name in enumerate(names) for trace in line(name, curves[name], n, band=n == 0)]
+    total = curves.get("total")
+    first, last = (total.mean[0], total.last()) if total is not None and total.mean else (None, None)
+    return charts.add(
+        "Loss", f"total {fmt.number(first)} at first, {fmt.number(last)} at last", traces, x="step", **_restarts(report)
+    )
+
+
+def scores(charts: Charts, report: Report) -> Markup | None:
+    steps = [one.step for one in report.scored]
+    traces = []
+    for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
+        values = [getattr(one.metrics, name) for one in report.scored]
+        if any(value is not None for value in values):
+            colour = f"var(--c{n})"
+            traces.append(
+                {
+                    "x": steps,
+                    "y": [None if v is None else round(v, 4) for v in values],
+                    "name": title,
+                    "mode": "lines+markers",
+                    "marker": {"symbol": ("circle", "square", "diamond")[n], "size": 7},
+                    "line": {"color": colour, "width": 2, "dash": _DASHES[n]},
+                }
+            )
+    best = report.best
+    says = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
+    return charts.add(
+        "Scores on the validation split", says, traces, x="step", yaxis={"rangemode": "tozero"}, **_restarts(report)
+    )
+
+
+def one_curve(
+    charts: Charts, report: Report, name: str, title: str, says: str, *, scale: float = 1.0, **layout: Any
+) -> Markup | None:
+    """A curve by steps; None where it was not recorded."""
+    series = report.curves.get(name)
+    if series is None:
+        return None
+    return charts.add(
+        title,
+        says,
+        line(title, series, 0, band=True, scale=scale),
+        height=200,
+        x="step",
+        showlegend=False,
+        **layout,
+        **_restarts(report),
+    )
+
+
+def _restarts(report: Report) -> dict[str, Any]:
+    """Vertical lines where the run went on after an end, in a chart by steps."""
+    marks = report.restarts[-30:]
+    return _marks([(one.step, f"attempt {one.attempt}") for one in marks])
+
+
+def _marks(places: list[tuple[float, str]]) -> dict[str, Any]:
+    if not places:
+        return {}
+    shapes = [
+        {
+            "type": "line",
+            "xref": "x",
+            "yref": "paper",
+            "x0": x,
+            "x1": x,
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
+        }
+        for x, _ in places
+    ]
+    notes = [
+        {
+            "x": x,
+            "y": 1,
+            "xref": "x",
+            "yref": "paper",
+            "text": text,
+            "showarrow": False,
+            "xanchor": "left",
+            "yanchor": "top",
+            "font": {"size": 10, "color": "var(--muted)"},
+        }
+        for x, text in places[:6]
+    ]
+    return {"shapes": shapes, "annotations": notes}
+
+
+def time_unit(span_s: float) -> tuple[str, float]:
+    """The unit in which a span is read best, and its seconds."""
+    for name, seconds in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if span_s > 3 * seconds:
+            return name, seconds
+    return "seconds", 1.0
+
+
+def _span(report: Report) -> float:
+    ends = [series.x[-1] for series in report.machine.values() if series.x]
+    if report.phases.x:
+        ends.append(report.phases.x[-1] + report.phases.width)
+    return max(ends, default=0.0)
+
+
+def phases_over_time(charts: Charts, report: Report) -> Markup | None:
+    unit, seconds = time_unit(_span(report))
+    width = report.phases.width / seconds
+    x = [float(f"{start / seconds + width / 2:.6g}") for start in report.phases.x]
+    ordered = sorted(report.phases.parts, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
+    traces = [
+        {
+            "type": "bar",
+            "x": x,
+            "y": report.phases.parts[name],
+            "width": width,
+            "name": plain(name.replace("_", " ")),
+            "marker": {"color": PHASE_COLOURS.get(name, "var(--c8)"), "line": {"width": 0}},
+            "hovertemplate": "%{y:.0%}",
+        }
+        for name in ordered
+    ]
+    marks = _marks([(one.after_s / seconds, f"attempt {one.attempt}") for one in report.restarts[-30:]])
+    says = f"each bar is {fmt.duration(report.phases.width)}; blank: no process trained"
+    return charts.add(
+        "What the device did, over time",
+        says,
+        traces,
+        x=f"{unit} since the start",
+        legend={"traceorder": "normal"},
+        barmode="stack",
+        bargap=0,
+        yaxis={"range": [0, 1], "tickformat": ".0%"},
+        **marks,
+    )
+
+
+def machine(
+    charts: Charts,
+    report: Report,
+    prefix: str,
+    title: str,
+    says: str,
+    names: tuple[str, ...],
+    *,
+    scale: float = 1.0,
+    **layout: Any,
+) -> Markup | None:
+    """Curves of devices.jsonl that begin with `prefix/`, of those `names` that are there."""
+    unit, seconds = time_unit(_span(report))
+    traces = [
+        trace
+        for n, name in enumerate(names)
+        if (series := report.machine.get(f"{prefix}/{name}")) is not None
+        for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
+    ]
+    return charts.add(title, says, traces, height=200, x=f"{unit} since the start", **layout)
+
+
+def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
+    recalls = [n / (RECALLS - 1) for n in range(RECALLS)]
+    means = (
+        ("IoU 0.50", evaluation.curves.iou50),
+        ("IoU 0.75", evaluation.curves.iou75),
+        ("mean", evaluation.curves.mean),
+    )
+    traces = [_curve(recalls, values, name, n) for n, (name, values) in enumerate(means) if values]
+    return charts.add(
+        "Precision and recall, mean of the classes",
+        "mean: of IoU 0.50 … 0.95; the area under it is AP",
+        traces,
+        x="recall",
+        y="precision",
+        **_UNIT,
+    )
+
+
+def precision_recall_by_class(charts: Charts, evaluation: Evaluation) -> Markup | None:
+    recalls = [n / (RECALLS - 1) for n in range(RECALLS)]
+    drawn = [of for of in evaluation.classes if of.curves is not None and of.curves.iou50]
+    drawn = sorted(drawn, key=lambda of: -of.boxes)[:MOST_CLASSES]
+    traces = [_curve(recalls, of.curves.iou50, of.name, n) for n, of in enumerate(drawn) if of.curves is not None]
+    cut = len(evaluation.classes) > len(drawn)
+    says = "at IoU 0.50" + (f", the {len(drawn)} most frequent classes" if cut else "")
+    return charts.add("Precision and recall by class", says, traces, x="recall", y="precision", **_UNIT)
+
+
+_UNIT: dict[str, Any] = {"xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]}}
+
+
+def _curve(x: list[float], y: list[float], name: str, number: int) -> dict[str, Any]:
+    return {
+        "x": x,
+        "y": y,
+        "name": plain(name),
+        "mode": "lines",
+        "line": {"color": f"var(--c{number % COLOURS})", "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+    }
+
+
+def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
+    right = [sum(of.right_scores[n] for of in evaluation.classes) for n in range(BINS)]
+    wrong = [sum(of.wrong_scores[n] for of in evaluation.classes) for n in range(BINS)]
+    centres = [(n + 0.5) / BINS for n in range(BINS)]
+    traces = [
+        {"type": "bar", "x": centres, "y": right, "name": "right", "marker": {"color": "var(--c0)"}},
+        {
+            "type": "bar",
+            "x": centres,
+            "y": wrong,
+            "name": "wrong",
+            "marker": {"color": "rgba(0,0,0,0)", "line": {"color": "var(--c3)", "width": 2}},
+        },
+    ]
+    says = "of all detections from 0.05, at IoU 0.50; a good detector has the wrong ones at the left"
+    return charts.add(
+        "Scores of right and wrong detections",
+        says,
+        traces,
+        x="score",
+        y="detections, logarithmic",
+        barmode="group",
+        bargap=0.08,
+        xaxis={"range": [0, 1]},
+        yaxis={"type": "log"},
+    )

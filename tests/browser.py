@@ -1,0 +1,115 @@
+"""A headless Chromium, spoken to through pipes in its DevTools protocol, for tests of the page that stoker writes."""
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find() -> str | None:
+    """Path of a Chromium; None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Tab:
+    """One tab, and everything that its page complained about."""
+
+    def __init__(self, to: int, back: int) -> None:
+        self._to, self._back = to, back
+        self._number = 0
+        self._buffer = b""
+        self._session: str | None = None
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Sends a command and returns its answer; what happens meanwhile is noted."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            data = os.read(self._back, 1 << 20)
+            assert data, "Chromium is gone"
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        answer = json.loads(line)
+        kind, said = answer.get("method"), answer.get("params", {})
+        if kind == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(said["exceptionDetails"])[:2000])
+        elif kind == "Log.entryAdded" and said["entry"]["level"] == "error":
+            self.errors.append(said["entry"]["text"])
+        elif kind == "Network.requestWillBeSent":
+            self.requests.append(said["request"]["url"])
+        return answer
+
+    def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False, mobile: bool = False) -> None:
+        """Loads a file and waits until its charts are drawn."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.value(
+            """new Promise((done, failed) => {
+                 const look = () => document.readyState === "complete" &&
+                   (!document.getElementById("charts") || document.documentElement.dataset.charts) ? done(true)
+                   : performance.now() > 20000 ? failed(new Error("no charts after 20 s")) : setTimeout(look, 20);
+                 look(); })"""
+        )
+
+    def value(self, script: str) -> Any:
+        """What an expression or a promise comes to."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def screenshot(self, path: Path, *, whole: bool = False, clip: dict[str, float] | None = None) -> None:
+        """whole: also what lies below the window; clip: x, y, width, height of a part of the page."""
+        more: dict[str, Any] = {} if clip is None else {"clip": {**clip, "scale": 1}}
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **more)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Tab]:
+    """A tab of a Chromium of its own, with a fresh profile."""
+    program = find()
+    assert program is not None
+    to_read, to = os.pipe()
+    back, back_write = os.pipe()
+    with tempfile.TemporaryDirectory() as profile:
+        # the child finds its two ends as descriptors 3 and 4, which is what the switch means
+        command = ["sh", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{back_write}', program, "--headless", "--no-sandbox",
+                   "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
+                   f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]  # fmt: skip
+        process = subprocess.Popen(command, pass_fds=(to_read, back_write), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)  # fmt: skip
+        os.close(to_read)
+        os.close(back_write)
+        try:
+            yield Tab(to, back)
+        finally:
+            os.close(to)
+            os.close(back)
+            process.terminate()
+            process.wait(10)
