@@ -10,7 +10,8 @@ from typing import Literal, TypedDict
 class Settings(TypedDict, total=False):
     """Every setting but `data`. What is not given is derived, as on the command line."""
 
-    format: Literal["coco", "voc"]
+    format: Literal["coco", "voc", "yolo", "tfrecord", "csv"]
+    classes: tuple[str, ...]
     val_fraction: float
     canvas: tuple[int, int]
     resize: Literal["letterbox", "squash"]

@@ -21,7 +21,7 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
-from stoker.data.formats.csv_table import layout_of, rows_of
+from stoker.data.formats.csv_table import HEAD_BYTES, layout_of, rows_of
 from stoker.errors import DataError
 
 TABLE_FOLDERS = ("annotations", "labels", "data", "csv")
@@ -137,7 +137,8 @@ def _first_names(table: Path) -> list[str]:
     layout = layout_of(table)
     if layout is None:
         return []
-    values = (row[layout.file] for _, row in rows_of(table, layout) if layout.file < len(row))
+    rows = rows_of(table, layout, most_bytes=HEAD_BYTES)
+    values = (row[layout.file] for _, row in rows if layout.file < len(row))
     return [name.replace("\\", "/") for name in islice(values, PROBES)]
 
 

@@ -67,10 +67,8 @@ class Layout:
 
 def layout_of(path: Path) -> Layout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
     try:
-        text = _decoded(head, path, whole=len(head) < HEAD_BYTES)
+        text = _text(path, HEAD_BYTES)
     except DataError:  # not text: no table of boxes; where it is asked for by name, reading it says why
         return None
     for delimiter in DELIMITERS:
@@ -84,10 +82,11 @@ def layout_of(path: Path) -> Layout | None:
     return None
 
 
-def rows_of(path: Path, layout: Layout) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row but the header and empty ones. Raises DataError where the file is not text."""
-    text = _decoded(path.read_bytes(), path, whole=True)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=layout.delimiter)
+def rows_of(path: Path, layout: Layout, *, most_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
+    """(line, values) of every row but the header and empty ones. Raises DataError where the file is not text.
+
+    most_bytes: only the rows of so much of its beginning."""
+    reader = csv.reader(io.StringIO(_text(path, most_bytes), newline=""), delimiter=layout.delimiter)
     header = bool(layout.header)
     while True:
         try:
@@ -107,8 +106,11 @@ def rows_of(path: Path, layout: Layout) -> Iterator[tuple[int, list[str]]]:
         yield reader.line_num, values
 
 
-def _decoded(content: bytes, path: Path, *, whole: bool) -> str:
-    """The text of a file, UTF-8 or, with its mark, UTF-16 (Excel). whole: it was not cut off in its last line."""
+def _text(path: Path, most_bytes: int | None) -> str:
+    """The text of a file, UTF-8 or, with its mark, UTF-16 (Excel), or the whole lines of its beginning."""
+    with path.open("rb") as file:
+        content = file.read() if most_bytes is None else file.read(most_bytes)
+    whole = most_bytes is None or len(content) < most_bytes
     utf_16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
     if not whole:
         content = content[: len(content) // 2 * 2] if utf_16 else content[: content.rfind(b"\n") + 1]
