@@ -54,7 +54,8 @@ class OnnxModel(nn.Module):
         options.intra_op_num_threads = threads
         # Threads that wait do not spin: the cores are shared with those that decode. Not slower, measured.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3  # errors only: it warns that a threshold that can be set is not a constant
+        # Its errors come as exceptions too, and it warns that an input that may be given is no constant.
+        options.log_severity_level = 4
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own exceptions have no common base but this one
