@@ -1,0 +1,154 @@
+"""Several formats in one folder, a file that stands for a data set, and the choice of classes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stoker.config import from_fields
+from stoker.data.find import FORMATS
+from stoker.data.index import Index, open_index
+from stoker.errors import DataError, UsageError
+from stoker.training.start import settle
+from tests.drawn import draw
+
+BOX = (4, 2, 20, 10)
+
+
+def picture(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40, 20)).save(path)
+
+
+def coco(root: Path, name: str = "boxes.json") -> None:
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 40, "height": 20}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [4, 2, 16, 8]}],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    (root / name).write_text(json.dumps(content))
+
+
+def voc(root: Path) -> None:
+    box = "".join(f"<{tag}>{value}</{tag}>" for tag, value in zip(("xmin", "ymin", "xmax", "ymax"), BOX, strict=True))
+    (root / "Annotations").mkdir(exist_ok=True)
+    (root / "Annotations" / "a.xml").write_text(
+        f"<annotation><object><name>cat</name><bndbox>{box}</bndbox></object></annotation>"
+    )
+
+
+def yolo(root: Path) -> None:
+    (root / "labels").mkdir(exist_ok=True)
+    (root / "labels" / "a.txt").write_text("0 0.3 0.3 0.4 0.4\n")
+    (root / "data.yaml").write_text("train: images\nnames: [cat]\n")
+
+
+def csv(root: Path) -> None:
+    (root / "boxes.csv").write_text(f"filename,class,xmin,ymin,xmax,ymax\na.jpg,cat,{','.join(map(str, BOX))}\n")
+
+
+WRITERS = {"coco": coco, "voc": voc, "yolo": yolo, "csv": csv}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.sampled_from(sorted(WRITERS)), min_size=1))
+def test_the_preferred_format_is_read_and_the_others_are_named(
+    tmp_path_factory: pytest.TempPathFactory, formats: set[str]
+) -> None:
+    root = tmp_path_factory.mktemp("set")
+    picture(root / "images" / "a.jpg")
+    for name in formats:
+        WRITERS[name](root)
+    index = open_index(root)
+    preferred = min(formats, key=list(FORMATS).index)
+    assert index.format == preferred
+    for name in formats - {preferred}:
+        assert any(f"format={name!r} reads the other" in note for note in index.notes)
+    for name in formats:
+        other = open_index(root, format=name)
+        assert (other.format, other.class_names) == (name, ("cat",))
+        assert other.boxes.tolist() == [pytest.approx(BOX)]
+    assert open_index(root.parent / root.name).format == preferred
+
+
+def test_a_broken_format_does_not_hide_a_preferred_one(tmp_path: Path) -> None:
+    picture(tmp_path / "images" / "a.jpg")
+    coco(tmp_path)
+    (tmp_path / "data.yaml").write_text("train: images\nnames: [cat\n")
+    index = open_index(tmp_path)
+    assert index.format == "coco"
+    assert any("not read: annotations in the format 'yolo'" in note for note in index.notes)
+    with pytest.raises(DataError, match="not valid YAML"):
+        open_index(tmp_path, format="yolo")
+
+
+def test_a_table_without_its_pictures_is_read_where_there_is_nothing_else(tmp_path: Path) -> None:
+    csv(tmp_path)
+    assert [path.name for path in (tmp_path).iterdir()] == ["boxes.csv"]
+    index = open_index(tmp_path)
+    assert index.format == "csv"
+    assert len(index) == 1
+
+
+@pytest.mark.parametrize(("name", "format"), [("boxes.json", "coco"), ("data.yaml", "yolo"), ("boxes.csv", "csv")])
+def test_a_file_stands_for_a_data_set(tmp_path: Path, name: str, format: str) -> None:
+    picture(tmp_path / "images" / "a.jpg")
+    for write in WRITERS.values():
+        write(tmp_path)
+    assert open_index(tmp_path / name).format == open_index(tmp_path / name, format=format).format == format
+    with pytest.raises(DataError, match="in the format 'voc'"):
+        open_index(tmp_path / name, format="voc")
+
+
+def test_the_error_names_all_formats(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        open_index(tmp_path)
+    for word in ("COCO JSON", "Pascal VOC", "YOLO", "TFRecord", "CSV", "the folder is empty"):
+        assert word in str(raised.value)
+
+
+def boxes_of(index: Index, name: str) -> list[list[float]]:
+    return index.boxes[index.labels == index.class_names.index(name)].tolist()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.sampled_from(["red", "green", "blue"]), min_size=1, unique=True))
+def test_classes_are_those_asked_for_in_that_order(drawn: Path, classes: list[str]) -> None:
+    everything, index = open_index(drawn), open_index(drawn, classes=classes)
+    assert index.class_names == tuple(classes)
+    assert index.category_ids == tuple({"red": 1, "green": 2, "blue": 3}[name] for name in classes)
+    assert len(index) == len(everything)  # pictures stay, as background
+    for name in classes:
+        assert boxes_of(index, name) == boxes_of(everything, name)
+    assert len(index.boxes) == sum(len(boxes_of(everything, name)) for name in classes)
+    assert any(f"only the classes {', '.join(classes)}: {len(index.boxes):,} of" in note for note in index.notes)
+    assert np.array_equal(open_index(drawn).labels, everything.labels)  # the cache keeps them apart
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+@pytest.mark.parametrize(
+    ("classes", "fragment"),
+    [(("rad",), "did you mean 'red'?"), (("lorry",), "valid:  red, green, blue"), (("red", "red"), "named twice")],
+)
+def test_classes_that_cannot_be(drawn: Path, classes: tuple[str, ...], fragment: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        open_index(drawn, classes=classes)
+    assert fragment in str(raised.value)
+
+
+def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
+    usual = {"data": str(drawn), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "2"}
+    settled = settle(from_fields({**usual, "classes": ("blue", "red")}), None)
+    assert settled.index.class_names == ("blue", "red")
+    settled = settle(from_fields(usual), None)
+    assert settled.index.class_names == ("red", "green", "blue")
+    assert settled.config.data.classes == ()
+    assert settled.reasons["classes"] == "every class of the data set"
