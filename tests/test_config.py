@@ -83,6 +83,8 @@ def test_bad_durations_name_the_valid_ones(text: str):
     [
         ({"canvas": (320, 333)}, ["--canvas", "multiples of 32", "320"]),
         ({"flip": 1.5}, ["--flip", "0 … 1"]),
+        ({"hue": 0.6}, ["--hue", "0 … 0.5"]),
+        ({"mosaic": 0.5, "batch": 6}, ["--mosaic 0.5", "multiple of 4", "--batch 4"]),
         ({"batch": 8, "accumulate": 3}, ["--accumulate 3", "1, 2, 4, 8"]),
         ({"zoom": (2.0, 1.0)}, ["--zoom"]),
         ({"foreground_iou": 0.4, "background_iou": 0.5}, ["--background-iou"]),

@@ -25,7 +25,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
     "max_bad": (MAX_BAD, "a few bad files are an accident, more are a wrong path or a broken copy"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
-    "augment": ("recipe", "the same picture is never seen twice"),
+    "augment": ("recipe", "pictures are varied, so that a model learns what they share"),
     "flip": (0.5, "as torchvision's detection references"),
     "crop": (0.5, "every other picture at another scale"),
     "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data import augment
@@ -38,6 +38,7 @@ def put(boxes, placement, slots=16, crowd=None):
 # Randomness.
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(Stream))
 def test_uniforms_are_a_pure_function_in_range(seed, epoch, index, stream):
     first = augment.uniforms(seed, epoch, index, stream, 16)
@@ -71,6 +72,7 @@ def test_device_draws_stay_below_one_in_float32():
     assert np.float32((2**64 - 1) >> 40) * np.float32(2.0**-24) < 1
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
 def test_order_is_a_permutation(seed, epoch, count):
     found = augment.order(seed, epoch, count)
@@ -82,6 +84,7 @@ def test_order_is_a_permutation(seed, epoch, count):
 # Placement.
 
 
+@settings(deadline=None)
 @given(placements())
 def test_a_placement_is_inside_picture_and_canvas(placement):
     x0, y0, x1, y1 = placement.region
@@ -90,6 +93,7 @@ def test_a_placement_is_inside_picture_and_canvas(placement):
     assert min(placement.content) >= 1
 
 
+@settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
 def test_content_fits_and_fills(size, canvas, resize, zoom, at):
     placement = place(size, canvas, resize, zoom=zoom, at=at)
@@ -109,6 +113,7 @@ def test_content_fits_and_fills(size, canvas, resize, zoom, at):
         assert abs(width - max(1, (x1 - x0) * wanted)) <= 0.5 + 1e-6
 
 
+@settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), CANVASES, RESIZES)
 def test_without_zoom_the_whole_picture_is_shown(size, canvas, resize):
     placement = place(size, canvas, resize)
@@ -151,6 +156,7 @@ def shares(boxes, placement):
     return (kept[:, 2:] - kept[:, :2]).prod(1) / np.maximum(1e-9, (whole[:, 2:] - whole[:, :2]).prod(1))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.01, 1))
 def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     boxes = boxes_in(600, 800, count, seed)
@@ -159,6 +165,7 @@ def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     assert not placement.cropped or shares(boxes, placement).max() >= overlap - 1e-6
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_first_window_that_shows_enough_is_taken(seed):
     boxes = boxes_in(600, 800, 2, seed)
@@ -179,6 +186,7 @@ def test_windows_are_drawn_again_a_few_times():
 # Boxes on the host.
 
 
+@settings(deadline=None)
 @given(placements(), st.integers(0, 16), st.integers(0, 2**32 - 1))
 def test_boxes_stay_inside_the_content_and_keep_their_labels(placement, count, seed):
     original = boxes_in(*placement.size, count, seed)
@@ -201,6 +209,7 @@ def test_boxes_stay_inside_the_content_and_keep_their_labels(placement, count, s
         assert back == pytest.approx(visible, abs=1e-3 * max(placement.size) + 1e-3)
 
 
+@settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.integers(0, 2**32 - 1))
 def test_a_plain_resize_loses_no_box(size, canvas, resize, seed):
     rng = np.random.default_rng(seed)

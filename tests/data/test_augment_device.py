@@ -27,11 +27,13 @@ def same(a, b, atol=0.0):
                for name, x, y in zip(Batch._fields, a, b, strict=True))  # fmt: skip
 
 
+@settings(deadline=None)
 @given(batches())
 def test_flip_with_probability_zero_changes_nothing(batch):
     assert same(flip(batch, 0.0), batch)
 
 
+@settings(deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
     turned = flip(batch, probability)
@@ -48,6 +50,7 @@ def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
     assert turned.images.is_contiguous(memory_format=torch.channels_last)
 
 
+@settings(deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_flipping_twice_is_the_identity(batch, probability):
     assert same(flip(flip(batch, probability), probability), batch, atol=1e-5)
@@ -99,7 +102,7 @@ def seen(image, label):
     return (None if len(xs) == 0 else (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)), len(xs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_a_coloured_rectangle_is_where_its_box_says(seed):
     before = painted(seed)
@@ -134,12 +137,13 @@ def test_a_coloured_rectangle_is_where_its_box_says(seed):
                 assert label not in found
 
 
+@settings(deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_all_that_is_off_changes_nothing(batch, progress):
     assert augment_batch(batch, OFF, progress) is batch
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS, st.sampled_from([8, 12]))
 def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
     whole = painted(seed, count=count, canvas=(32, 64), noise=True)
@@ -147,7 +151,7 @@ def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
     assert same(augment_batch(whole, ALL, 0.5), Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_no_slot_is_filled_by_what_was_not_valid(seed):
     batch = painted(seed)
@@ -193,6 +197,7 @@ def coloured(batch, k, strengths):
 STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
 
 
+@settings(deadline=None)
 @given(batches(), STRENGTHS)
 def test_colour_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
     changed = colour(batch, *strengths)
@@ -207,6 +212,7 @@ def test_colour_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths
     assert same(changed._replace(images=batch.images), batch)
 
 
+@settings(deadline=None)
 @given(batches(), STRENGTHS)
 def test_colour_by_a_factor_of_one_is_the_identity(batch, strengths):
     batch = batch._replace(draw=torch.full_like(batch.draw, 0.5))
@@ -257,7 +263,7 @@ def test_what_is_beside_the_tiles_is_padding():
         assert (part.permute(1, 2, 0) == torch.tensor(PADDING, dtype=torch.uint8)).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_a_mosaic_with_more_boxes_than_slots_is_not_made(seed):
     rng = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ from stoker.data.index import Index, open_index
 from stoker.device import Device, Memory
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.training import fit
-from stoker.training.derive import derive, total_steps
+from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -55,6 +55,31 @@ def test_unknown_model_names_the_nearest(index: Index):
 @pytest.mark.parametrize(("text", "steps"), [("12ep", 90), ("77", 77), ("0.5ep", 4), ("3min", None)])
 def test_lengths(text: str, steps: int | None):
     assert total_steps(parse_duration(text), 60, 8) == steps
+
+
+@pytest.mark.parametrize("model", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn", "retinanet_resnet50_fpn"])
+def test_augmentation_can_be_switched_off_and_single_ones_on(index: Index, model: str):
+    asked = from_fields({"augment": "none", "model": model, "hue": 0.1})
+    config, reasons = derive_data(asked, index, CPU)
+    found = {name: value for name, value in config.items() if name in AUGMENTATIONS}
+    assert found == {**dict.fromkeys(AUGMENTATIONS, 0.0), "hue": 0.1}
+    assert reasons["flip"] == "--augment none"
+    assert "hue" not in reasons
+    usual = derive_data(from_fields({"model": model}), index, CPU)[0].data
+    assert usual.flip > 0
+    assert usual.mosaic == usual.hue == 0  # never by default
+
+
+def test_what_is_derived_for_the_data_alone_is_what_training_uses(index: Index):
+    data, _ = derive_data(Config(), index, CPU)
+    assert derive(Config(), index, CPU)[0].data == data.data
+
+
+def test_mosaics_need_a_batch_of_whole_groups(index: Index):
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        derive(from_fields({"mosaic": 0.5, "batch": 6}), index, CPU)
+    config, _ = derive(from_fields({"mosaic": 0.5}), index, CPU)
+    assert config.run.batch % 4 == 0
 
 
 def test_rate_follows_the_batch(index: Index):

@@ -16,6 +16,8 @@ STEPS_IN_ALL = 80
 FLAGS = [
     "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--for", str(STEPS_IN_ALL),
     "--eval-every", "30", "--checkpoint-every", "6", "--crop", "0.5", "--ema", "0.9", "--precision", "fp32",
+    "--flip", "0.5", "--brightness", "0.2", "--contrast", "0.2", "--saturation", "0.2", "--hue", "0.05",
+    "--mosaic", "0.4",
     "--threads", "2",
 ]  # fmt: skip
 
