@@ -1,0 +1,181 @@
+"""The same boxes written in every format that is read give the same index. The files are written here, by hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data.find import FORMATS
+from stoker.data.index import Index, open_index
+from tests.data.tfrecords import example, frame, jpeg, label_map, picture
+
+CLASSES = ("cat", "dog", "emu")
+"""In order of name: Pascal VOC has no other."""
+
+
+class Drawn(NamedTuple):
+    name: str
+    split: str
+    width: int
+    height: int
+    boxes: list[tuple[int, int, int, int, int]]
+    """Label, x1, y1, x2, y2 in whole pixels."""
+
+
+@st.composite
+def drawings(draw: st.DrawFn) -> list[Drawn]:
+    """Pictures of two splits; every class has a box in the first of each."""
+    drawn = []
+    for split in ("train", "val"):
+        for number in range(draw(st.integers(1, 3))):
+            width, height = draw(st.integers(4, 90)), draw(st.integers(4, 90))
+            boxes = []
+            for label in [0, 1, 2] if number == 0 else draw(st.lists(st.integers(0, 2), max_size=4)):
+                x1, y1 = draw(st.integers(0, width - 3)), draw(st.integers(0, height - 3))
+                x2, y2 = draw(st.integers(x1 + 2, width)), draw(st.integers(y1 + 2, height))  # 0 … 1 would be shares
+                boxes.append((label, x1, y1, x2, y2))
+            drawn.append(Drawn(f"{split}-{number}.jpg", split, width, height, list(dict.fromkeys(boxes))))
+    return drawn
+
+
+def save(folder: Path, drawn: list[Drawn]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for item in drawn:
+        (folder / item.name).write_bytes(jpeg(item.width, item.height, len(item.boxes)))
+    return folder
+
+
+def write_coco(root: Path, drawn: list[Drawn]) -> None:
+    for split in ("train", "val"):
+        own = [item for item in drawn if item.split == split]
+        images = [
+            {"id": n, "file_name": item.name, "width": item.width, "height": item.height} for n, item in enumerate(own)
+        ]
+        annotations = [
+            {"id": 9 * n + k, "image_id": n, "category_id": label + 5, "bbox": [x1, y1, x2 - x1, y2 - y1], "iscrowd": 0}
+            for n, item in enumerate(own)
+            for k, (label, x1, y1, x2, y2) in enumerate(item.boxes)
+        ]
+        categories = [{"id": n + 5, "name": name} for n, name in enumerate(CLASSES)]
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        (save(root / split, own) / "_annotations.coco.json").write_text(json.dumps(content))
+
+
+def write_voc(root: Path, drawn: list[Drawn]) -> None:
+    save(root / "JPEGImages", drawn)
+    (root / "Annotations").mkdir()
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    for item in drawn:
+        objects = "".join(
+            f"<object><name>{CLASSES[label]}</name><bndbox><xmin>{x1}</xmin><ymin>{y1}</ymin>"
+            f"<xmax>{x2}</xmax><ymax>{y2}</ymax></bndbox></object>"
+            for label, x1, y1, x2, y2 in item.boxes
+        )
+        size = f"<size><width>{item.width}</width><height>{item.height}</height></size>"
+        text = f"<annotation><filename>{item.name}</filename>{size}{objects}</annotation>"
+        (root / "Annotations" / item.name.replace(".jpg", ".xml")).write_text(text)
+    for split in ("train", "val"):
+        names = [item.name.removesuffix(".jpg") for item in drawn if item.split == split]
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(names))
+
+
+def write_yolo(root: Path, drawn: list[Drawn]) -> None:
+    for split in ("train", "val"):
+        own = [item for item in drawn if item.split == split]
+        save(root / "images" / split, own)
+        (root / "labels" / split).mkdir(parents=True)
+        for item in own:
+            w, h = item.width, item.height
+            lines = [
+                f"{label} {(x1 + x2) / 2 / w:.9g} {(y1 + y2) / 2 / h:.9g} {(x2 - x1) / w:.9g} {(y2 - y1) / h:.9g}"
+                for label, x1, y1, x2, y2 in item.boxes
+            ]
+            (root / "labels" / split / item.name.replace(".jpg", ".txt")).write_text("\n".join(lines))
+    (root / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cat, dog, emu]\n")
+
+
+def write_tfrecord(root: Path, drawn: list[Drawn]) -> None:
+    label_map(root / "label_map.pbtxt", *CLASSES)
+    for split in ("train", "val"):
+        records = []
+        for item in drawn:
+            if item.split == split:
+                w, h = item.width, item.height
+                boxes = [(CLASSES[k], k + 1, x1 / w, y1 / h, x2 / w, y2 / h) for k, x1, y1, x2, y2 in item.boxes]
+                encoded = jpeg(w, h, len(item.boxes))
+                records.append(frame(example(picture(item.name, boxes, size=(h, w), image__encoded=[encoded]))))
+        (root / f"{split}.record").write_bytes(b"".join(records))
+
+
+def write_csv(root: Path, drawn: list[Drawn]) -> None:
+    save(root / "images", drawn)
+    for split in ("train", "val"):
+        lines = ["filename,width,height,class,xmin,ymin,xmax,ymax"]
+        for item in drawn:
+            if item.split == split:
+                rows = [f"{CLASSES[label]},{x1},{y1},{x2},{y2}" for label, x1, y1, x2, y2 in item.boxes]
+                lines += [f"{item.name},{item.width},{item.height},{row}" for row in rows or [",,,,"]]
+        (root / f"{split}_labels.csv").write_text("\n".join(lines) + "\n")
+
+
+WRITE = {"coco": write_coco, "voc": write_voc, "yolo": write_yolo, "tfrecord": write_tfrecord, "csv": write_csv}
+
+
+def test_every_format_is_here() -> None:
+    assert list(WRITE) == list(FORMATS)
+
+
+def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], list[str], list[bool], bytes]]:
+    """What an index says, picture by picture, split by split, in its own order."""
+    said = []
+    for split in index.splits:
+        for row in index.rows(split).tolist():
+            own = slice(index.offsets[row], index.offsets[row + 1])
+            said.append(
+                (
+                    split,
+                    index.path(row).name,
+                    index.size[row].tolist(),
+                    np.round(index.boxes[own].astype(np.float64), 3).tolist(),
+                    [index.class_names[label] for label in index.labels[own]],
+                    index.crowd[own].tolist(),
+                    index.read(row),
+                )
+            )
+    return said
+
+
+@settings(max_examples=12, deadline=None)
+@given(drawings())
+def test_the_same_boxes_are_the_same_index(tmp_path_factory: pytest.TempPathFactory, drawn: list[Drawn]) -> None:
+    root = tmp_path_factory.mktemp("same")
+    expected = [
+        (
+            item.split,
+            item.name,
+            [item.height, item.width],
+            [[float(value) for value in box[1:]] for box in item.boxes],
+            [CLASSES[box[0]] for box in item.boxes],
+            [False] * len(item.boxes),
+            jpeg(item.width, item.height, len(item.boxes)),
+        )
+        for item in drawn
+    ]
+    for name, write in WRITE.items():
+        write(root / name, drawn)
+        index = open_index(root / name)
+        assert index.format == name
+        assert index.class_names == CLASSES, name
+        assert content(index) == expected, name
+        areas = [(x2 - x1) * (y2 - y1) for item in drawn for _, x1, y1, x2, y2 in item.boxes]
+        order = np.concatenate(
+            [np.arange(index.offsets[r], index.offsets[r + 1]) for s in index.splits for r in index.rows(s)]
+        )
+        assert index.area[order.astype(int)] == pytest.approx(areas, rel=1e-4), name
+        kinds = {problem.kind for problem in index.problems}
+        assert not [kind for kind in kinds if not re.search("class|copied|tiny|same", kind)], (name, index.problems)
