@@ -1,0 +1,175 @@
+"""How fast `stoker data check` goes: pictures decoded and checked beside the loader's own rate, and annotations alone.
+
+Draws JPEGs of 640 × 480 and about 95 KB (COCO's usual size), and a JSON file like instances_train2017.json (118,287
+pictures, 860,001 boxes, 400 MB, from `benchmarks/index.py`). Every measurement is a fresh process, the loader and the
+check in turn; the clock starts after the imports, both use all cores, and the files are in the page cache.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import index
+from report import Bar, Report, options, spread
+
+DRAWN = 600
+SIDES = (480, 640)
+BATCH = 16
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def draw(folder: Path, pictures: int) -> None:
+    """Writes images/ and all.json: coarse colours with fine noise, which compress like photographs."""
+    import cv2
+    import numpy as np
+
+    (folder / "images").mkdir()
+    height, width = SIDES
+    for i in range(pictures):
+        rng = np.random.default_rng(i)
+        coarse = cv2.resize(rng.integers(0, 256, (12, 16, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+        fine = rng.normal(0, 9, (height, width, 1))
+        picture = np.clip(coarse + fine, 0, 255).astype(np.uint8)
+        cv2.imwrite(str(folder / "images" / f"{i:06d}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
+    images = [{"id": i, "file_name": f"{i:06d}.jpg", "height": height, "width": width} for i in range(pictures)]
+    boxes = [{"id": i, "image_id": i, "category_id": 1, "bbox": [9, 9, 90, 90]} for i in range(pictures)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "all.json").write_text(json.dumps(content))
+
+
+def measure_loader(folder: Path) -> dict[str, Any]:
+    import numpy as np
+
+    from stoker.data.index import open_index
+    from stoker.data.loader import Loader, box_slots
+    from stoker.device import host_cores, pick
+
+    data = open_index(folder)
+    rows = np.arange(len(data))
+    loader = Loader(
+        data, rows, device=pick("cpu"), batch=BATCH, canvas=SIDES, resize="letterbox", boxes=box_slots(data, rows),
+        seed=0, threads=host_cores(), train=False,
+    )  # fmt: skip
+    start, cpu = time.perf_counter(), time.process_time()
+    batches = sum(1 for _ in loader)
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    loader.close()
+    if batches != -(-len(rows) // BATCH) or loader.state_dict()["quarantined"]:
+        raise RuntimeError("the loader did not load everything")
+    return {"s": seconds, "per_s": len(rows) / seconds, "cpu_ms": 1e3 * cpu_s / len(rows)}
+
+
+def measure_check(folder: Path) -> dict[str, Any]:
+    from stoker.data.check_pictures import check_pictures
+    from stoker.data.index import open_index
+    from stoker.data.problems import Problems
+
+    data, problems = open_index(folder), Problems()
+    start, cpu = time.perf_counter(), time.process_time()
+    usable = check_pictures(data, problems, threads=os.cpu_count() or 1, progress=lambda _done, _all: None)
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    if not usable.all() or problems.found():
+        raise RuntimeError(f"the check finds {problems.found()} in sound pictures")
+    return {"s": seconds, "per_s": len(usable) / seconds, "cpu_ms": 1e3 * cpu_s / len(usable)}
+
+
+def measure_annotations(folder: Path) -> dict[str, Any]:
+    from stoker.data.check import check
+
+    start = time.perf_counter()
+    report = check(folder, pictures=False)
+    seconds = time.perf_counter() - start
+    return {"s": seconds, "peak_mb": index.peak_mb(), "pictures": report.pictures, "boxes": report.boxes}
+
+
+CHILDREN = {"loader": measure_loader, "check": measure_check, "annotations": measure_annotations}
+
+
+def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
+    """Runs one measurement in a process of its own."""
+    environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, "--child", what, str(folder), *map(str, sizes)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run(quick: bool) -> Report:
+    drawn, n = (DRAWN // 4, 3) if quick else (DRAWN, 7)
+    pictures, boxes, big_n = (index.PICTURES // 10, index.BOXES // 10, 3) if quick else (index.PICTURES, index.BOXES, 3)
+    runs: dict[str, list[dict[str, Any]]] = {"loader": [], "check": [], "annotations": []}
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
+        small, big, cache = (Path(temporary) / name for name in ("drawn", "coco", "cache"))
+        small.mkdir()
+        big.mkdir()
+        child("draw", small, cache, drawn)
+        child("generate", big, cache, pictures, boxes)
+        for number in range(n):
+            for what in ("loader", "check") if number % 2 else ("check", "loader"):
+                runs[what].append(child(what, small, cache))
+        for _ in range(big_n):
+            runs["annotations"].append(child("annotations", big, cache))
+        size_kb = statistics.mean(path.stat().st_size for path in (small / "images").iterdir()) / 1e3
+    if (runs["annotations"][0]["pictures"], runs["annotations"][0]["boxes"]) != (pictures, boxes):
+        raise RuntimeError(f"the report is not of what was generated: {runs['annotations'][0]}")
+    report = Report(
+        f"stoker data check: {drawn} JPEGs of {SIDES[1]} × {SIDES[0]}, {size_kb:.0f} KB; annotations of {pictures:,}"
+        f" pictures, {boxes:,} boxes",
+        n,
+        ("stoker", "simplejpeg", "opencv-python-headless", "msgspec", "numpy"),
+    )
+    seconds = statistics.median(result["s"] for result in runs["annotations"])
+    report.rows = [
+        rates("the loader, at full size", runs["loader"]),
+        rates("check, pictures", runs["check"]),
+        {
+            "what": f"check, annotations alone, n = {big_n}",
+            "s": seconds,
+            "peak MB": statistics.median(result["peak_mb"] for result in runs["annotations"]),
+        },
+    ]
+    ours, theirs = (statistics.median(result["per_s"] for result in runs[what]) for what in ("check", "loader"))
+    report.bars = [
+        Bar.at_least("pictures checked per second / loaded per second", ours / theirs, 0.9),
+        Bar.at_most("seconds for the annotations alone", seconds, 5.0),
+    ]
+    return report
+
+
+def rates(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    per_s = spread([result["per_s"] for result in results])
+    return {
+        "what": what,
+        "pictures/s": per_s["median"],
+        "min": per_s["min"],
+        "max": per_s["max"],
+        "CPU ms a picture": statistics.median(result["cpu_ms"] for result in results),
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        what, folder, *sizes = sys.argv[2:]
+        if what in ("draw", "generate"):
+            {"draw": draw, "generate": index.generate}[what](Path(folder), *map(int, sizes))
+            print("{}")
+        else:
+            print(json.dumps(CHILDREN[what](Path(folder))))
+        return
+    arguments = options(__doc__ or "").parse_args()
+    try:
+        report = run(arguments.quick)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"could not measure: {error}")
+    report.show()
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
