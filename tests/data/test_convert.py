@@ -1,0 +1,374 @@
+"""stoker data convert: what is written is read back the same, is what other readers expect, and is never half there."""
+
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from stoker.cli import main
+from stoker.data.convert.item import turned
+from stoker.data.convert.writing import MARK, Target, convert
+from stoker.data.index import Index, open_index
+from stoker.errors import DataError, StorageError, UsageError
+from tests.data.tfrecords import features_of, jpeg, picture, unframe, write
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+CLASSES = ("zebra", "a b", 'ümlaut\'s "x": #1')
+
+
+def annotated(box: list[float], label: int = 1, **more: object) -> dict[str, object]:
+    return {"category_id": label, "bbox": box, "iscrowd": 0, "area": box[2] * box[3]} | more
+
+
+def coco(root: Path, pictures: dict[str, tuple[bytes, list[dict[str, object]]]], split: str = "train") -> Path:
+    """A split of a COCO data set: names → encoded pictures and their annotations."""
+    folder = root / split
+    folder.mkdir(parents=True)
+    images, annotations = [], []
+    for number, (name, (data, boxes)) in enumerate(pictures.items(), 10):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+        with Image.open(io.BytesIO(data)) as opened:
+            width, height = opened.size
+        images.append({"id": number, "file_name": name, "width": width, "height": height})
+        annotations += [{"id": len(annotations) + k, "image_id": number} | box for k, box in enumerate(boxes)]
+    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES, 1)]
+    document = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "_annotations.coco.json").write_text(json.dumps(document))
+    return root
+
+
+def two_splits(root: Path) -> Path:
+    coco(root, {f"{n}.jpg": (jpeg(40, 30, n), [annotated([1, 2, 10.5, 20], 1 + n % 3)]) for n in range(4)})
+    return coco(root, {"0.jpg": (jpeg(40, 30, 9), [annotated([0, 0, 40, 30])]), "e.jpg": (jpeg(), [])}, "valid")
+
+
+def rows(index: Index) -> list[int]:
+    return [row for split in index.splits for row in index.rows(split).tolist()]
+
+
+def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], list[bool], np.ndarray[Any, Any]]:
+    own = slice(index.offsets[row], index.offsets[row + 1])
+    names = [index.class_names[label] for label in index.labels[own]]
+    return index.boxes[own], names, index.crowd[own].tolist(), index.area[own]
+
+
+@st.composite
+def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]]:
+    """Two splits of pictures with boxes anywhere within them, some none, some crowd."""
+    drawn = {}
+    for split in ("train", "valid"):
+        pictures = {}
+        for number in range(draw(st.integers(1, 3))):
+            width, height = draw(st.integers(8, 500)), draw(st.integers(8, 500))
+            boxes = []
+            for k in range(1 if number == 0 else draw(st.integers(0, 4))):
+                whole = draw(st.booleans())
+                kind = st.integers if whole else st.floats
+                x, y = draw(kind(0, width - 4)), draw(kind(0, height - 4))
+                w, h = draw(kind(2, int(width - x))), draw(kind(2, int(height - y)))
+                crowd = int(k > 0 and draw(st.booleans()))
+                boxes.append(annotated([x, y, w, h], draw(st.integers(1, 3)), iscrowd=crowd, area=w * h / 2))
+            pictures[f"{number} {split}.jpg"] = jpeg(width, height, number), boxes
+        drawn[split] = pictures
+    return drawn
+
+
+@settings(max_examples=8, deadline=None)
+@given(sets(), st.integers(1, 3))
+def test_every_data_set_comes_back_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]],
+    shards: int,
+) -> None:
+    root = tmp_path_factory.mktemp("round")
+    for split, pictures in drawn.items():
+        coco(root / "source", pictures, split)
+    source = open_index(root / "source")
+    for to in TARGETS:
+        out = root / to
+        converted = convert(source, out, to, shards=shards if to == "tfrecord" else 1)
+        index = open_index(out)
+        assert index.format == to
+        assert index.splits == source.splits
+        assert converted.pictures == {split: len(source.rows(split)) for split in source.splits}
+        assert converted.boxes == len(index.boxes)
+        assert converted.left_out == ()
+        if to == "voc":
+            assert set(index.class_names) <= set(CLASSES)
+        else:
+            assert index.class_names == source.class_names
+        assert [index.path(row).name for row in rows(index)] == [source.path(row).name for row in rows(source)]
+        if to in ("coco", "tfrecord"):
+            ids = index.image_id[rows(index)].tolist(), source.image_id[rows(source)].tolist()
+            assert to == "tfrecord" or ids[0] == ids[1]
+        for row, original in zip(rows(index), rows(source), strict=True):
+            assert index.read(row) == source.read(original)
+            assert index.size[row].tolist() == source.size[original].tolist()
+            boxes, names, crowd, area = boxes_of(index, row)
+            expected, expected_names, expected_crowd, expected_area = boxes_of(source, original)
+            if to in ("voc", "yolo"):
+                kept = ~np.array(expected_crowd, bool)
+                expected, expected_names = expected[kept], [n for n, k in zip(expected_names, kept, strict=True) if k]
+                assert not any(crowd)
+            else:
+                assert crowd == expected_crowd
+                assert area == pytest.approx(expected_area, rel=1e-6)
+            assert names == expected_names
+            if to in ("coco", "voc"):
+                assert boxes.tolist() == expected.tolist()
+            else:
+                assert np.abs(boxes - expected).max(initial=0) < 1e-3
+
+
+def test_tfrecords_are_what_the_api_writes(tmp_path: Path) -> None:
+    """Against a reader of its own, with the keys of object_detection/dataset_tools/create_coco_tf_record.py."""
+    source = open_index(two_splits(tmp_path / "source"))
+    convert(source, tmp_path / "out", "tfrecord", shards=3)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        "label_map.pbtxt",
+        "train.record-00000-of-00003", "train.record-00001-of-00003", "train.record-00002-of-00003",
+        "val.record-00000-of-00002", "val.record-00001-of-00002",
+    ]  # fmt: skip
+    train = [record for name in names[1:4] for record in unframe((tmp_path / "out" / name).read_bytes())]
+    features = [features_of(record) for record in train]
+    assert [each["image/filename"] for each in features] == [[f"{n}.jpg".encode()] for n in range(4)]
+    first = features[1]
+    data = jpeg(40, 30, 1)
+    assert first["image/encoded"] == [data]
+    assert first["image/key/sha256"] == [hashlib.sha256(data).hexdigest().encode()]
+    assert first["image/format"] == [b"jpeg"]
+    assert (first["image/height"], first["image/width"]) == ([30], [40])
+    assert first["image/object/class/text"] == [b"a b"]
+    assert first["image/object/class/label"] == [2]
+    corners = [first[f"image/object/bbox/{key}"][0] for key in ("xmin", "ymin", "xmax", "ymax")]
+    assert corners == pytest.approx([1 / 40, 2 / 30, 11.5 / 40, 22 / 30])
+    assert first["image/object/is_crowd"] == [0]
+    assert first["image/object/area"] == [210]
+    (empty,) = unframe((tmp_path / "out" / names[5]).read_bytes())
+    assert "image/object/bbox/xmin" not in features_of(empty)
+
+
+def test_the_files_of_the_other_formats(tmp_path: Path) -> None:
+    source = open_index(two_splits(tmp_path / "source"))
+    for to in ("coco", "voc", "yolo"):
+        convert(source, tmp_path / to, to)
+    document = json.loads((tmp_path / "coco/annotations/instances_train.json").read_text())
+    assert document["categories"] == [{"id": n, "name": name} for n, name in enumerate(CLASSES, 1)]
+    assert document["annotations"][0] == {
+        "id": 1, "image_id": 10, "category_id": 1, "bbox": [1, 2, 10.5, 20], "area": 210.0, "iscrowd": 0,
+    }  # fmt: skip
+    assert (tmp_path / "coco/train/3.jpg").read_bytes() == jpeg(40, 30, 3)
+    assert (tmp_path / "voc/ImageSets/Main/val.txt").read_text() == "0-2\ne\n"
+    root = ElementTree.parse(tmp_path / "voc/Annotations/0-2.xml").getroot()
+    assert root.findtext("filename") == "0-2.jpg"
+    assert [root.findtext(f"size/{side}") for side in ("width", "height", "depth")] == ["40", "30", "3"]
+    assert [element.text for element in root.iter("bndbox") for element in element] == ["0", "0", "40", "30"]
+    assert (tmp_path / "yolo/data.yaml").read_text(encoding="utf-8") == (
+        'train: images/train\nval: images/val\nnc: 3\nnames:\n  0: "zebra"\n  1: "a b"\n  2: "ümlaut\'s \\"x\\": #1"\n'
+    )
+    assert (tmp_path / "yolo/labels/val/0.txt").read_text() == "0 0.5 0.5 1 1\n"
+    assert (tmp_path / "yolo/labels/val/e.txt").read_text() == ""
+
+
+def test_records_become_files_with_names_that_differ(tmp_path: Path) -> None:
+    box = ("zebra", 1, 0.0, 0.0, 0.5, 0.5)
+    png = io.BytesIO()
+    Image.new("RGB", (200, 100)).save(png, "PNG")
+    write(
+        tmp_path / "in" / "train.record",
+        picture("A.jpg", [box]),
+        picture("a.JPEG", [box]),
+        picture(None, [box]) | {"image/encoded": [png.getvalue()]},
+        picture("b\n\\.c d.e ", [box]),
+    )
+    write(tmp_path / "in" / "val.record", picture("a.jpg", [box]))
+    source = open_index(tmp_path / "in")
+    for to in TARGETS:
+        convert(source, tmp_path / to, to, link=True)
+        index = open_index(tmp_path / to)
+        by_name = {index.path(row).name: index.read(row) for row in rows(index)[:4]}
+        assert by_name.keys() == {"A.jpg", "a-2.JPEG", "record 3.png", "c d.e.jpg"}, to
+        assert by_name["record 3.png"] == png.getvalue()
+        assert sorted(by_name.values()) == sorted(source.read(row) for row in rows(source)[:4])
+        assert index.path(rows(index)[4]).name == ("a-3.jpg" if to == "voc" else "a.jpg")
+
+
+def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
+    crowd = annotated([0, 0, 9, 9], 3, iscrowd=1)
+    over = annotated([-0.5, 1.25, 40.25, 20])
+    coco(tmp_path / "in", {"a.jpg": (jpeg(40, 30), [crowd, over]), "b.jpg": (jpeg(40, 30), [over])})
+    coco(tmp_path / "in", {"c.jpg": (jpeg(40, 30), [over])}, "valid")
+    source = open_index(tmp_path / "in")
+    said = {to: "\n".join(convert(source, tmp_path / to, to).notes) for to in TARGETS}
+    assert said["coco"] == ""
+    assert "1 crowd boxes are left out: Pascal VOC has none" in said["voc"]
+    assert "classes without a box are left out" in said["voc"]
+    assert "3 boxes are not in whole pixels" in said["voc"]
+    assert "1 crowd boxes are left out: YOLO has none" in said["yolo"]
+    for to in ("yolo", "tfrecord"):
+        assert "3 boxes reached outside their picture and are clipped" in said[to]
+        index = open_index(tmp_path / to)
+        assert index.boxes[-1].tolist() == pytest.approx([0, 1.25, 39.75, 21.25], abs=1e-3)
+
+
+def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+    root = two_splits(tmp_path / "in")
+    (root / "train" / "1.jpg").write_bytes(b"<html>")
+    (root / "train" / "2.jpg").unlink()
+    (root / "train" / "3.jpg").write_bytes(jpeg(41, 30))
+    source = open_index(root)
+    converted = convert(source, tmp_path / "out", "tfrecord", shards=4)
+    assert [path.name for path, _ in converted.left_out] == ["1.jpg", "2.jpg", "3.jpg"]
+    why = [why for _, why in converted.left_out]
+    assert "web page" in why[0]
+    assert "No such file" in why[1]
+    assert "say 40 × 30 pixels, the picture has 41 × 30" in why[2]
+    assert len(open_index(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "train.record-00000-of-00001").stat().st_size > 0
+    webp = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(webp, "WEBP")
+    (root / "train" / "0.jpg").write_bytes(webp.getvalue())
+    converted = convert(source, tmp_path / "out2", "tfrecord")
+    assert converted.left_out[0][1] == "it is webp, TensorFlow decodes jpeg, png, bmp, gif"
+    for split in ("train", "valid"):
+        for path in (root / split).glob("*.jpg"):
+            path.unlink()
+    with pytest.raises(DataError, match="No picture could be converted"):
+        convert(source, tmp_path / "out3", "coco")
+    assert not list(tmp_path.glob("out3*"))
+
+
+def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    source = open_index(two_splits(tmp_path / "in"))
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+
+    class Killed(BaseException):
+        pass
+
+    def killed(done: int, _all: int) -> None:
+        assert not out.exists()
+        assert (partial / MARK).is_file()
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        convert(source, out, "yolo", progress=killed)
+    assert not out.exists()
+    partial.mkdir()
+    (partial / "mine.txt").touch()
+    with pytest.raises(UsageError, match="in the way"):
+        convert(source, out, "yolo")
+    (partial / MARK).touch()  # as a SIGKILL leaves it
+    convert(source, out, "yolo")
+    assert not partial.exists()
+    assert not list(out.rglob(MARK))
+    assert not list(out.rglob("mine.txt"))
+    with pytest.raises(UsageError, match="is there already"):
+        convert(source, out, "coco")
+    with pytest.raises(UsageError, match="is there already"):
+        convert(source, tmp_path / "in", "coco")
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty", "coco")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        convert(source, tmp_path / "file" / "below", "coco")
+    with pytest.raises(UsageError, match="--shards is 2"):
+        convert(source, tmp_path / "x", "coco", shards=2)
+
+
+def test_links_are_links(tmp_path: Path) -> None:
+    root = two_splits(tmp_path / "in")
+    source = open_index(root)
+    for to in ("coco", "voc", "yolo"):
+        convert(source, tmp_path / to, to, link=True)
+        index = open_index(tmp_path / to)
+        for row, original in zip(rows(index), rows(source), strict=True):
+            assert index.path(row).samefile(source.path(original))
+    convert(source, tmp_path / "copy", "coco")
+    assert not (tmp_path / "copy/train/0.jpg").samefile(root / "train/0.jpg")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_boxes_turn_with_the_picture(orientation: int) -> None:
+    stored = np.zeros((20, 30), np.uint8)
+    stored[3:7, 5:14] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.fromarray(stored).save(file, "PNG", exif=exif)
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(file)))
+    ys, xs = np.nonzero(upright)
+    expected = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+    assert turned(np.array([[5, 3, 14, 7]], np.float32), (20, 30), orientation).tolist() == [expected]
+
+
+def turned_jpeg() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("annotated_as", ["stored", "upright"])
+def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_as: str) -> None:
+    """YOLO's readers turn pictures as EXIF says, TensorFlow does not; COCO and Pascal VOC carry the size."""
+    box = [5, 3, 9, 4] if annotated_as == "stored" else [13, 5, 4, 9]
+    for split in ("train", "valid"):
+        coco(tmp_path / "in", {f"{split}.jpg": (turned_jpeg(), [annotated(box)])}, split)
+        if annotated_as == "upright":
+            file = tmp_path / "in" / split / "_annotations.coco.json"
+            document = json.loads(file.read_text())
+            document["images"][0] |= {"width": 20, "height": 30}
+            file.write_text(json.dumps(document))
+    source = open_index(tmp_path / "in")
+    stored, upright = ([20, 30], [5, 3, 14, 7]), ([30, 20], [13, 5, 17, 14])
+    same = stored if annotated_as == "stored" else upright
+    for to, (size, corners) in {"coco": same, "voc": same, "yolo": upright, "tfrecord": stored}.items():
+        converted = convert(source, tmp_path / to, to)  # type: ignore[arg-type]
+        index = open_index(tmp_path / to)
+        assert index.size.tolist() == [size] * 2, to
+        assert index.boxes[0].tolist() == pytest.approx(corners, abs=1e-4), to
+        assert any("2 pictures are turned by EXIF" in note for note in converted.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["in", "out", "--to", "yolo"], 0, ["6 pictures (train 4, val 2)", "5 boxes, 3 classes", "written: out"]),
+        (["in", "out", "--to", "yolo", "--classes", "a b"], 0, ["1 boxes, 1 classes"]),
+        (["in", "out", "--to", "yolov8"], 2, ["yolo", "tfrecord"]),
+        (["in", "in", "--to", "voc"], 2, ["is there already", "fix:"]),
+        (["nowhere", "out", "--to", "voc"], 4, ["nowhere"]),
+    ],
+)
+def test_the_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: list[str],
+) -> None:
+    two_splits(tmp_path / "in")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stoker", "data", "convert", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = "".join(capfd.readouterr())
+    assert ended.value.code == code, output
+    for word in words:
+        assert word in output
+    assert "Traceback" not in output
+    assert (tmp_path / "out").exists() == (code == 0)
