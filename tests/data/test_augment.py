@@ -148,6 +148,11 @@ def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
     return draw_placement((600, 800), (320, 320), "letterbox", **how)
 
 
+def some_boxes(count, seed):
+    """[count, 4] xyxy, of which one at least lies inside the picture."""
+    return np.concatenate([boxes_in(600, 800, count - 1, seed), [[690, 490, 750, 540]]]).astype(np.float32)
+
+
 def shares(boxes, placement):
     """Share of each box's area inside the picture that a placement shows."""
     whole = np.clip(boxes, 0, np.array([800, 600, 800, 600]))
@@ -159,8 +164,7 @@ def shares(boxes, placement):
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.01, 1))
 def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
-    boxes = boxes_in(600, 800, count, seed)
-    boxes = np.concatenate([boxes, [[790, 590, 799, 599]]]).astype(np.float32)  # one that surely lies inside
+    boxes = some_boxes(count, seed)
     placement = drawn(seed, boxes, overlap)
     assert not placement.cropped or shares(boxes, placement).max() >= overlap - 1e-6
 
@@ -168,7 +172,7 @@ def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_first_window_that_shows_enough_is_taken(seed):
-    boxes = boxes_in(600, 800, 2, seed)
+    boxes = some_boxes(2, seed)
     first = drawn(seed, boxes, 0.0)
     assert first == drawn(seed, None, 0.7) == drawn(seed, np.zeros((0, 4), np.float32), 0.7)
     found = drawn(seed, boxes, 0.7)
