@@ -32,7 +32,7 @@ class DataSettings:
     """Folder or file of the data set, or `demo`; the command's argument."""
     format: Literal["coco", "voc", "yolo", "tfrecord", "csv"] = AUTO
     """How the annotations are written, where stoker's own finding is wrong."""
-    classes: tuple[str, ...] = AUTO
+    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
     """Only these classes, in this order; boxes of others are left out, and their pictures stay as background."""
     val_fraction: float = AUTO
     """Share of the pictures held back when the data set names no validation split; chosen by a stable hash."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from stoker.cli import app
 from stoker.config import from_fields
 from stoker.data.find import FORMATS
 from stoker.data.index import Index, open_index
@@ -152,3 +153,9 @@ def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
     assert settled.index.class_names == ("red", "green", "blue")
     assert settled.config.data.classes == ()
     assert settled.reasons["classes"] == "every class of the data set"
+
+
+def test_the_flag_takes_several_classes() -> None:
+    _, bound, _ = app.parse_args(["train", "pictures", "--classes", "red", "sky blue", "--format", "yolo"])
+    data = bound.arguments["config"].data
+    assert (data.classes, data.format, bound.arguments["data"]) == (("red", "sky blue"), "yolo", "pictures")
