@@ -172,7 +172,8 @@ def gather(
         box_sides_on_canvas=_distribution(canvas_roots, _octaves(2, 2048, 4)),
         by_size=_bands(roots),
         by_size_on_canvas=_bands(canvas_roots),
-        aspects=_distribution(sides.original[usable, 1] / sides.original[usable, 0], _octaves(1 / 16, 16, 4)),
+        # Squares in the middle of a bin.
+        aspects=_distribution(sides.original[usable, 1] / sides.original[usable, 0], _octaves(2**-4.125, 2**4.125, 4)),
         places=_places(index, sides, sizes),
         resize=resize,
         canvas=canvas,

@@ -4,6 +4,7 @@ Nine panels: classes, pictures by split, sizes of pictures, boxes per picture, s
 resize, their aspects, where they lie, how anchors fit them, and the landmarks as text.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -164,13 +165,12 @@ def _places(page: _Page, place: Rectangle, stats: Stats) -> None:
     note = f"the darkest part of the picture is covered by {share(most)} of the boxes"
     x0, y0, x1, y1 = page.title(place, "Where boxes lie", note)
     side = min(x1 - x0, y1 - y0)
-    cell, left = side / GRID, (x0 + x1 - side) / 2
-    for row, values in enumerate(stats.places):
-        for column, value in enumerate(values):
-            x, y = left + column * cell, y0 + row * cell
-            # to whole pixels of the drawing: no seams
-            corners = (round(z * TWICE) / TWICE for z in (x, y, x + cell, y + cell))
-            page.box(tuple(corners), _heat(value / most if most else 0))  # type: ignore[arg-type]
+    left, y0 = round((x0 + x1 - side) / 2), round(y0)
+    # To whole pixels of the drawing, each edge once: no seams.
+    edges = [round(n * side / GRID * TWICE) / TWICE for n in range(GRID + 1)]
+    for values, (top, bottom) in zip(stats.places, pairwise(edges), strict=True):
+        for value, (start, end) in zip(values, pairwise(edges), strict=True):
+            page.box((left + start, y0 + top, left + end, y0 + bottom), _heat(value / most if most else 0))
     page.line([(left, y0), (left + side, y0), (left + side, y0 + side), (left, y0 + side), (left, y0)])
 
 
@@ -189,9 +189,7 @@ def _picture_sides(page: _Page, place: Rectangle, stats: Stats) -> None:
 
 def _per_picture(page: _Page, place: Rectangle, stats: Stats) -> None:
     of = stats.boxes_per_picture
-    room = page.title(
-        place, "Boxes per picture", f"median {number(of.median)}, most {number(of.most)} (in the last bin)"
-    )
+    room = page.title(place, "Boxes per picture", f"median {number(of.median)}, most {number(of.most)}")
     _histogram(page, room, [(of, _TEAL, "")], whole=True)
 
 
@@ -217,53 +215,49 @@ def _histogram(
     marks: Sequence[float] = (),
     whole: bool = False,
 ) -> None:
-    """Bars of the first, outlines of the others, over one axis; `edges` are spaced evenly, as their bins are."""
+    """Bars of the first, an outline of the second, over one axis: of whole numbers, or logarithmic in whole octaves."""
     x0, y0, x1, y1 = place
     bottom = y1 - 22
-    edges = sorted({edge for of, _, _ in shown for edge in of.edges})
-    if len(edges) < 2 or not any(of.count for of, _, _ in shown):
+    shown = [one for one in shown if one[0].count]
+    if not shown:
         page.text(((x0 + x1) / 2, (y0 + y1) / 2), "nothing to count", fill=_FAINT, anchor="mm")
         return
-    place_of = {edge: x0 + (x1 - x0) * n / (len(edges) - 1) for n, edge in enumerate(edges)}
-    tallest = max(number_ / of.count for of, _, _ in shown if of.count for number_ in of.counts)
+    low, high = min(of.edges[0] for of, _, _ in shown), max(of.edges[-1] for of, _, _ in shown)
+    if not whole:
+        low, high = 2.0 ** math.floor(math.log2(low) - 1e-6), 2.0 ** math.ceil(math.log2(high) + 1e-6)
 
-    def top(of: Distribution, n: int) -> float:
-        return bottom - (bottom - y0 - 4) * of.counts[n] / of.count / tallest
+    def across(value: float) -> float:
+        part = (value - low) / (high - low) if whole else math.log2(value / low) / math.log2(high / low)
+        return x0 + (x1 - x0) * part
 
-    for of, fill, _ in shown[:1]:
-        for n, (left, right) in enumerate(pairwise(of.edges)):
-            page.box((place_of[left] + 0.5, top(of, n), place_of[right] - 0.5, bottom), fill)
+    tallest = max(bin_count / of.count for of, _, _ in shown for bin_count in of.counts)
+
+    def bars(of: Distribution) -> list[tuple[float, float, float]]:
+        """Left, right and top of each."""
+        tops = (bottom - (bottom - y0 - 18) * bin_count / of.count / tallest for bin_count in of.counts)
+        return [(across(a), across(b), top) for (a, b), top in zip(pairwise(of.edges), tops, strict=True)]
+
+    for left, right, top in bars(shown[0][0]):
+        page.box((left + 0.5, top, right - 0.5, bottom), shown[0][1])
     for of, fill, _ in shown[1:]:
-        steps = [(place_of[of.edges[0]], bottom)] if of.edges else []
-        for n, (left, right) in enumerate(pairwise(of.edges)):
-            steps += [(place_of[left], top(of, n)), (place_of[right], top(of, n))]
-        if of.edges:
-            page.line([*steps, (place_of[of.edges[-1]], bottom)], fill, 2)
-    for mark in marks:
-        x = next((place_of[edge] for edge in edges if abs(edge - mark) < 1e-6 * mark), None)
-        for y in range(int(y0), int(bottom), 8) if x is not None else ():
-            page.line([(x or 0, y), (x or 0, y + 4)], _FAINT)
+        corners = [point for left, right, top in bars(of) for point in ((left, top), (right, top))]
+        page.line([(across(of.edges[0]), bottom), *corners, (across(of.edges[-1]), bottom)], fill, 2)
+    for mark in (mark for mark in marks if low < mark < high):
+        for y in range(int(y0) + 18, int(bottom), 8):
+            page.line([(across(mark), y), (across(mark), y + 4)], _FAINT)
     page.line([(x0, bottom), (x1, bottom)], _FAINT)
-    page.text((x0, y0 - 4), share(tallest), size=11, fill=_FAINT)
-    every = max(1, -(-len(edges) // 9))
-    ticks = edges[:-1] if whole else edges
-    for edge in ticks[::every]:
-        shift = (x1 - x0) / (len(edges) - 1) / 2 if whole else 0
-        page.text(
-            (place_of[edge] + shift, bottom + 5),
-            _tick(edge + 0.5 if whole else edge),
-            size=11,
-            fill=_FAINT,
-            anchor="ma",
-        )
-    names = [(fill, name) for _, fill, name in shown if name]
-    for n, (fill, name) in enumerate(names):
-        page.box((x1 - 106, y0 + n * 17, x1 - 96, y0 + 10 + n * 17), fill)
-        page.text((x1 - 90, y0 - 2 + n * 17), name, size=12, fill=_FAINT)
-
-
-def _tick(value: float) -> str:
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"
+    page.text((x0, y0 - 2), f"highest {share(tallest)}", size=11, fill=_FAINT)
+    if whole:
+        every = -(-int(high - low) // 9)
+        ticks = [float(value) for value in range(math.ceil(low), math.ceil(high), every)]
+    else:
+        ticks = [2.0**power for power in range(round(math.log2(low)), round(math.log2(high)) + 1)]
+    for tick in ticks:
+        page.text((across(tick), bottom + 5), f"{tick:.4g}", size=11, fill=_FAINT, anchor="ma")
+    for n, (_, fill, name) in enumerate(one for one in shown if one[2]):
+        left = x1 - 220 + n * 116
+        page.box((left, y0, left + 10, y0 + 10), fill)
+        page.text((left + 16, y0 - 2), name, size=12, fill=_FAINT)
 
 
 def _anchors(page: _Page, place: Rectangle, stats: Stats) -> None:
@@ -273,11 +267,12 @@ def _anchors(page: _Page, place: Rectangle, stats: Stats) -> None:
         f"share of boxes whose best anchor reaches an IoU of {IOUS[0]:g} (pale: {IOUS[1]:g}), on the canvas",
     )
     groups = ["all", *(band for band in BANDS if any(band in one.by_size for one in stats.anchors))]
-    bottom, width = y1 - 40, (x1 - x0) / len(groups)
+    legend, x0, bottom = x0, x0 + 36, y1 - 40
+    width = (x1 - x0) / len(groups)
     for tenths in (0, 5, 10):
         y = bottom - (bottom - y0 - 8) * tenths / 10
         page.line([(x0, y), (x1, y)], _FAINT if tenths == 0 else _LINE)
-        page.text((x1, y - 2), f"{tenths * 10} %", size=10, fill=_FAINT, anchor="rd")
+        page.text((x0 - 6, y), f"{tenths * 10} %", size=11, fill=_FAINT, anchor="rm")
     for g, group in enumerate(groups):
         bar = width * 0.7 / len(stats.anchors)
         for n, (one, fill) in enumerate(zip(stats.anchors, (_BLUE, _ORANGE), strict=False)):
@@ -288,7 +283,7 @@ def _anchors(page: _Page, place: Rectangle, stats: Stats) -> None:
                 page.box((x + 1, bottom - (bottom - y0 - 8) * high, x + bar - 1, bottom), colour)
         page.text((x0 + (g + 0.5) * width, bottom + 4), group, size=12, fill=_FAINT, anchor="ma")
     for n, (one, fill) in enumerate(zip(stats.anchors, (_BLUE, _ORANGE), strict=False)):
-        x = x0 + n * (x1 - x0) / 2
+        x = legend + n * (x1 - legend) / 2
         page.box((x, y1 - 14, x + 10, y1 - 4), fill)
         page.text((x + 16, y1 - 17), one.what, size=12, fill=_FAINT, room=(x1 - x0) / 2 - 20)
 

@@ -105,7 +105,7 @@ def test_anchors_that_fit_are_kept_and_others_replaced():
         found, why = recommend(sides, (800, 800), PAPER, iou=0.5)
         before, after = ((best_iou(sides, a.shapes()) >= 0.5).mean() for a in (PAPER, found))
         assert after > before + 0.2
-        assert f"{after:.1%}" in why
+        assert "pretrained" in why
         assert [len(x) for x in found] == [5, 3, 3]
         assert list(found.sizes) == sorted(found.sizes)
     assert recommend(np.zeros((0, 2)), (800, 800), PAPER, iou=0.5)[0] == PAPER

@@ -1,0 +1,194 @@
+"""`stoker data stats`: numbers of data sets whose truth is known, from the arrays to the screen and the drawing."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from stoker.cli import main
+from stoker.data.index import open_index
+from stoker.data.shapes import Anchors
+from stoker.data.stats import GRID, Stats, gather
+from stoker.errors import DataError, UsageError
+from stoker.report.console import as_plain
+from stoker.report.data_picture import HEIGHT, WIDTH, save_picture
+from stoker.report.data_stats import parts
+
+PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
+
+
+def write(
+    folder: Path,
+    boxes: list[list[tuple[float, float, float, float]]],
+    *,
+    size: tuple[int, int] = (800, 800),
+    split: str = "train",
+    labels: int = 1,
+    crowd: set[tuple[int, int]] = frozenset(),  # type: ignore[assignment]
+    sized: bool = True,
+) -> Path:
+    """A COCO split: boxes (x, y, width, height) of each picture; classes in turn."""
+    place = folder / split
+    place.mkdir(parents=True)
+    images, annotations = [], []
+    for n, some in enumerate(boxes):
+        Image.new("RGB", size[::-1]).save(place / f"{n}.png")
+        images.append({"id": n, "file_name": f"{n}.png"} | ({"width": size[1], "height": size[0]} if sized else {}))
+        annotations += [
+            {
+                "id": 1000 * n + k, "image_id": n, "category_id": 1 + k % labels, "bbox": list(box),
+                "iscrowd": int((n, k) in crowd), "area": box[2] * box[3],
+            }
+            for k, box in enumerate(some)
+        ]  # fmt: skip
+    categories = [{"id": 1 + n, "name": f"class {n}"} for n in range(labels)]
+    document = {"images": images, "annotations": annotations, "categories": categories}
+    (place / "_annotations.coco.json").write_text(json.dumps(document))
+    return folder
+
+
+def stats_of(data: Path, **options: object) -> Stats:
+    given = {"side": 800, "anchors": PAPER, "model": "a model"} | options
+    return gather(open_index(data), data=str(data), **given)  # type: ignore[arg-type]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command line, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["stoker", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    out, error = capsys.readouterr()
+    return int(ended.value.code or 0), out, error
+
+
+def of_shapes(shapes: np.ndarray) -> list[list[tuple[float, float, float, float]]]:
+    return [[(10.0, 20.0, float(w), float(h))] for w, h in shapes if w <= 780 and h <= 770]
+
+
+def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
+    shapes = of_shapes(PAPER.shapes())
+    write(tmp_path, shapes * 2)
+    found = stats_of(tmp_path)
+    assert found.canvas == (800, 800)
+    assert found.anchors[0].all == {"0.5": 1.0, "0.4": 1.0}
+    assert set(found.anchors[0].by_size) == {"small", "medium", "large"}
+    assert [one.what for one in found.anchors] == ["a model's own"]
+    assert found.flags == ""
+    half = stats_of(tmp_path, canvas=(32, 32))  # on it they are a 25th
+    assert half.anchors[0].all["0.5"] < 0.5
+    assert half.flags.startswith("--canvas 32 32 --anchor-sizes ")
+    assert half.anchors[1].all["0.5"] > half.anchors[0].all["0.5"] + 0.02
+
+
+def test_a_share_of_boxes_that_no_anchor_reaches_is_that_share(tmp_path):
+    """Three of four are 32 × 32, the smallest anchor; the fourth, 8 × 8, is a 16th of it."""
+    write(tmp_path, [[(0, 0, 32, 32), (50, 50, 32, 32), (100, 0, 32, 32), (200, 200, 8, 8)]] * 5)
+    found = stats_of(tmp_path)
+    assert found.anchors[0].all == {"0.5": 0.75, "0.4": 0.75}
+    assert found.anchors[0].by_size == {"small": {"0.5": 0.0, "0.4": 0.0}, "medium": {"0.5": 1.0, "0.4": 1.0}}
+    assert found.by_size == {"small": 0.25, "medium": 0.75, "large": 0.0}
+    assert found.anchors[1].all == {"0.5": 1.0, "0.4": 1.0}
+
+
+def test_counts(tmp_path):
+    crowd = {(0, 2)}
+    write(
+        tmp_path,
+        [[(0, 0, 10, 10)] * 1 + [(20, 20, 40, 10), (0, 0, 50, 50)], [], [(5, 5, 20, 20)]],
+        labels=2,
+        crowd=crowd,
+    )
+    write(tmp_path, [[(0, 0, 100, 100)]], labels=2, split="valid")
+    found = stats_of(tmp_path)
+    assert [(s.split, s.pictures, s.without_boxes, s.boxes, s.crowd) for s in found.splits] == [
+        ("train", 3, 1, 3, 1),
+        ("val", 1, 0, 1, 0),
+    ]
+    assert [(c.boxes, c.share, c.pictures, c.by_split) for c in found.classes] == [
+        (3, 0.75, 3, {"train": 2, "val": 1}),
+        (1, 0.25, 1, {"train": 1, "val": 0}),
+    ]
+    assert found.box_sides.count == sum(found.box_sides.counts) == 4
+    assert (found.box_sides.least, found.box_sides.most, found.box_sides.median) == (10, 100, 20)
+    assert found.aspects.least == 0.25
+    assert sum(found.boxes_per_picture.counts) == 4
+    assert found.boxes_per_picture.most == 3
+    assert [(s.height, s.width, s.pictures) for s in found.picture_sizes] == [(800, 800, 4)]
+    only = stats_of(tmp_path, split="val")
+    assert [s.split for s in only.splits] == ["val"]
+    assert only.box_sides.count == 1
+    with pytest.raises(DataError, match="no 'test' split"):
+        stats_of(tmp_path, split="test")
+
+
+def test_places(tmp_path):
+    """A box over the left half of every other picture, one over the bottom right quarter of all."""
+    left, corner = (0, 0, 400, 800), (400, 400, 400, 400)
+    write(tmp_path, [[left, corner], [corner]])
+    places = np.array(stats_of(tmp_path).places)
+    middle = GRID // 2
+    assert places[:, :middle] == pytest.approx(1 / 3)
+    assert places[middle:, middle:] == pytest.approx(2 / 3)
+    assert (places[:middle, middle:] == 0).all()
+
+
+def test_sizes_that_the_annotations_do_not_say_are_read(tmp_path):
+    write(tmp_path, [[(0, 0, 100, 50)]] * 3, size=(200, 400), sized=False)
+    (tmp_path / "train" / "2.png").write_bytes(b"no picture")
+    found = stats_of(tmp_path)
+    assert found.sizes_unknown == 1
+    assert [(s.height, s.width, s.pictures) for s in found.picture_sizes] == [(200, 400, 2)]
+    assert found.canvas == (192, 384) or found.canvas[1] == 2 * found.canvas[0]
+    assert found.box_sides.count == 2
+    assert "--canvas" in found.flags  # a training does not look into the pictures first
+
+
+def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
+    write(tmp_path, [[(0, 0, 10, 10)]])
+    write(tmp_path, [[], []], split="test")
+    found = stats_of(tmp_path, split="test")
+    assert found.box_sides.median is None
+    assert found.anchors[0].all == {}
+    assert "n/a" in "\n".join(as_plain(part) for part in parts(found))
+    save_picture(found, tmp_path / "a.png")
+
+
+def test_json_and_drawing(tmp_path, capsys):
+    write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
+    code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--json", "--out", str(tmp_path / "a.png"))
+    assert code == 0
+    found = msgspec.json.decode(out, type=Stats)
+    assert found.classes[0].name == "class 0"
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size == (WIDTH, HEIGHT)
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 50  # something is drawn
+
+
+def test_the_text(tmp_path, capsys):
+    write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
+    code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--classes", "class 1", "--canvas", "640", "640")
+    assert code == 0
+    assert "canvas 640x640, letterbox: asked for" in out
+    assert "class 1" in out
+    assert "class 0" not in out
+    assert "to train so: stoker train" in out
+    assert "half a stride away" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--canvas", "100", "100"], "multiples of 32"),
+        (["--out", "a.pdf"], ".png"),
+        (["--model", "nothing"], "retinanet"),
+    ],
+)
+def test_what_cannot_be_asked_for(tmp_path, capsys, options, says):
+    code, _, error = run(capsys, "data", "stats", str(write(tmp_path / "set", [[(0, 0, 10, 10)]])), *options)
+    assert code == UsageError.exit_code
+    assert says in error
