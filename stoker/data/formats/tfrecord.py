@@ -30,6 +30,9 @@ CORNERS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/
 LABEL, TEXT = b"image/object/class/label", b"image/object/class/text"
 CROWD, GROUP, AREA = b"image/object/is_crowd", b"image/object/group_of", b"image/object/area"
 ENCODED, FILENAME, SOURCE_ID = b"image/encoded", b"image/filename", b"image/source_id"
+BEGINNINGS = (b"\xff\xd8\xff", b"\x89PN")
+"""Of JPEG and PNG, which nearly all pictures in records are; the headers of others are looked at."""
+_NAN = np.array(math.nan, "<f4").tobytes()
 HEIGHT, WIDTH = b"image/height", b"image/width"
 
 
@@ -102,6 +105,8 @@ def _read_shard(path: Path, split: int, rows: _Rows, folders: Folders, problems:
     folder = folders.number(str(place))
     taken: set[str] = set()
     with place.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            content.madvise(mmap.MADV_SEQUENTIAL)  # reads ahead further; every byte is needed, once
         for frame in frames(content, shard, problems):
             try:
                 name = _read_record(content, frame, place, rows, taken)
@@ -134,11 +139,15 @@ def _read_record(content: mmap.mmap, frame: Frame, shard: Path, rows: _Rows, tak
         )
     except Malformed as error:
         raise _LeftOut("not-an-example", str(error)) from error
-    span, size = _picture(content, encoded, shard)
     count = len(corners[0]) // 4
     _check_lengths(count, corners, labels, texts, crowd, group, area)
-    said = tuple(values[0] if len(values) == 1 else 0 for values in sides)
-    known = said if all(0 < side < 2**31 for side in said) else size
+    height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
+    if not encoded or encoded[0].start == encoded[0].stop:
+        raise _LeftOut("record-without-picture", "it has no image/encoded")
+    span = encoded[0]
+    if not (height and width and content[span.start : span.start + 3] in BEGINNINGS):
+        said = _header_size(content, span, shard)
+        height, width = (height, width) if height and width else said
     for column, values in zip(rows.corners, corners, strict=True):
         column += values
     rows.label.extend(labels or [NO_LABEL] * count)
@@ -153,21 +162,15 @@ def _read_record(content: mmap.mmap, frame: Frame, shard: Path, rows: _Rows, tak
     rows.area += area or _NAN * count
     rows.count.append(count)
     rows.span.extend((span.start, span.stop - span.start))
-    rows.size.extend(known)
+    rows.size.extend((height, width))
     rows.source_id.append(source_id)
     return _name(filename, frame.number, taken)
 
 
-_NAN = np.array(math.nan, "<f4").tobytes()
-
-
-def _picture(content: mmap.mmap, encoded: list[Span], shard: Path) -> tuple[Span, tuple[int, int]]:
-    """Where the picture lies, and its height and width as its own header has them."""
-    if not encoded or encoded[0].start == encoded[0].stop:
-        raise _LeftOut("record-without-picture", "it has no image/encoded")
-    start, stop = encoded[0]
+def _header_size(content: mmap.mmap, span: Span, shard: Path) -> tuple[int, int]:
+    """Height and width of a picture, as its own header has them."""
     try:
-        return encoded[0], header_of(content[start:stop], shard).size
+        return header_of(content[span.start : span.stop], shard).size
     except DataError as error:
         raise _LeftOut("record-without-picture", error.cause or error.what) from error
 
@@ -181,11 +184,12 @@ def _check_lengths(
     group: list[int],
     area: bytes,
 ) -> None:
-    lengths = dict(zip((key.decode() for key in CORNERS), (len(values) // 4 for values in corners), strict=True))
-    optional = {LABEL: len(labels), TEXT: len(texts), CROWD: len(crowd), GROUP: len(group), AREA: len(area) // 4}
-    lengths |= {key.decode(): length for key, length in optional.items() if length}
-    if any(length != count for length in lengths.values()):
-        raise _LeftOut("unequal-lists", ", ".join(f"{key} has {length}" for key, length in lengths.items()))
+    optional = len(labels), len(texts), len(crowd), len(group), len(area) // 4
+    if all(len(values) == 4 * count for values in corners) and all(length in (0, count) for length in optional):
+        return
+    lengths = {key: len(values) // 4 for key, values in zip(CORNERS, corners, strict=True)}
+    lengths |= {key: n for key, n in zip((LABEL, TEXT, CROWD, GROUP, AREA), optional, strict=True) if n}
+    raise _LeftOut("unequal-lists", ", ".join(f"{key.decode()} has {n}" for key, n in lengths.items()))
 
 
 def _name(filename: bytes, number: int, taken: set[str]) -> str:
