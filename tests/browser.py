@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,12 +99,25 @@ def browser() -> Iterator[Tab]:
     to_read, to = os.pipe()
     back, back_write = os.pipe()
     with tempfile.TemporaryDirectory() as profile:
-        # the child finds its two ends as descriptors 3 and 4, which is what the switch means
-        command = ["sh", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{back_write}', program, "--headless", "--no-sandbox",
-                   "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
-                   f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]  # fmt: skip
-        process = subprocess.Popen(command, pass_fds=(to_read, back_write), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)  # fmt: skip
+        # Chromium wants its ends as descriptors 3 and 4; copies far above keep one from overwriting the other
+        ends = (
+            "import fcntl, os, sys; a, b = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 50) for n in sys.argv[1:3]); "
+            "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
+        )
+        switches = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-background-networking",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
+        command = [sys.executable, "-S", "-c", ends, str(to_read), str(back_write), program, *switches, "about:blank"]
+        process = subprocess.Popen(
+            command, pass_fds=(to_read, back_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         os.close(to_read)
         os.close(back_write)
         try:

@@ -112,7 +112,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     start_t = events[0].t if events else None
     settings = _settings(path, missing)
     values = {one.name: one.value for one in settings}
-    scored = [_scored(event) for event in events if event.kind == "evaluated" and "metrics" in event.data]
+    scored = [_scored(event, path) for event in events if event.kind == "evaluated" and "metrics" in event.data]
     evaluation = _evaluation(path, missing, bool(scored))
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _steps(path, missing, start_t or 0.0)
@@ -145,8 +145,16 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     return report
 
 
-def _scored(event: Event) -> Scored:
-    metrics = msgspec.convert(event.data["metrics"], Metrics, strict=False)
+def _scored(event: Event, path: Path) -> Scored:
+    try:
+        metrics = msgspec.convert(event.data["metrics"], Metrics)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            "An evaluation of the run is not what this stoker writes.",
+            place=f"{path / records.EVENTS}: evaluated at step {event.step}",
+            cause=str(error),
+            fix=f"read the run with the version of stoker that {records.ENVIRONMENT} beside it names",
+        ) from error
     return Scored(step=event.step or 0, t=event.t, metrics=metrics)
 
 

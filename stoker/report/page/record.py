@@ -91,8 +91,8 @@ def times(report: Report, charts: Charts) -> Markup:
     lost = f" {fmt.plural(why.steps_lost, 'step')} were lost by restarts and done again." if why.steps_lost else ""
     says = (
         f"{fmt.duration(why.wall_s)} on {fmt.plural(why.devices, 'device')}, {fmt.plural(why.attempts, 'attempt')}, "
-        f"{fmt.plural(why.steps, 'step')}, {fmt.plural(why.pictures, 'picture')}.{lost} The phases add up to all of the "
-        "time; compute is productive, the rest are losses."
+        f"{fmt.plural(why.steps, 'step')}, {fmt.plural(why.pictures, 'picture')}.{lost} The phases add up to all of "
+        "the time; compute is productive, the rest are losses."
     )
     ledger = table(
         "Where the device's time went, all attempts together",

@@ -248,7 +248,7 @@ def _confusions(evaluation: Evaluation) -> Markup:
         return tag("p", "No object was found in the right place as another class.", class_="note")
     names = [of.name for of in evaluation.classes]
     rows = [[names[one.true], names[one.found], fmt.count(one.count)] for one in evaluation.confusions[:10]]
-    return table("Most frequently confused classes", ("is", "found as", "count"), rows, right=(2,), wide=(1,))
+    return table("Most frequently confused classes", ("is", "found as", "count"), rows, right=(2,))
 
 
 def pictures(report: Report) -> Markup:

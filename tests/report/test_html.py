@@ -1,0 +1,494 @@
+"""`stoker report`: the page of every kind of run, what it may never do, and how a real browser shows it."""
+
+import io
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from plotly.offline import get_plotlyjs
+
+from stoker.cli import main
+from stoker.data.index import Index, open_index
+from stoker.errors import UsageError
+from stoker.evaluate import appraise, ground_truth, score_with_curves
+from stoker.evaluation import Evaluation, PictureEvaluation, TrueBox
+from stoker.metrics import Detections
+from stoker.records import (
+    CONFIG,
+    DEVICES,
+    ENVIRONMENT,
+    EVALUATION,
+    EVENTS,
+    PHASES,
+    STEPS,
+    DeviceSample,
+    GpuSample,
+    Quarantined,
+    RunFolder,
+    StepWindow,
+    locked,
+)
+from stoker.report.facts import Report, collect
+from stoker.report.html import SECTIONS, render, write_report
+from stoker.report.page import charts as charts_module
+from stoker.report.page.markup import Markup, tag, text
+from stoker.report.page.pictures import MOST_BYTES, picture
+from stoker.report.series import MOST_PARTS, MOST_POINTS, Bins, ShareBins
+from tests import browser
+from tests.drawn import draw
+
+EVIL = '<script>alert("1")</script>'
+CONFIG_TEXT = """\
+[data]
+data = "/somewhere/cars & co"
+canvas = [288, 384]
+
+[model]
+model = "retinanet_tiny_fpn"
+
+[run]
+for = "100"
+price = 3.6
+
+[reasons]
+canvas = "320² pixels, <b>in the aspect</b> of the data"
+"""
+
+
+@pytest.fixture(scope="module")
+def drawn_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """Drawn pictures, whose first class has a hostile name."""
+    data = draw(tmp_path_factory.mktemp("drawn") / "data", train=4, val=6)
+    for path in data.glob("*/_annotations.coco.json"):
+        document = json.loads(path.read_text())
+        document["categories"][0]["name"] = EVIL
+        path.write_text(json.dumps(document))
+    return open_index(data)
+
+
+@pytest.fixture(scope="module")
+def evaluation(drawn_index: Index) -> Evaluation:
+    """Most boxes found, some shifted, some of another class, some of nothing, some not at all."""
+    rows = drawn_index.rows("val")
+    truth = ground_truth(drawn_index, rows)
+    chance = np.random.default_rng(1)
+    kept = chance.random(len(truth.row)) < 0.8
+    boxes = np.concatenate([truth.boxes[kept] + chance.normal(0, 2, (kept.sum(), 4)), [[1, 1, 9, 9]] * len(rows)])
+    labels = np.where(chance.random(kept.sum()) < 0.7, truth.label[kept], chance.integers(0, 3, kept.sum()))
+    found = Detections(
+        row=np.concatenate([truth.row[kept], rows]),
+        boxes=boxes.astype(np.float32),
+        score=chance.uniform(0.3, 1, len(boxes)).astype(np.float32),
+        label=np.concatenate([labels, np.zeros(len(rows), np.int64)]),
+        pictures=rows,
+    )
+    return appraise(score_with_curves(truth, found), truth, found, drawn_index, step=100)
+
+
+def make_run(
+    path: Path, evaluation: Evaluation | None = None, *, end: str | None = "finished", attempts: int = 1
+) -> Path:
+    path.mkdir()
+    (path / CONFIG).write_text(CONFIG_TEXT)
+    (path / ENVIRONMENT).write_text(json.dumps({"cpu": "a <fast> one", "cores": 2, "gpu": {"gpus": []}, "argv": ["x"]}))
+    for attempt in range(1, attempts + 1):
+        folder = RunFolder(path, attempt)
+        folder.event("started" if attempt == 1 else "resumed", f"attempt {attempt}")
+        folder.event("warning", f"2 × zero size in {EVIL}.jpg")
+        t = json.loads((path / EVENTS).read_text().splitlines()[0])["t"] + 200 * (attempt - 1)
+        for n in range(1, 41):
+            phases = {"startup": 1.0} if n == 1 else {"compute": 0.7, "input_wait": 0.3}
+            folder.append(
+                STEPS,
+                StepWindow(
+                    t=t + n,
+                    attempt=attempt,
+                    step=n,
+                    steps=1,
+                    pictures=8,
+                    wall_s=1.0,
+                    devices=1,
+                    phases=phases,
+                    losses={"box": 1 / n, EVIL: 2 / n, "total": 3 / n},
+                    rate=0.1,
+                    grad_norm=float(n),
+                    memory_peak_bytes=2**30,
+                ),
+            )
+            gpu = GpuSample(index=0, utilisation=0.5, memory_used_bytes=2**33, memory_total_bytes=2**34, power_w=300.0)
+            folder.append(
+                DEVICES,
+                DeviceSample(t=t + n, attempt=attempt, gpus=[gpu], cpu=[0.5, 1.0], rss_bytes=2**30, psi_cpu=0.25),
+            )
+        folder.append(
+            "quarantine.jsonl",
+            Quarantined(
+                t=t, attempt=attempt, row=3, path=f"a/{EVIL}", error="it is <empty>", position=4, replaced_by=5
+            ),
+        )
+        if evaluation is not None:
+            folder.event("evaluated", step=100, metrics=msgspec.to_builtins(evaluation.metrics))
+            folder.replace(EVALUATION, evaluation)
+        if attempt < attempts:
+            folder.close()
+    if end is not None:
+        folder.event(end, "It ended.\n  where:  here\n  why:    so it is\n  fix:    do it better")
+    folder.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, evaluation: Evaluation) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "cars-1", evaluation, attempts=2)
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return render(collect(run))
+
+
+def own(page: str) -> str:
+    """The page without plotly's source."""
+    plotly = get_plotlyjs()
+    assert page.count(plotly) == 1
+    return page.replace(plotly, "")
+
+
+# --- what the page says -------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_how_good_how_long_where_the_time_went_and_what_to_do(page: str, evaluation: Evaluation) -> None:
+    summary = page.partition('id="summary"')[2].partition("</section>")[0]
+    for words in (
+        f"{evaluation.metrics.ap:.3f}",
+        f"{evaluation.metrics.ap50:.3f}",
+        "1 min 20 s",
+        "68 %",
+        "input wait 29 %",
+        "What to do next",
+        "The device waits for pictures",
+        "--threads",
+        "0.08",
+    ):
+        assert words in summary, words
+    assert "finished" in page.partition("<h1>")[2].partition("</h1>")[0]
+
+
+def test_every_section_is_there_in_the_order_of_the_navigation(page: str) -> None:
+    assert re.findall(r'<section id="(\w+)"', page) == [name for name, _ in SECTIONS]
+    assert re.findall(r'<a href="#(\w+)">', page.partition("<nav")[2].partition("</nav>")[0]) == [
+        n for n, _ in SECTIONS
+    ]
+
+
+def test_settings_have_reasons_and_those_of_the_user_stand_out(page: str) -> None:
+    assert (
+        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, for = 100, price = 3.6</b>" in page
+    )
+    assert "320² pixels, &lt;b&gt;in the aspect&lt;/b&gt; of the data" in page
+
+
+def test_restarts_are_marked(page: str) -> None:
+    assert "attempt 2 went on from step 0" in page
+    data = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
+    assert sum("shapes" in chart["layout"] for chart in data) >= 6
+
+
+def test_what_comes_from_data_is_text(page: str) -> None:
+    assert EVIL not in page
+    assert text(EVIL) in page
+    assert "a &lt;fast&gt; one" in page
+    assert "it is &lt;empty&gt;" in page
+    data = page.partition('id="charts">')[2].partition("</script>")[0]
+    assert "<" not in data
+    assert "&lt;script" in data  # plotly reads HTML in names
+
+
+@given(st.text())
+def test_no_text_opens_or_ends_anything(value: str) -> None:
+    assert not set(text(value)) & set("<>\"'")
+    assert re.fullmatch(r'<b title="[^"<>]*">[^<>]*</b>', tag("b", value, title=value), re.DOTALL)
+    assert tag("i", Markup("<b>x</b>")) == "<i><b>x</b></i>"
+
+
+def test_nothing_is_asked_of_the_network(page: str) -> None:
+    assert "</script" not in get_plotlyjs()
+    mine = own(page)
+    assert not re.search(r"""(src|href|action|data|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", mine)
+    assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//|<link|<iframe|<base", mine)
+    assert re.search(r"""Content-Security-Policy" content="default-src 'none'""", mine)
+
+
+def test_everything_has_a_name_for_those_who_do_not_see_it(page: str) -> None:
+    mine = own(page)
+    images = re.findall(r"<img [^>]*>", mine)
+    assert len(images) == 6
+    assert all(re.search(r'alt="[^"]+: \d+ right, \d+ wrong, \d+ not found; in it: ', image) for image in images)
+    assert all("<caption" in table for table in mine.split("<table")[1:])
+    assert all('aria-label="Chart: ' in chart for chart in re.findall(r'<div id="chart-\d+"[^>]*>', mine))
+    levels = [int(level) for level in re.findall(r"<h([1-6])", mine)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def luminance(colour: str) -> float:
+    """Of sRGB, as WCAG 2.2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_texts_can_be_read_in_light_and_dark(page: str) -> None:
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    parts = style.split("}")[:2]
+    light, dark = (dict(re.findall(r"(--\w+): (#\w{6})", part)) for part in parts)
+    assert set(light) == set(dark)
+    for colours in (light, dark):
+        texts = ("--text", "--muted", "--link", "--good", "--bad", "--warn")
+        pairs = [(name, back) for name in texts for back in ("--panel", "--back")]
+        pairs += [("--on", f"--c{n}") for n in range(charts_module.COLOURS)]
+        for front, back in pairs:
+            high, low = sorted((luminance(colours[front]), luminance(colours[back])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
+
+
+def test_every_phase_has_a_colour() -> None:
+    assert set(charts_module.PHASE_COLOURS) == set(PHASES)
+
+
+# --- every kind of run --------------------------------------------------------------------------------------------
+
+
+def test_a_live_run(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = make_run(tmp_path / "a", evaluation, end=None)
+    with locked(path):
+        assert "still running" in render(collect(path))
+
+
+def test_a_run_whose_lines_are_torn(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = make_run(tmp_path / "a", evaluation, end=None)
+    for name in (STEPS, EVENTS, DEVICES):
+        with (path / name).open("a") as file:
+            file.write('{"t": 17')
+    page = render(collect(path))
+    assert "died without a word" in page
+    assert f"stoker train --resume {path}" in page
+
+
+def test_a_failed_run_says_why_and_how_it_goes_on(tmp_path: Path) -> None:
+    report = collect(make_run(tmp_path / "a", end="failed"))
+    first = report.advice[0]
+    assert (first.title, first.fix) == ("The run failed: It ended.", "do it better")
+    assert "so it is" in first.because
+    assert first.command == f"stoker train --resume {tmp_path / 'a'}"
+
+
+def test_an_old_run_without_evaluation_has_its_numbers(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = make_run(tmp_path / "a", evaluation)
+    (path / EVALUATION).unlink()
+    page = render(collect(path))
+    assert "evaluation.json is not there, because an older stoker wrote this run" in page
+    assert f"{evaluation.metrics.ap:.3f}" in page
+    (path / EVALUATION).write_text("{")
+    assert "not what this stoker writes" in render(collect(path))
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 1)
+    folder.event("started")
+    folder.close()
+    page = render(collect(tmp_path))
+    for sentence in (
+        "The settings are not known",
+        "What the run ran on is not known",
+        "no optimizer step is recorded",
+        "the model has not been scored yet",
+        "devices.jsonl has no line",
+    ):
+        assert sentence in page
+    assert "n/a" in page
+    assert get_plotlyjs() not in page  # no chart, no plotly
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run"):
+        collect(tmp_path)
+
+
+# --- JSON and the command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_page_and_prints_its_place(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["stoker", "report", str(run), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    assert command() == f"{run / 'report.html'}\n"
+    assert command("--out", str(tmp_path / "new" / "x.html")) == f"{tmp_path / 'new' / 'x.html'}\n"
+    assert (tmp_path / "new" / "x.html").read_text().startswith("<!doctype html>")
+    report = msgspec.json.decode(command("--json", "--price", "36"), type=Report)
+    assert report.why.price == 36
+    assert report.evaluation is not None
+    assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "for", "price"]
+
+
+def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'torchvision'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from stoker.report.html import write_report\n"
+        "write_report(sys.argv[1], pathlib.Path(sys.argv[2]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run), str(tmp_path / "x.html")], check=True)
+    assert (tmp_path / "x.html").stat().st_size < 6_500_000
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def one_picture(path: Path, span: tuple[int, int] | None = None) -> PictureEvaluation:
+    return PictureEvaluation(
+        row=0,
+        path=str(path),
+        span=span,
+        size=(900, 1200),
+        f1=0.5,
+        right=0,
+        wrong=0,
+        not_found=1,
+        true_boxes=[TrueBox(box=(-50, 90, 1300, 450), label=0, crowd=False, found=False)],
+        found_boxes=[],
+    )
+
+
+def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8)  # no JPEG is harder
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=95)
+    (tmp_path / "box").write_bytes(b"before" + file.getvalue() + b"behind")
+    drawn = picture(one_picture(tmp_path / "box" / "noise.jpg", (6, len(file.getvalue()))), ["cat"])
+    data = re.search(r"base64,([^\"]+)", drawn)
+    assert data is not None
+    assert len(data[1]) * 3 / 4 <= MOST_BYTES
+    assert 'viewBox="0 0 480 360"' in drawn
+    assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
+
+
+def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:
+    shown = picture(one_picture(tmp_path / "gone.jpg"), ["cat"])
+    assert "The picture cannot be shown: No such file or directory" in shown
+    assert "F1 0.50" in shown
+    (tmp_path / "bad.jpg").write_bytes(b"no picture")
+    assert "cannot be shown: The picture cannot be decoded." in picture(one_picture(tmp_path / "bad.jpg"), ["cat"])
+
+
+# --- long runs ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), max_size=60), st.integers(2, 20))
+@settings(deadline=None)
+def test_bins_are_few_and_lose_no_value(values: list[tuple[float, float]], most: int) -> None:
+    bins = Bins(most=most)
+    for x, value in values:
+        bins.add(x, value)
+    series = bins.series()
+    assert len(series.x) <= most
+    assert series.x == sorted(series.x)
+    if values:
+        lows, highs = [v for v in series.low if v is not None], [v for v in series.high if v is not None]
+        assert min(lows) == pytest.approx(min(value for _, value in values), rel=1e-5)
+        assert max(highs) == pytest.approx(max(value for _, value in values), rel=1e-5)
+        assert all(
+            low <= mean * (1 + 1e-5 * (1 if mean > 0 else -1)) + 1e-9
+            for low, mean in zip(lows, series.mean, strict=True)
+            if mean is not None
+        )
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.01, 1e4)), min_size=1, max_size=30), st.integers(2, 20))
+@settings(deadline=None)
+def test_shares_add_up_in_every_bar(windows: list[tuple[float, float]], most: int) -> None:
+    bins = ShareBins(most=most)
+    for start, length in windows:
+        bins.add(start, start + length, {"compute": 0.75 * length, "eval": 0.25 * length})
+    shares = bins.shares()
+    assert 0 < len(shares.x) <= most
+    for compute, rest in zip(shares.parts["compute"], shares.parts["eval"], strict=True):
+        assert compute == pytest.approx(0.75, abs=1e-3)
+        assert compute + rest == pytest.approx(1, abs=1e-3)
+
+
+def test_a_gap_is_no_line() -> None:
+    bins = Bins()
+    for x in (1, 2, 3, 500, 501):
+        bins.add(x, 1.0)
+    assert bins.series(gap=10).mean == [1, 1, 1, None, 1, 1]
+
+
+def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a")
+    folder = RunFolder(path, 1)
+    encode = msgspec.json.Encoder().encode
+    line = StepWindow(
+        t=0,
+        attempt=1,
+        step=0,
+        steps=9,
+        pictures=72,
+        wall_s=1.0,
+        devices=1,
+        phases={"compute": 1.0},
+        losses={"total": 1.0},
+        rate=0.1,
+    )
+    start = collect(path).start_t or 0.0
+    with (path / STEPS).open("ab") as file:
+        for n in range(15_000):
+            line.t, line.step, line.losses["total"] = start + n, 9 * n, 1.0 + n % 7
+            file.write(encode(line) + b"\n")
+    folder.close()
+    report = collect(path)
+    assert all(len(series.x) <= MOST_POINTS for series in report.curves.values())
+    assert len(report.phases.x) <= MOST_PARTS
+    assert len(own(render(report))) < 600_000
+
+
+# --- a real browser -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
+def test_a_browser_shows_it_without_error_request_or_overflow(run: Path, tmp_path: Path) -> None:
+    path = write_report(run, tmp_path / "report.html")
+    charts = len(json.loads(path.read_text().partition('id="charts">')[2].partition("</script>")[0]))
+    drawn = (
+        "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.plot-container .trace, .bars')).length"
+    )
+    with browser.browser() as tab:
+        seen = set()
+        for width, dark in ((1280, False), (390, True)):
+            tab.open(path, width=width, dark=dark, mobile=width < 600)
+            assert tab.value(drawn) == charts
+            assert tab.value("document.documentElement.scrollWidth") == width
+            assert tab.value("[...document.images].every(image => image.naturalWidth > 0)")
+            seen.add(tab.value("document.querySelector('.chart text').style.fill"))
+        assert len(seen) == 2  # the charts have other colours in the dark
+        assert tab.errors == []
+        assert {url for url in tab.requests if not url.startswith("data:")} == {path.as_uri()}
