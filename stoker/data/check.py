@@ -110,8 +110,10 @@ def check(
         for row in missing_pictures(index):
             usable[row] = False
             problems.add("missing-picture", os.path.relpath(index.path(row), index.root))
+    said = {place for problem in problems.found() if problem.kind == "unlabelled-picture" for place in problem.examples}
     for path in unnamed_pictures(index):
-        problems.add("unlabelled-picture", os.path.relpath(path, index.root))
+        if (place := os.path.relpath(path, index.root)) not in said:  # some readers look themselves
+            problems.add("unlabelled-picture", place)
     found = problems.found()
     splits = {split: _count(index, index.rows(split), usable) for split in index.splits}
     left_out = sum(p.count for p in found if KINDS[p.kind].unit == "box" and KINDS[p.kind].action == "skipped")

@@ -36,6 +36,8 @@ ENDINGS = {
 }  # fmt: skip
 BEGINNINGS = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
 """Of files that were pictures once, where the rest of their header cannot be read."""
+GREY, TRANSPARENT = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
+"""Pillow's names of channels."""
 SAID = {"The picture file is empty.": "empty-picture", "The picture is too large.": "too-large-picture"}
 """What `headers.py` says → the kind; `tests/data/test_hostile.py` holds the two together."""
 
@@ -82,8 +84,9 @@ def _look_at(index: Index, row: int, scratch: threading.local) -> _Seen:
     try:
         data = index.read(row)
         digest = blake2b(data, digest_size=16).digest() if data else b""
-        header = header_of(data, path).shown_for(said)
-        found += _oddities(data, header, header_of(data, path).ambiguous(said), path)
+        stored = header_of(data, path)
+        header = stored.shown_for(said)
+        found += _oddities(data, stored, said, path)
         if 0 not in said and header.size != said:
             text = f"{said[1]} × {said[0]} in the annotations, {header.size[1]} × {header.size[0]} in the file"
             found.append(("size-disagrees", text))
@@ -117,36 +120,37 @@ def _decode(data: bytes, header: Header, path: Path, scratch: threading.local) -
     decode_into(data, path, region=(0, 0, width, height), out=memory[:size].reshape(shape), header=header)
 
 
-def _oddities(data: bytes, header: Header, ambiguous: bool, path: Path) -> Iterator[tuple[str, str]]:
-    """What is used all the same, and worth saying."""
-    if ambiguous:
+def _oddities(data: bytes, header: Header, said: tuple[int, int], path: Path) -> Iterator[tuple[str, str]]:
+    """What is used all the same, and worth saying. said: height and width in the annotations."""
+    if header.ambiguous(said):
         yield "ambiguous-rotation", f"EXIF orientation {header.orientation}"
     elif header.orientation != 1:
-        yield "rotated-picture", f"EXIF orientation {header.orientation}, upright {header.size[1]} × {header.size[0]}"
+        how = "shown upright" if header.size == said else "shown as it is stored"
+        yield "rotated-picture", f"EXIF orientation {header.orientation}, {how}: {said[1]} × {said[0]}"
     ending = os.path.splitext(path.name)[1].lower()
     if ending in sum(ENDINGS.values(), ()) and ending not in ENDINGS[header.kind]:
         yield "misnamed-picture", header.kind.upper()
-    mode = _mode(data, header)
-    if mode.startswith(("L", "1", "I")):
+    mode, _, depth = _mode(data, header).partition(";")
+    if mode in GREY:
         yield "grey-picture", ""
-    if mode.startswith("CMYK"):
+    if mode == "CMYK":
         yield "cmyk-picture", ""
-    if mode.endswith("16"):
+    if depth.startswith("16"):
         yield "deep-picture", ""
-    if "A" in mode:
+    if mode in TRANSPARENT:
         yield "transparent-picture", ""
 
 
 def _mode(data: bytes, header: Header) -> str:
-    """Channels as Pillow names them, with 16 behind where they have so many bits; "" where that is not known."""
+    """Channels as Pillow names them, with ";16" behind where they have so many bits; "" where that is not known."""
     if header.kind == "jpeg":
         return {1: "L", 4: "CMYK"}.get(header.channels, "RGB")
     if header.kind == "png":
         depth, colours = data[24], data[25]
-        return {0: "L", 4: "LA", 6: "RGBA"}.get(colours, "RGB") + ("16" if depth == 16 else "")
+        return {0: "L", 4: "LA", 6: "RGBA"}.get(colours, "RGB") + (";16" if depth == 16 else "")
     try:
         with Image.open(io.BytesIO(data)) as picture:
-            return picture.mode.replace(";", "").replace("P", "RGB")
+            return picture.mode
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decoding it says what is wrong
         return ""
 

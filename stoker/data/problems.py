@@ -173,7 +173,7 @@ KINDS: dict[str, Kind] = {
         "remove the copies",
     ),
     "rotated-picture": Kind(
-        "to be turned, as EXIF says", "picture", "kept", "turned: so it was annotated, by its size", "nothing"
+        "EXIF says to turn it", "picture", "kept", "shown in the way whose size the annotations say", "nothing"
     ),
     "ambiguous-rotation": Kind(
         "to be turned or mirrored, as EXIF says; its annotations do not tell if it was", "picture", "kept",

@@ -270,7 +270,7 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
         ([], [box(7, 1, 1, 5), box(8, 1, None)], {"malformed-annotation": "number 2", "text-for-number": None}),
         ([], [17, box(7, 1, 1, [float("nan")] * 4)], {"malformed-annotation": "2: 17", "not-a-number": "7"}),
         ([], [17], {"malformed-annotation": '"annotations" number 2: 17'}),
-        ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": "'x'"}),
+        ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": '3: "x"'}),
         ([{"id": 3}], [], {"malformed-picture": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),
         ([picture(3, "a/")], [], {"malformed-picture": "picture id 3: 'a/' is no name"}),
         ([picture(3, "a\0b")], [box(7, 3, 1)], {"malformed-picture": "id 3", "unknown-picture": "image_id 3"}),
@@ -350,6 +350,24 @@ def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
     (tmp_path / "valid").mkdir()
     with pytest.raises(DataError, match="val split is empty"):
         open_index(tmp_path)
+
+
+def test_a_test_split_without_pictures_is_left_out(tmp_path: Path) -> None:
+    empty = dataset([], [])
+    for split in ("train", "valid"):
+        write(tmp_path / split / "_annotations.coco.json", GOOD)
+    write(tmp_path / "test/_annotations.coco.json", empty)
+    index = open_index(tmp_path)
+    assert index.splits == ("train", "val")
+    assert [p.examples for p in index.problems if p.kind == "split-without-boxes"] == [
+        ("test/_annotations.coco.json: no pictures",)
+    ]
+    write(tmp_path / "valid/_annotations.coco.json", empty)
+    with pytest.raises(DataError, match="lists no pictures") as raised:
+        open_index(tmp_path)
+    assert "valid" in str(raised.value)
+    with pytest.raises(DataError, match="lists no pictures"):
+        open_index(tmp_path / "test/_annotations.coco.json")
 
 
 def test_two_files_for_one_split(tmp_path: Path) -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stoker.cli import main
+from stoker.data.check import check
 from stoker.data.index import open_index
 from stoker.data.loader import Loader, box_slots
 from stoker.data.problems import KINDS
 from stoker.device import pick
+from stoker.errors import StokerError
 from tests.data import hostile
 
 SETS: dict[str, Callable[[Path], hostile.Planted]] = {
@@ -104,6 +108,39 @@ def test_the_rest_can_be_loaded(name: str, tmp_path: Path) -> None:
     assert not seen & bad
     healthy = {row for row in rows.tolist() if "good" in index.path(row).name}
     assert healthy <= seen
+
+
+ANNOTATIONS = {"coco": "train/_annotations.coco.json", "voc": "Annotations/good1.xml", "yolo": "labels/train/good1.txt",
+               "csv": "train_labels.csv", "tfrecord": "train.record-00005-of-00006"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small_sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("small") / name for name in SETS}
+    for name, make in SETS.items():
+        make(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("name", SETS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_of_annotations_never_crash(name: str, small_sets: dict[str, Path], data: st.DataObject) -> None:
+    """Bytes are replaced, inserted or cut anywhere: the set is read, or an error of ours says what is wrong."""
+    file = small_sets[name] / ANNOTATIONS[name]
+    whole = file.read_bytes()
+    start = data.draw(st.integers(0, len(whole)))
+    gone = data.draw(st.sampled_from([0, 1, 1, 7, len(whole)]))
+    new = data.draw(
+        st.binary(max_size=4) | st.sampled_from([b'"', b"}", b"NaN", b"1e999", b"\0", b"\xff", b"<", b",", b"-"])
+    )
+    try:
+        file.write_bytes(whole[:start] + new + whole[start + gone :])
+        with contextlib.suppress(StokerError):
+            open_index(small_sets[name])
+        assert check(small_sets[name], pictures=False).items
+    finally:
+        file.write_bytes(whole)
 
 
 def test_the_command_trains(

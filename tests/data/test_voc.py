@@ -242,6 +242,12 @@ def test_an_empty_list(tmp_path: Path) -> None:
     assert "val.txt" in str(raised.value)
 
 
+def test_an_empty_list_of_a_test_split(tmp_path: Path) -> None:
+    index = open_index(classic(tmp_path, *"ab", train="a", val="b", test=[" "]))
+    assert index.splits == ("train", "val")
+    assert ("ImageSets/Main/test.txt: no pictures",) in [problem.examples for problem in index.problems]
+
+
 def test_lines_of_a_list_without_an_annotation(tmp_path: Path) -> None:
     index = open_index(classic(tmp_path, *"ab", train=["a", "gone", "b", "a"]))
     assert len(index) == 2

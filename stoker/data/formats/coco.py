@@ -46,17 +46,22 @@ class _Split:
 
 def read(found: Found, problems: Problems) -> Columns:
     """Reads all files of a COCO data set. Raises DataError that names file and place."""
-    splits = [
-        _read_file(part.annotations, os.path.relpath(part.annotations, found.root), problems) for part in found.parts
-    ]
-    files = [part.annotations for part in found.parts]
+    parts, splits = [], []
+    for part in found.parts:
+        where = os.path.relpath(part.annotations, found.root)
+        may_be_empty = part.split == "test" and len(found.parts) > 1
+        split = _read_file(part.annotations, where, problems, may_be_empty=may_be_empty)
+        if split is not None:
+            parts.append(part)
+            splits.append(split)
+    files = [part.annotations for part in parts]
     categories = common_map(
         files, [split.categories for split in splits], [np.unique(split.category_id) for split in splits]
     )
     folders = Folders(found.root)
     notes = [*found.notes, *categories.notes]
     folder, names, starts = [], [], [0]
-    for part, split in zip(found.parts, splits, strict=True):
+    for part, split in zip(parts, splits, strict=True):
         place = locate_pictures(part, split.names, folders)
         folder.append(place.folder)
         names += place.names
@@ -69,7 +74,7 @@ def read(found: Found, problems: Problems) -> Columns:
         folder=np.concatenate(folder),
         names=names,
         split=np.repeat(
-            np.array([UNDECIDED if part.split is None else SPLITS.index(part.split) for part in found.parts], np.int8),
+            np.array([UNDECIDED if part.split is None else SPLITS.index(part.split) for part in parts], np.int8),
             np.diff(starts),
         ),
         size=np.concatenate([split.size for split in splits]),
@@ -87,9 +92,12 @@ def read(found: Found, problems: Problems) -> Columns:
     )
 
 
-def _read_file(path: Path, where: str, problems: Problems) -> _Split:
-    """where: the file's name in messages."""
+def _read_file(path: Path, where: str, problems: Problems, *, may_be_empty: bool) -> _Split | None:
+    """None for a file that lists no pictures and may do so. where: the file's name in messages."""
     content = read_entries(path, where, problems)
+    if not content.images and may_be_empty:
+        problems.add("split-without-boxes", f"{where}: no pictures")
+        return None
     if not content.images:
         raise DataError("The annotation file lists no pictures.", place=path, fix="export the split again")
     pictures = _distinct(path, _nameable(content.images, where, problems), where, problems)

@@ -139,11 +139,13 @@ def _files(part: Part, root: Path, notes: list[str], problems: Problems) -> list
             problems.add("copied-entry", f"{where}:{number}: {entry}")
         else:
             found[known[stem]] = None
-    if not entries:
+    if not entries and part.split == "test":
+        problems.add("split-without-boxes", f"{where}: no pictures")
+    elif not entries:
         raise DataError(
             f"The {part.split} split is empty.", place=part.listing, fix="list its pictures there, or delete the file"
         )
-    if len(absent) == len(entries) and part.split == "test":
+    elif len(absent) == len(entries) and part.split == "test":
         notes.append(f"the test split has no annotations and is left out ({len(entries)} pictures)")
     elif len(absent) == len(entries):
         raise DataError(
