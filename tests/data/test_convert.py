@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from stoker.cli import main
-from stoker.data.convert.item import turned
+from stoker.data.convert.item import extent, short, turned
 from stoker.data.convert.writing import MARK, Target, convert
 from stoker.data.index import Index, open_index
 from stoker.errors import DataError, StorageError, UsageError
@@ -128,6 +128,19 @@ def test_every_data_set_comes_back_the_same(
                 assert boxes.tolist() == expected.tolist()
             else:
                 assert np.abs(boxes - expected).max(initial=0) < 1e-3
+
+
+corners = st.floats(-1e4, 1e5, width=32).filter(lambda value: value == 0 or abs(value) > 1e-3)
+
+
+@given(corners, corners)
+def test_a_corner_and_an_extent_are_both_corners_again(low: float, high: float) -> None:
+    """To the bit in float32, through JSON; below a thousandth of a pixel is no corner."""
+    left = short(np.float32(low))
+    assert np.float32(left) == np.float32(low)
+    left, width = json.loads(json.dumps([left, extent(left, np.float32(high))]))
+    assert np.float32(left + width) == np.float32(high)
+    assert extent(short(np.float32(10.1)), np.float32(30.3)) == 20.2
 
 
 def test_tfrecords_are_what_the_api_writes(tmp_path: Path) -> None:

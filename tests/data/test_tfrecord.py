@@ -91,6 +91,24 @@ def test_every_example_is_read_back(features: dict[str, list[object]], packed: b
             assert tf_example.integers(content, span) == values
 
 
+def test_entries_laid_out_in_other_ways_are_read() -> None:
+    key, value = field(1, b"k"), field(2, feature([5]))
+    usual = feature([5])
+    for entry in (
+        key + value, value + key, key + value + b"\x18\x07", key + field(2, feature([4])) + value,
+        field(3, b"x") + key + value, field(1, b"j") + key + value,
+    ):  # fmt: skip
+        record = field(1, field(1, entry))
+        ((name, (start, stop)),) = tf_example.features(record, 0, len(record)).items()
+        assert (name, record[start:stop]) == (b"k", usual)
+    in_pieces = field(3, field(1, b"\x05")) + field(3, b"\x08\x06")
+    assert tf_example.integers(in_pieces, tf_example.Span(0, len(in_pieces))) == [5, 6]
+    replaced = field(1, field(1, b"x")) + feature([7])  # of a oneof the last one counts
+    assert tf_example.integers(replaced, tf_example.Span(0, len(replaced))) == [7]
+    with pytest.raises(tf_example.Malformed, match="holds integers, not floats"):
+        tf_example.floats(replaced, tf_example.Span(0, len(replaced)))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_example_are_refused_or_read_within_bounds(data: bytes) -> None:
