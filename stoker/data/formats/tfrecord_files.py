@@ -5,6 +5,7 @@ gzip, in one folder or in `train/`, `valid/`, `test/`; one such file; a pattern 
 name of the file or of that folder. Not here: what is in the files (`tfrecord.py`), reading label maps (`label_map.py`).
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from glob import has_magic
@@ -85,7 +86,9 @@ def _found(root: Path, parts: list[Part], notes: list[str]) -> Found:
 
 def _parts(folder: Path, split: str | None) -> tuple[list[Part], list[str]]:
     """The shards in a folder by name, and notes on those that are not read."""
-    paths = [path for path in sorted(folder.iterdir()) if _by_name(path) and path.is_file()]
+    with os.scandir(folder) as entries:  # of which there may be a hundred thousand, all pictures
+        names = sorted(entry.name for entry in entries if "rec" in entry.name.lower() or "-of-" in entry.name)
+    paths = [folder / name for name in names if _by_name(folder / name) and (folder / name).is_file()]
     plain = {path.name for path in paths}
     twice = [path for path in paths if path.suffix == ".gz" and path.name[: -len(".gz")] in plain]
     paths = [path for path in paths if path not in twice]
