@@ -34,6 +34,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/api_usage.py
 	$(BIN)/lint-imports
 
 bench: setup

@@ -17,23 +17,24 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stoker.api import Model, Prediction, load, train
+    from stoker.api import train
     from stoker.errors import StokerError
     from stoker.metrics import Metrics
     from stoker.settings import Settings
     from stoker.training.loop import Result
+    from stoker.use import Model, Prediction, load
 
 # Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _HOME = {
     "Metrics": "stoker.metrics",
-    "Model": "stoker.api",
-    "Prediction": "stoker.api",
+    "Model": "stoker.use",
+    "Prediction": "stoker.use",
     "Result": "stoker.training.loop",
     "Settings": "stoker.settings",
     "StokerError": "stoker.errors",
-    "load": "stoker.api",
+    "load": "stoker.use",
     "train": "stoker.api",
 }
 __all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "train"]

@@ -1,6 +1,6 @@
-"""stoker in Python: `train` a detector, `load` one. The commands of the same names do the same with the same defaults.
+"""`stoker.train`: the command of that name as a function, with the same settings and the same defaults.
 
-What is here only turns arguments into what the commands use, too: `training/loop.py`, `use.py`, `predict.py`, `export.py`.
+`stoker.load`, and the model that it returns, is `use.py`. What trains is `training/loop.py`.
 """
 
 import os

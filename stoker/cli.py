@@ -97,9 +97,9 @@ def evaluate(
     import msgspec
 
     from stoker.report.terminal import print_metrics
-    from stoker.use import evaluate_run
+    from stoker.use import load
 
-    metrics = evaluate_run(Path(run), data, split=split, format=format, batch=batch, device=device)
+    metrics = load(run, device=device).evaluate(data, split=split, format=format, batch=batch)
     if json:
         print(msgspec.json.encode(metrics).decode())
     else:
@@ -140,10 +140,10 @@ def predict(
     overlap
         Share of its side that a tile has in common with the next, at least; 0 … 0.9, default 0.2.
     """
-    from stoker.use import predict_run
+    from stoker.use import load
 
-    for line in predict_run(Path(run), pictures, conf=conf, iou=iou, out=out, device=device,
-                            tile=tile, overlap=overlap):  # fmt: skip
+    model = load(run, device=device)
+    for line in model.predict_to_folder(pictures, out, conf=conf, iou=iou, tile=tile, overlap=overlap):
         print(line)
 
 

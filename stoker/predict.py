@@ -27,7 +27,7 @@ from stoker.models.detections import Finder
 from stoker.models.saved import Card
 from stoker.records import write_whole
 from stoker.tiles import Tiling, is_cut, merge
-from stoker.windows import Window, batches, read_picture, windows_of
+from stoker.windows import Source, Window, batches, read_picture, windows_of
 
 KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Endings by which pictures are found in folders; a file that is named is tried whatever it is called."""
@@ -38,7 +38,8 @@ BATCH = 8
 class Predicted(NamedTuple):
     """What was found in a picture."""
 
-    path: Path
+    path: Path | None
+    """None for pixels."""
     size: tuple[int, int]
     """Height and width of the picture, upright, pixels; zeros where it could not be read."""
     found: Detections
@@ -84,7 +85,7 @@ def _not_found(path: Path) -> str:
 
 def predict_pictures(
     model: Finder,
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     device: Device,
     *,
     canvas: tuple[int, int],
@@ -95,7 +96,7 @@ def predict_pictures(
     batch: int = BATCH,
     tiling: Tiling | None = None,
 ) -> Iterator[Predicted]:
-    """Runs the model, which lies on `device`, over picture files, in order. canvas, resize: as it was trained.
+    """Runs the model, which lies on `device`, over pictures, in order. canvas, resize: as it was trained.
 
     tiling: a picture that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
     is shown as without. A picture that cannot be read is yielded with its error; the others go on.
@@ -103,7 +104,7 @@ def predict_pictures(
     issued: deque[list[Window]] = deque()
     parts = detect_batches(
         model,
-        batches(windows_of(paths, tiling), issued, device, canvas, resize, batch),
+        batches(windows_of(sources, tiling), issued, device, canvas, resize, batch),
         device,
         precision=precision,
         score_threshold=score_threshold,
@@ -173,16 +174,16 @@ def predict_to_folder(
     failed: list[DataError] = []
     with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
         drawing: deque[Future[None]] = deque()
-        for one, name in zip(predicted, output_names(paths), strict=True):
+        for one, path, name in zip(predicted, paths, output_names(paths), strict=True):
             results.append(as_json(one, card.class_names))
             if one.error is not None:
                 failed.append(one.error)
-                yield f"{one.path}: not read: {one.error.cause or one.error.what}"
+                yield f"{path}: not read: {one.error.cause or one.error.what}"
                 continue
-            drawing.append(pool.submit(_save_drawn, one, card.class_names, out / name))
+            drawing.append(pool.submit(_save_drawn, path, one.found, card.class_names, out / name))
             while len(drawing) > 2 * BATCH:
                 drawing.popleft().result()
-            yield f"{one.path}: {_summary(one.found, card.class_names)}"
+            yield f"{path}: {_summary(one.found, card.class_names)}"
         for job in drawing:
             job.result()
     write_whole(out / RESULTS, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
@@ -247,9 +248,9 @@ def _require_own_folder(out: Path) -> None:
         )
 
 
-def _save_drawn(one: Predicted, class_names: Sequence[str], target: Path) -> None:
-    picture = Image.fromarray(decode.decode(read_picture(one.path), one.path))
-    draw_boxes(picture, one.found, class_names).save(target, quality=90)
+def _save_drawn(path: Path, found: Detections, class_names: Sequence[str], target: Path) -> None:
+    picture = Image.fromarray(decode.decode(read_picture(path), path))
+    draw_boxes(picture, found, class_names).save(target, quality=90)
 
 
 def _summary(found: Detections, class_names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ class Settings(TypedDict, total=False):
     format: Literal["coco", "voc", "yolo", "tfrecord", "csv"]
     classes: tuple[str, ...]
     val_fraction: float
+    max_bad: float
     canvas: tuple[int, int]
     resize: Literal["letterbox", "squash"]
     augment: Literal["recipe", "none"]

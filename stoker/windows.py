@@ -1,4 +1,4 @@
-"""Picture files without annotations as batches: what prediction shows the model.
+"""Pictures without annotations, files or pixels, as batches: what prediction shows the model.
 
 What is shown at once is a window: a whole picture, or a tile of a large one (`tiles.py`). Windows are decoded, placed
 and padded as in an evaluation (`data/decode.py`, `data/augment.py`), pictures upright as EXIF says, in threads ahead of
@@ -25,21 +25,26 @@ AHEAD = 3
 """Batches that are being decoded while the device works on one."""
 
 
+Source = Path | decode.Pixels
+"""A picture file, or pixels: uint8 [h, w, 3], RGB, upright."""
+
+
 class Picture:
-    """A picture file. One that is shown in tiles is decoded when the first of them is wanted and let go after the last.
+    """A picture. A file that is shown in tiles is decoded when the first of them is wanted and let go after the last.
 
     So what is in memory is a few batches of windows and the pictures they are from, however many files there are.
     """
 
-    def __init__(self, place: int, path: Path) -> None:
-        self.place, self.path = place, path
-        self.size = (0, 0)
+    def __init__(self, place: int, source: Source) -> None:
+        self.place = place
+        self.path = source if isinstance(source, Path) else None
+        self._pixels = None if isinstance(source, Path) else source
+        self.size: tuple[int, int] = (0, 0) if self._pixels is None else self._pixels.shape[:2]
         """Height and width, upright; zeros until it was read."""
         self.error: DataError | None = None
         """Why it could not be read."""
         self.left = 1
         """Windows that are not read yet."""
-        self._pixels: decode.Pixels | None = None
         self._lock = threading.Lock()
 
     def read(self, slot: Slot, k: int, region: Region | None, resize: str) -> None:
@@ -48,10 +53,10 @@ class Picture:
         Raises DataError, the same for every window of a picture. Runs in many threads at once.
         """
         try:
-            if region is None:
+            if region is None and self.path is not None:
                 self.size = fill(slot, k, read_picture(self.path), self.path, resize)
             else:
-                x0, y0, x1, y1 = region
+                x0, y0, x1, y1 = region or (0, 0, self.size[1], self.size[0])
                 part = self._decoded()[y0:y1, x0:x1]
                 decode.resize_into(part, _place(slot, k, (y1 - y0, x1 - x0), resize)[0])
         except DataError as error:
@@ -68,6 +73,7 @@ class Picture:
             if self.error is not None:
                 raise self.error
             if self._pixels is None:
+                assert self.path is not None, "pixels that were given are there until their last window was read"
                 try:
                     self._pixels = decode.decode(read_picture(self.path), self.path)
                 except DataError as error:
@@ -88,11 +94,11 @@ class Window(NamedTuple):
     """Whether it is the last window of its picture."""
 
 
-def windows_of(paths: Sequence[Path], tiling: Tiling | None) -> Iterator[Window]:
-    """The windows of picture files, in order: of one that does not fit in a tile the whole of it, then the tiles."""
+def windows_of(sources: Sequence[Source], tiling: Tiling | None) -> Iterator[Window]:
+    """The windows of pictures, in order: of one that does not fit in a tile the whole of it, then the tiles."""
     number = 0
-    for place, path in enumerate(paths):
-        picture = Picture(place, path)
+    for place, source in enumerate(sources):
+        picture = Picture(place, source)
         regions: list[Region | None] = [None]
         tiles = [] if tiling is None else _tiles(picture, tiling)
         if tiles:
@@ -105,10 +111,11 @@ def windows_of(paths: Sequence[Path], tiling: Tiling | None) -> Iterator[Window]
 
 
 def _tiles(picture: Picture, tiling: Tiling) -> list[Region]:
-    try:
-        picture.size = read_header(picture.path).size
-    except DataError:
-        return []  # reading it as one window says the same of it, in its turn
+    if picture.path is not None:
+        try:
+            picture.size = read_header(picture.path).size
+        except DataError:
+            return []  # reading it as one window says the same of it, in its turn
     return tiling.regions(picture.size)
 
 

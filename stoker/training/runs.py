@@ -43,7 +43,7 @@ def choose(
         if is_finished(path):
             raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
         return path, _asked_of(path), _hold(path, stack)
-    if asked.data.data is None:
+    if "data" not in asked.set_fields():
         choices = ("a folder", "a file of annotations", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
     if name is not None:

@@ -1,0 +1,169 @@
+"""stoker in Python: train, load, predict, evaluate do what the commands do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import stoker
+from stoker.cli import app
+from stoker.config import from_toml
+from stoker.errors import ConfigError, DataError, UsageError
+from stoker.records import CONFIG
+from tests.drawn import CLASSES, draw
+
+SMALL = {"for_": "6", "batch": 4, "canvas": (64, 64), "eval_every": "0", "precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+@pytest.fixture(scope="module")
+def result(data: Path, tmp_path_factory: pytest.TempPathFactory) -> stoker.Result:
+    return stoker.train(data, run=tmp_path_factory.mktemp("runs") / "one", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def model(result: stoker.Result) -> stoker.Model:
+    return stoker.load(result.run, device="cpu")
+
+
+def test_training_returns_its_run_and_scores(result: stoker.Result):
+    assert result.steps == 6
+    assert (result.run / CONFIG).exists()
+    assert result.metrics.ap is not None
+
+
+def test_the_function_and_the_command_settle_the_same(result: stoker.Result, data: Path, tmp_path: Path):
+    flags = [word for name, value in SMALL.items() for word in (f"--{name.rstrip('_').replace('_', '-')}",
+             *(map(str, value) if isinstance(value, tuple) else (str(value),)))]  # fmt: skip
+    app(["train", str(data), "--run", str(tmp_path / "two"), *flags], result_action="return_value")
+    assert from_toml(tmp_path / "two" / CONFIG) == from_toml(result.run / CONFIG)
+
+
+def test_an_unfinished_run_is_resumed_and_a_finished_one_is_not(result: stoker.Result):
+    with pytest.raises(UsageError, match="finished"):
+        stoker.train(resume=result.run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rates": 1}, "did you mean 'rate'"),
+        ({"batch": "eight"}, "--batch 'eight'"),
+        ({"resize": "stretch"}, "letterbox, squash"),
+        ({"canvas": (100, 100)}, "multiples of 32"),
+    ],
+)
+def test_wrong_settings_are_named(data: Path, settings: dict[str, object], words: str):
+    with pytest.raises(ConfigError) as caught:
+        stoker.train(data, **settings)
+    assert words in str(caught.value)
+
+
+def test_training_needs_data():
+    with pytest.raises(UsageError, match="trained on"):
+        stoker.train()
+
+
+def test_any_way_to_give_a_picture_finds_the_same(model: stoker.Model, data: Path, tmp_path: Path):
+    path = tmp_path / "one.png"
+    image = Image.open(next((data / "valid").glob("*.jpg")))
+    image.save(path)
+    pixels = np.asarray(image)
+    answers = [model.predict(given, conf=0.01) for given in (path, str(path), pixels, image, [path], (pixels,))]
+    assert all(len(answer) == 1 for answer in answers)
+    first = answers[0][0]
+    assert first.size == pixels.shape[:2]
+    assert len(first.boxes) == len(first.scores) == len(first.labels) == len(first.names) > 0
+    assert first.boxes.shape == (len(first.labels), 4)
+    assert set(first.names) <= set(CLASSES) == set(model.class_names)
+    assert (np.diff(first.scores) <= 0).all()
+    for (other,) in answers[1:]:
+        np.testing.assert_allclose(other.boxes, first.boxes, atol=0.1)
+        np.testing.assert_array_equal(other.labels, first.labels)
+    assert [answer[0].path for answer in answers] == [path, path, None, None, path, None]
+
+
+def test_many_pictures_come_back_in_order(model: stoker.Model, data: Path):
+    paths = sorted((data / "train").glob("*.jpg"))[:5]
+    together = model.predict(paths, conf=0.01, batch=2)
+    assert [one.path for one in together] == paths
+    for path, one in zip(paths, together, strict=True):
+        np.testing.assert_allclose(one.boxes, model.predict(path, conf=0.01)[0].boxes, atol=1e-3)
+    assert model.predict([]) == []
+
+
+def test_pixels_in_tiles_are_the_file_in_tiles(model: stoker.Model, tmp_path: Path):
+    pixels = np.random.default_rng(0).integers(0, 255, (150, 200, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.png")
+    asked = {"conf": 0.0, "tile": 96, "overlap": 0.3}
+    (from_pixels,), (from_file,) = model.predict(pixels, **asked), model.predict(tmp_path / "large.png", **asked)
+    np.testing.assert_array_equal(from_pixels.boxes, from_file.boxes)
+    assert len(from_pixels.boxes) > 0
+
+
+def test_a_turned_picture_is_seen_upright(model: stoker.Model, data: Path, tmp_path: Path):
+    image = Image.open(next((data / "valid").glob("*.jpg"))).crop((0, 0, 64, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.png", exif=exif)
+    turned = Image.open(tmp_path / "turned.png")
+    (from_file,), (from_image,) = model.predict(tmp_path / "turned.png", conf=0.0), model.predict(turned, conf=0.0)
+    assert from_file.size == from_image.size == (64, 40)
+    np.testing.assert_array_equal(from_file.boxes, from_image.boxes)
+
+
+def test_a_prediction_draws_itself(model: stoker.Model, data: Path):
+    path = next((data / "valid").glob("*.jpg"))
+    (one,) = model.predict(path, conf=0.0)
+    drawn, plain = one.draw(), one.__class__(**(one.__dict__ | {"boxes": one.boxes[:0], "labels": one.labels[:0],
+                                                              "scores": one.scores[:0]})).draw()  # fmt: skip
+    assert drawn.size == plain.size
+    assert np.asarray(drawn).tobytes() != np.asarray(plain).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "words"),
+    [
+        (np.zeros((4, 4), np.uint8), UsageError, "uint8 [height, width, 3], RGB"),
+        (np.zeros((4, 4, 3), np.float32), UsageError, "float32"),
+        (7, UsageError, "A int is no picture"),
+        ("nowhere.jpg", DataError, "nowhere.jpg"),
+    ],
+)
+def test_what_is_no_picture_is_refused(model: stoker.Model, image: object, kind: type[Exception], words: str):
+    with pytest.raises(kind) as caught:
+        model.predict([image])
+    assert words in str(caught.value)
+
+
+def test_scores_of_a_loaded_model_are_those_of_its_run(model: stoker.Model, result: stoker.Result, data: Path):
+    assert model.evaluate().ap == pytest.approx(result.metrics.ap, abs=1e-6)
+    assert model.evaluate(data, split="train", batch=3).ap is not None
+
+
+def test_importing_stoker_is_light_and_works_where_torch_is_absent():
+    code = "import sys, stoker; from stoker import StokerError, Metrics; print([m for m in sys.modules if m in "
+    code += "('torch', 'torchvision', 'cv2', 'pyarrow')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_an_unknown_name_says_which_there_are():
+    with pytest.raises(AttributeError, match="train"):
+        stoker.trian  # noqa: B018
+
+
+def test_the_result_of_predict_is_what_the_command_writes(model: stoker.Model, data: Path, tmp_path: Path):
+    path = next((data / "valid").glob("*.jpg"))
+    list(model.predict_to_folder([str(path)], tmp_path / "out", conf=0.01))
+    (entry,) = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    (one,) = model.predict(path, conf=0.01)
+    assert [found["class"] for found in entry["detections"]] == one.names
