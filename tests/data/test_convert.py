@@ -262,6 +262,18 @@ def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> 
     assert not list(tmp_path.glob("out3*"))
 
 
+def test_a_split_that_is_left_out_as_a_whole_is_no_split(tmp_path: Path) -> None:
+    root = two_splits(tmp_path / "in")
+    source = open_index(root)
+    for path in (root / "valid").glob("*.jpg"):
+        path.write_bytes(b"")
+    for to in TARGETS:
+        converted = convert(source, tmp_path / to, to)
+        assert converted.pictures == {"train": 4}
+        assert len(converted.left_out) == 2
+        assert len(open_index(tmp_path / to)) == 4
+
+
 def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     source = open_index(two_splits(tmp_path / "in"))
     out, partial = tmp_path / "out", tmp_path / "out.partial"

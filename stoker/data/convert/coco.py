@@ -46,6 +46,6 @@ class CocoWriter(Writer):
     def finish(self) -> None:
         categories = [{"id": number, "name": name} for number, name in zip(self._ids, self.class_names, strict=True)]
         (self.folder / "annotations").mkdir()
-        for split, images in self._images.items():
-            content = {"images": images, "annotations": self._annotations[split], "categories": categories}
+        for split in self.written_splits:
+            content = {"images": self._images[split], "annotations": self._annotations[split], "categories": categories}
             (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(content))

@@ -49,6 +49,8 @@ class Writer(ABC):
     def __init__(self, folder: Path, class_names: tuple[str, ...], counts: dict[str, int]) -> None:
         """folder: empty, there; counts: how many pictures each split may have at most."""
         self.folder, self.class_names, self.counts = folder, class_names, counts
+        self.written_splits: list[str] = []
+        """Those that have got a picture; `convert` keeps it."""
         self.notes: Counter[str] = Counter()
         """What the format could not hold or what differs, in words that follow a number."""
 

@@ -51,8 +51,8 @@ class VocWriter(Writer):
                 continue
             thing = SubElement(root, "object")
             SubElement(thing, "name").text = self.class_names[label]
-            for tag, value in (("pose", "Unspecified"), ("truncated", 0), ("difficult", 0)):
-                SubElement(thing, tag).text = str(value)
+            for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):
+                SubElement(thing, tag).text = text
             corners = SubElement(thing, "bndbox")
             for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
                 SubElement(corners, tag).text = str(short(corner))
@@ -64,8 +64,8 @@ class VocWriter(Writer):
         self._stems[item.split].append(stem)
 
     def finish(self) -> None:
-        for split, stems in self._stems.items():
-            text = "".join(f"{stem}\n" for stem in stems)
+        for split in self.written_splits:
+            text = "".join(f"{stem}\n" for stem in self._stems[split])
             (self.folder / "ImageSets" / "Main" / f"{split}.txt").write_text(text, encoding="utf-8")
         if unused := len(self.class_names) - len(self._used):
             self.notes["classes without a box are left out: Pascal VOC has no list of classes"] += unused

@@ -155,6 +155,7 @@ def _write(
     if not written:
         place, why = left_out[0]
         raise DataError("No picture could be converted.", place=place, cause=why, fix="see `stoker data check`")
+    writer.written_splits = list(written)
     writer.finish()
     notes = [f"{count:,} {what}" for what, count in writer.notes.items()]
     if turned_pictures:

@@ -14,11 +14,6 @@ class YoloWriter(Writer):
     frame = "upright"
     has_crowd = False
 
-    def __init__(self, folder: Path, class_names: tuple[str, ...], counts: dict[str, int]) -> None:
-        super().__init__(folder, class_names, counts)
-        for split in counts:
-            (folder / "labels" / split).mkdir(parents=True)
-
     def picture_path(self, item: Item) -> Path:
         return self.folder / "images" / item.split / item.name
 
@@ -35,13 +30,14 @@ class YoloWriter(Writer):
             if not is_crowd:
                 numbers = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
                 lines.append(" ".join((str(label), *(f"{number:.9g}" for number in numbers))) + "\n")
-        stem = os.path.splitext(item.name)[0]
+        labels = self.folder / "labels" / item.split
+        labels.mkdir(parents=True, exist_ok=True)
         # also where there are no boxes: a picture without a file may have been forgotten
-        (self.folder / "labels" / item.split / f"{stem}.txt").write_text("".join(lines))
+        (labels / f"{os.path.splitext(item.name)[0]}.txt").write_text("".join(lines))
 
     def finish(self) -> None:
         # no `path`: the folders are relative to this file, wherever it is moved
-        splits = [f"{split}: images/{split}\n" for split in self.counts]
+        splits = [f"{split}: images/{split}\n" for split in self.written_splits]
         names = [
             f"  {number}: {json.dumps(name, ensure_ascii=False)}\n" for number, name in enumerate(self.class_names)
         ]
