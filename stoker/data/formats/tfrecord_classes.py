@@ -38,7 +38,8 @@ class Pair(NamedTuple):
     label: int
     """Or NO_LABEL."""
     text: str | None
-    count: int
+    boxes: int
+    """How many."""
     first: int
     """The first of the boxes."""
 
@@ -88,7 +89,7 @@ def resolve(
                 " a label_map.pbtxt beside the records names them"
             )
     for kind, pair, what in verdict.wrong:
-        problems.add(kind, f"{place(pair.first)}: {what}", pair.count)
+        problems.add(kind, f"{place(pair.first)}: {what}", pair.boxes)
     return Classes(names, ids, np.array(verdict.label, np.int32)[which], notes)
 
 
