@@ -294,6 +294,18 @@ def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> Non
     (problem,) = [problem for problem in index.problems if problem.kind == "unplaced-box"]
     assert problem.count == 2
     assert problem.examples[0] == "train/images/b.jpg: it has 0 bytes"
+    assert "zero-size" not in kinds(index)  # a box that could not be placed is not wrong itself
+
+
+@pytest.mark.parametrize("place", [".", "lists"])
+def test_a_list_is_relative_to_its_own_folder_or_the_root(tmp_path: Path, place: str) -> None:
+    file = picture(tmp_path / place / "a.jpg")
+    label(tmp_path / place / "labels" / "a.txt")
+    label(tmp_path / "lists" / "train.txt", "a.jpg\n")
+    label(tmp_path / "data.yaml", f"train: lists/train.txt\n{NAMES}")
+    index = open_index(tmp_path)
+    assert index.path(0) == file
+    assert len(index.boxes) == 1
 
 
 def test_a_changed_label_file_is_read_again(tmp_path: Path) -> None:
