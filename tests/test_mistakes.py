@@ -140,6 +140,7 @@ def test_an_evaluation_adds_up_and_comes_back_from_its_file(seed: int, pictures:
         detected = of.right + sum(count for kind, count in of.mistakes.items() if kind != "missed")
         assert (of.precision or 0.0) == pytest.approx(of.right / detected if detected else 0.0)
         assert (of.recall or 0.0) == pytest.approx(of.right / of.boxes if of.boxes else 0.0)
+    assert np.mean(answer.curves.iou75) == pytest.approx(answer.metrics.ap75, abs=1e-4)
     assert np.mean(answer.curves.mean) == pytest.approx(answer.metrics.ap, abs=1e-4)
     assert sum(one.count for one in answer.confusions) == sum(of.mistakes.get("class", 0) for of in answer.classes)
     for one in (*answer.worst, *answer.best):

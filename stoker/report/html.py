@@ -100,7 +100,7 @@ def render(report: Report) -> str:
             f"<style>\n{_file('style.css')}</style>",
             "</head>",
             f"<body>\n{body}",
-            _script(charts),
+            script(charts),
             "</body>",
             "</html>",
             "",
@@ -133,7 +133,7 @@ def _foot(report: Report) -> Markup:
     )
 
 
-def _script(charts: Charts) -> str:
+def script(charts: Charts) -> str:
     """The charts' data, plotly and the script that draws them; nothing where there is no chart."""
     if not charts.data:
         return ""

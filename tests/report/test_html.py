@@ -38,7 +38,7 @@ from stoker.records import (
     locked,
 )
 from stoker.report.facts import Report, collect
-from stoker.report.html import SECTIONS, render, write_report
+from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, tag, text
 from stoker.report.page.pictures import MOST_BYTES, picture
@@ -218,6 +218,14 @@ def test_no_text_opens_or_ends_anything(value: str) -> None:
     assert not set(text(value)) & set("<>\"'")
     assert re.fullmatch(r'<b title="[^"<>]*">[^<>]*</b>', tag("b", value, title=value), re.DOTALL)
     assert tag("i", Markup("<b>x</b>")) == "<i><b>x</b></i>"
+
+
+def test_no_text_of_a_chart_ends_the_script() -> None:
+    charts = charts_module.Charts()
+    charts.add("x", "y", [{"name": EVIL + "</script><!--"}])
+    data = script(charts).partition('id="charts">')[2].partition("</script>")[0]
+    assert json.loads(data)[0]["data"][0]["name"] == EVIL + "</script><!--"
+    assert "<" not in data
 
 
 def test_nothing_is_asked_of_the_network(page: str) -> None:
@@ -434,6 +442,15 @@ def test_shares_add_up_in_every_bar(windows: list[tuple[float, float]], most: in
     for compute, rest in zip(shares.parts["compute"], shares.parts["eval"], strict=True):
         assert compute == pytest.approx(0.75, abs=1e-3)
         assert compute + rest == pytest.approx(1, abs=1e-3)
+
+
+def test_a_window_is_spread_over_the_bars_that_it_crosses() -> None:
+    bins = ShareBins(width=1.0)
+    bins.add(0.5, 2.5, {"eval": 2.0})
+    bins.add(2.5, 3.0, {"compute": 0.25, "idle": 0.25})
+    shares = bins.shares()
+    assert shares.x == [0, 1, 2]
+    assert shares.parts == {"compute": [0, 0, 0.25], "eval": [1, 1, 0.5], "idle": [0, 0, 0.25]}
 
 
 def test_a_gap_is_no_line() -> None:
