@@ -106,7 +106,7 @@ def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
     assert any(KINDS["empty-split"].title in reason for reason in report.refusals)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_it_refuses_when_training_would(data: st.DataObject) -> None:
     """Missing and broken pictures, entries that cannot be read, in both splits, at any --max-bad."""
@@ -114,17 +114,17 @@ def test_it_refuses_when_training_would(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = draw(Path(temporary) / "set", train=12, val=5, side=32)
         for split, count in (("train", 12), ("valid", 5)):
-            fates = data.draw(
-                st.lists(st.sampled_from(["good"] * 6 + ["gone", "empty", "cut"]), min_size=count, max_size=count)
+            bad = st.lists(
+                st.sampled_from(["gone", "empty", "cut"]), max_size=data.draw(st.sampled_from([0, 1, 2, count]))
             )
-            for n, fate in enumerate(fates):
+            for n, fate in enumerate(data.draw(bad)):
                 file = folder / split / f"{split}-{n}.jpg"
                 content = file.read_bytes()
                 if fate == "gone":
                     file.unlink()
-                elif fate != "good":
+                else:
                     file.write_bytes(b"" if fate == "empty" else content[: len(content) // 2])
-            bad_entries = data.draw(st.integers(0, 3))
+            bad_entries = data.draw(st.sampled_from([0, 0, 1, 2]))
             edit(folder, split, images=read(folder, split)["images"] + [{"id": "?"}] * bad_entries)
         report = check(folder, max_bad=max_bad, threads=2)
         said = training_says(folder, max_bad)
