@@ -18,6 +18,7 @@ from stoker.config import DataSettings, from_toml
 from stoker.data import decode
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, box_slots
+from stoker.data.problems import MAX_BAD
 from stoker.device import Device, host_cores, pick
 from stoker.draw import draw_boxes
 from stoker.errors import DataError, UsageError
@@ -187,7 +188,8 @@ class Model:
             raise DataError(
                 f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME"
             )
-        require_pictures(index, (split,))
+        max_bad = MAX_BAD if own.max_bad is None else own.max_bad
+        require_pictures(index, (split,), max_bad=max_bad)
         _require_same_classes(index, self.class_names, self.weights)
         rows = index.rows(split)
         batches = Loader(
@@ -201,6 +203,7 @@ class Model:
             seed=0,
             threads=host_cores(),
             train=False,
+            max_bad=max_bad,
         )
         with contextlib.closing(batches):
             return evaluate(self._finder, batches, index, rows, self._device, precision=self._precision)
