@@ -255,9 +255,12 @@ class _Tiles:
             out[..., channel] = torch.where(inside, sampled[channel].add_(0.5), float(padding))
 
     def _source(self, axis: int, mine: slice, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Canvas pixels [1, n, 1] → coordinates in the picture of each tile [4, n, 4], clamped to it; and if inside."""
+        """Canvas pixels [1, n, 1] → coordinates in the picture of each tile [4, n, 4], and whether inside the tile.
+
+        Inside they lie between the centres of the first and the last pixel, as tiles are never enlarged: what is beside
+        the picture does not bleed in.
+        """
         start, length = self.start[axis][mine, None], self.length[mine, None, :, axis]
-        content = self.content[mine, None, :, axis]
         offset = at - start
-        source = ((offset + 0.5) * (content / length) - 0.5).clamp(min=0.0)
-        return torch.minimum(source, content - 1.0), (offset >= 0) & (offset < length)
+        source = (offset + 0.5) * (self.content[mine, None, :, axis] / length) - 0.5
+        return source, (offset >= 0) & (offset < length)

@@ -1,6 +1,7 @@
 """Flip, colour, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,9 +156,10 @@ def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
 @given(SEEDS)
 def test_no_slot_is_filled_by_what_was_not_valid(seed):
     batch = painted(seed)
-    hidden = batch._replace(valid=torch.zeros_like(batch.valid), boxes=torch.zeros_like(batch.boxes))
+    hidden = batch._replace(valid=torch.zeros_like(batch.valid))
     assert not augment_batch(hidden, ALL, 0.0).valid.any()
-    assert (augment_batch(hidden, ALL, 0.0).boxes == 0).all()
+    empty = hidden._replace(boxes=torch.zeros_like(batch.boxes))
+    assert (augment_batch(empty, ALL, 0.0).boxes == 0).all()
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -261,6 +263,21 @@ def test_what_is_beside_the_tiles_is_padding():
     assert (image[:, 22:42] == 0).all()
     for part in (image[:, :22], image[:, 42:]):
         assert (part.permute(1, 2, 0) == torch.tensor(PADDING, dtype=torch.uint8)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS)
+def test_padding_does_not_bleed_into_the_tiles(seed):
+    batch = painted(seed)
+    white = torch.where(augment_device._inside(batch.content, 96, 128)[:, None], 255, batch.images).to(torch.uint8)
+    image = mosaic(batch._replace(images=white), 1.0).images
+    padding = torch.tensor(PADDING, dtype=torch.uint8).view(1, 3, 1, 1)
+    assert ((image == 255).all(1) | (image == padding).all(1)).all()
+
+
+def test_mosaics_have_slots_for_the_boxes_of_two_pictures():
+    index = SimpleNamespace(offsets=np.array([0, 9, 20]))
+    assert [box_slots(index, np.arange(2), mosaic=share) for share in (0.0, 0.1)] == [16, 24]
 
 
 @settings(max_examples=40, deadline=None)
