@@ -20,12 +20,13 @@ from stoker.data.problems import KINDS
 from stoker.device import pick
 from stoker.errors import StokerError
 from tests.data import hostile
+from tests.data.hostile_tfrecord import tfrecord
 
 SETS: dict[str, Callable[[Path], hostile.Planted]] = {
     "coco": hostile.coco,
     "voc": hostile.voc,
     "yolo": hostile.yolo,
-    "tfrecord": hostile.tfrecord,
+    "tfrecord": tfrecord,
     "csv": hostile.csv,
 }
 TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "3", "--eval-every", "0"]
