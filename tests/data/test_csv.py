@@ -190,7 +190,18 @@ def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
     (row,) = index.rows("test")
     assert index.path(row) == tmp_path / "images" / "test" / "1.jpg"  # the one of that split
     assert index.size[row].tolist() == [30, 60]
+    assert {index.path(row).parent.name for split in ("train", "val") for row in index.rows(split)} == {"train"}
     assert any("not read: all.csv" in note for note in index.notes)
+
+
+def test_rows_of_a_picture_need_not_stand_together(tmp_path: Path) -> None:
+    for name in "ab":
+        picture(tmp_path / f"{name}.jpg")
+    rows = [f"{name}.jpg,cat,{x},1,39,9" for x, name in enumerate("abbab")]
+    table(tmp_path / "boxes.csv", HEADER, *rows)
+    assert sorted((name, box[0]) for name, _, box in named(open_index(tmp_path))) == [
+        ("a.jpg", 0), ("a.jpg", 3), ("b.jpg", 1), ("b.jpg", 2), ("b.jpg", 4),
+    ]  # fmt: skip
 
 
 def test_splits_by_a_column(tmp_path: Path) -> None:

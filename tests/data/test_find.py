@@ -95,6 +95,20 @@ def test_a_table_without_its_pictures_is_read_where_there_is_nothing_else(tmp_pa
     assert len(index) == 1
 
 
+def test_a_data_set_below_is_preferred_to_a_table_without_its_pictures(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    picture(tmp_path / "inner" / "images" / "a.jpg")
+    voc(tmp_path / "inner")
+    csv(tmp_path)
+    index = open_index(tmp_path)
+    assert index.format == "voc"
+    assert any("not read: CSV (boxes.csv)" in note and "format='csv'" in note for note in index.notes)
+    asked = open_index(tmp_path, format="csv")
+    assert asked.path(0) == tmp_path / "inner" / "images" / "a.jpg"  # found two folders down
+    picture(tmp_path / "a.jpg")
+    assert open_index(tmp_path).format == "csv"
+
+
 @pytest.mark.parametrize(("name", "format"), [("boxes.json", "coco"), ("data.yaml", "yolo"), ("boxes.csv", "csv")])
 def test_a_file_stands_for_a_data_set(tmp_path: Path, name: str, format: str) -> None:
     picture(tmp_path / "images" / "a.jpg")
