@@ -16,7 +16,7 @@ TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8"
 def test_help_names_the_commands(tmp_path: Path):
     code, output = run_stoker("--help", cwd=tmp_path)
     assert code == 0
-    for command in ("train", "why", "eval", "predict"):
+    for command in ("train", "why", "eval", "predict", "report"):
         assert f"│ {command} " in output
 
 
@@ -87,6 +87,10 @@ def test_from_training_to_pictures(tmp_path: Path):
     assert output.splitlines()[-1].startswith("AP50 0.")
     run = tmp_path / "runs" / "data-retinanet_tiny_fpn-1"
     assert str(run.relative_to(tmp_path)) in output
+
+    assert json.loads((run / "evaluation.json").read_text())["step"] == 20
+    code, output = run_stoker("report", run, cwd=tmp_path)
+    assert (code, output) == (0, f"{run / 'report.html'}\n")
 
     code, output = run_stoker("eval", run, "--json", cwd=tmp_path)
     assert code == 0, output
