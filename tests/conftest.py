@@ -3,9 +3,14 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import stoker  # noqa: F401  (sets what must be set before torch is imported)
+
+# How long an example takes says something about the machine, which others use, too.
+hypothesis.settings.register_profile("stoker", deadline=None)
+hypothesis.settings.load_profile("stoker")
 
 
 @pytest.fixture(autouse=True)

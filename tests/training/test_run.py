@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from stoker.config import SECTION_OF, Config, from_fields, from_toml
 from stoker.device import Ready, SideStream
-from stoker.errors import DataError, DivergedError, Preempted, StorageError, UsageError
+from stoker.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError, UsageError
 from stoker.models import saved
 from stoker.models.weights import architecture_of
 from stoker.records import (
@@ -308,3 +308,18 @@ def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: py
         with pytest.raises(Preempted):
             train(asked, run=str(tmp_path / "one"))
     assert train(asked, run=str(tmp_path / "one")).steps == 8
+
+
+def test_a_run_of_an_earlier_version_is_not_continued_by_guessing(data: Path, tmp_path: Path, monkeypatch):
+    def stop_at_once(self: loop.Training) -> None:
+        self.stop.requested = "SIGTERM"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "step", stop_at_once)
+        with pytest.raises(Preempted):
+            train(settings(data), run=str(tmp_path / "old"))
+    file = tmp_path / "old" / CONFIG
+    file.write_text("".join(line for line in file.open() if not line.startswith("patience")))
+    with pytest.raises(CheckpointError, match="earlier version") as caught:
+        train(Config(), resume=str(tmp_path / "old"))
+    assert "does not say patience" in str(caught.value)
