@@ -35,7 +35,7 @@ PICTURES = 32
 """How many pictures the file is compared with the model on."""
 
 
-class Source(NamedTuple):
+class Stored(NamedTuple):
     """A picture, and how its bytes are had: some lie inside larger files."""
 
     path: Path
@@ -148,7 +148,7 @@ def _metadata(card: saved.Card, weights: Path) -> dict[str, str]:
 def _pictures(run: Path, weights: Path, card: saved.Card, places: Sequence[str]) -> Given:
     """Up to PICTURES of `places`, else of the run's validation split, spread over it. Those that cannot be read are
     left out. Raises UsageError when there are none."""
-    sources = [Source(path, partial(read_picture, path)) for path in find_pictures(places)] if places else []
+    sources = [Stored(path, partial(read_picture, path)) for path in find_pictures(places)] if places else []
     sources = sources or _validation(run if run.is_dir() else weights.parent)
     chosen = np.unique(np.linspace(0, len(sources) - 1, min(PICTURES, len(sources))).round().astype(np.int64))
     slot = Slot(Device(torch.device("cpu")), len(chosen), card.canvas, 1)
@@ -166,7 +166,7 @@ def _pictures(run: Path, weights: Path, card: saved.Card, places: Sequence[str])
     return Given(names, slot.pixels[: len(names)].transpose(0, 3, 1, 2), slot.content[: len(names)])
 
 
-def _validation(run: Path) -> list[Source]:
+def _validation(run: Path) -> list[Stored]:
     """The pictures of a run's validation split. Raises UsageError when it is not known, or gone."""
     fix = "--pictures with files, folders or patterns"
     what = "There are no pictures to compare the exported file with the model on."
@@ -179,7 +179,7 @@ def _validation(run: Path) -> list[Source]:
     except StokerError as error:
         cause = f"the run's data set cannot be opened: {error.what}"
         raise UsageError(what, place=data.data, cause=cause, fix=fix) from error
-    return [Source(index.path(row), partial(index.read, row)) for row in rows]
+    return [Stored(index.path(row), partial(index.read, row)) for row in rows]
 
 
 def _keep(content: bytes, target: Path, check: Callable[[Path], str]) -> str:
