@@ -320,11 +320,11 @@ class Training:
         if ap > job.best_ap:
             job.best_ap, job.stale = ap, 0
             names.append(BEST)
+            with self.ledger.phase("eval"):
+                job.folder.replace(EVALUATION, appraise(scored, self.truth, found, job.index, step=job.step))
         else:
             job.stale += 1
         if names:
-            with self.ledger.phase("eval"):
-                job.folder.replace(EVALUATION, appraise(scored, self.truth, found, job.index, step=job.step))
             with self.ledger.phase("checkpoint"):
                 snapshot = self.snapshot({}, ap=metrics.ap)
                 job.writer.save_weights(snapshot, names)
