@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stoker.batch import Batch
-from stoker.config import OptimSettings, from_fields
+from stoker.config import DataSettings, OptimSettings, from_fields
+from stoker.data.augment_device import augment_batch
 from stoker.device import Device, pick
 from stoker.measure.gpu import Gpus
 from stoker.measure.ledger import Ledger
@@ -64,6 +65,27 @@ def test_losses_are_those_of_the_cpu(device: Device):
     found = model.loss(model(on_gpu.images), on_gpu)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=1e-4)
+
+
+def test_augmentation_never_waits_and_is_that_of_the_cpu(device: Device):
+    settings = DataSettings(flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mosaic=0.5)
+    on_cpu = case(8, 128, Device(torch.device("cpu")))
+    noise = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (8, 128, 128, 3), dtype=torch.uint8, generator=noise).permute(0, 3, 1, 2)
+    on_cpu = on_cpu._replace(images=pixels, draw=torch.rand(on_cpu.draw.shape, generator=noise))
+    on_gpu = Batch(*(tensor.to(device.torch_device) for tensor in on_cpu))
+    augment_batch(on_gpu, settings, 0.0)  # what happens once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = augment_batch(on_gpu, settings, 0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = augment_batch(on_cpu, settings, 0.0)
+    assert torch.equal(found.valid.cpu(), expected.valid)
+    torch.testing.assert_close(found.boxes.cpu(), expected.boxes, rtol=1e-4, atol=1e-3)
+    apart = (found.images.cpu().int() - expected.images.int()).abs()
+    assert apart.max() <= 2, "grey levels; bilinear sampling rounds differently"
+    assert not torch.equal(expected.images, on_cpu.images)
 
 
 def test_side_stream_copies_arrive_whole(device: Device):
