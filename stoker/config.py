@@ -51,7 +51,7 @@ class DataSettings:
     zoom: tuple[float, float] = AUTO
     """Smallest and largest scale of such a picture, relative to the one that fits the canvas."""
     overlap: float = AUTO
-    """Share of one box, at least, that a crop shows; else another is drawn, and after ten the whole picture is shown."""
+    """Share of one box, at least, that a crop shows; else another is drawn, after ten the whole picture is shown."""
     brightness: float = AUTO
     """Brightness is scaled by a factor drawn from 1 ± this; 0 leaves it, as with the next three."""
     contrast: float = AUTO
@@ -61,7 +61,7 @@ class DataSettings:
     hue: float = AUTO
     """Colours are turned by up to ± this share of the colour circle, 0 … 0.5."""
     mosaic: float = AUTO
-    """Probability that a picture becomes a mosaic of itself and three others, but for the last tenth of the training."""
+    """Probability that a picture becomes a mosaic of itself and three others, but for the last tenth of training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class ModelSettings:
     """BatchNorm of the backbone: statistics and affine kept as they were loaded, or trained."""
     trainable_stages: int = AUTO
     """How many stages of the backbone are trained, counted from its end; 0 … 5."""
-    anchor_sizes: tuple[float, ...] = AUTO
+    anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Base size of the anchors in pixels of the canvas, one per pyramid level."""
-    anchor_scales: tuple[float, ...] = AUTO
+    anchor_scales: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Factors of the base size, all used at every level."""
-    anchor_ratios: tuple[float, ...] = AUTO
+    anchor_ratios: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Height over width of the anchors."""
     foreground_iou: float = AUTO
     """An anchor with at least this IoU with a box is matched to it."""

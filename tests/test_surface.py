@@ -100,6 +100,22 @@ def test_the_command_has_a_flag_for_every_setting():
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 
 
+SEVERAL = {"tuple[int, int]": (2, int), "tuple[float, float]": (2, float), "tuple[float, ...]": (3, float),
+           "tuple[str, ...]": (3, str)}  # fmt: skip
+"""Type of a setting that has several values → how many are tried, and of which type."""
+
+
+@pytest.mark.parametrize("name", [n for n, (_, written, _) in described().items() if "tuple[" in written])
+def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: str):
+    count, kind = next(several for written, several in SEVERAL.items() if written in described()[name][1])
+    values = tuple(map(kind, range(1, count + 1)))
+    flag = "--" + name.replace("_", "-")
+    _, bound, _ = app.parse_args(["train", "pictures", flag, *map(str, values), "--batch", "2"])
+    given = bound.arguments["config"]
+    assert dict(given.items())[name] == values
+    assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
+
+
 def test_the_function_takes_what_the_command_takes():
     command, function = (inspect.signature(f).parameters for f in (app["train"].default_command, stoker.train))
     assert set(command) - {"config"} == set(function) - {"settings"}

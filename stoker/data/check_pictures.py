@@ -34,6 +34,7 @@ ENDINGS = {
     "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".pnm", ".ppm", ".pgm", ".pbm"),
     "jpeg 2000": (".jp2", ".j2k", ".jpx"),
 }  # fmt: skip
+KNOWN_ENDINGS = frozenset(ending for endings in ENDINGS.values() for ending in endings)
 BEGINNINGS = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
 """Of files that were pictures once, where the rest of their header cannot be read."""
 GREY, TRANSPARENT = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
@@ -128,7 +129,7 @@ def _oddities(data: bytes, header: Header, said: tuple[int, int], path: Path) ->
         how = "shown upright" if header.size == said else "shown as it is stored"
         yield "rotated-picture", f"EXIF orientation {header.orientation}, {how}: {said[1]} × {said[0]}"
     ending = os.path.splitext(path.name)[1].lower()
-    if ending in sum(ENDINGS.values(), ()) and ending not in ENDINGS[header.kind]:
+    if ending in KNOWN_ENDINGS and ending not in ENDINGS[header.kind]:
         yield "misnamed-picture", header.kind.upper()
     mode, _, depth = _mode(data, header).partition(";")
     if mode in GREY:

@@ -11,6 +11,7 @@ transparency, 16 bits and other oddities: `docs/pictures.md`.
 
 import io
 import re
+import warnings
 from pathlib import Path
 
 import cv2
@@ -25,6 +26,8 @@ from stoker.data.headers import Header, header_of, unusable
 cv2.setNumThreads(0)
 # What OpenCV prints about a damaged file is said by our DataError, with the file's name.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+# As is what Pillow warns of; its limit for large pictures is an error of ours, too.
+warnings.filterwarnings("ignore", module=r"PIL\.(TiffImagePlugin|Image)$")
 
 Pixels = NDArray[np.uint8]
 Region = tuple[int, int, int, int]

@@ -219,7 +219,7 @@ def _refuse_frame(marker: int, precision: int, path: Path) -> NoReturn:
 def _png(read: Read, path: Path) -> tuple[int, int, int]:
     if read(12, 4) != b"IHDR":
         raise unusable(path, "the PNG has no header chunk: it is damaged")
-    width, height = struct.unpack(">II", read(16, 8))
+    width, height = struct.unpack(">II5x", read(16, 13))  # the whole of the chunk: what reads on relies on it
     at, orientation = 8, 1
     while True:  # to the end: EXIF may stand behind the pixels
         head = read(at, 8)

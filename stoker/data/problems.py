@@ -185,7 +185,8 @@ KINDS: dict[str, Kind] = {
     "transparent-picture": Kind("has an alpha channel", "picture", "kept", "alpha is not used", "save it without"),
     # Of files, classes and splits.
     "damaged-shard": Kind(
-        "damaged TFRecord file", "file", "skipped", "what cannot be found behind the damage is left out", "copy or write the file again",
+        "damaged TFRecord file", "file", "skipped", "what cannot be found behind the damage is left out",
+        "copy or write the file again",
     ),
     "truncated-shard": Kind(
         "TFRecord file that ends within a record", "file", "skipped", "the last record is left out",
