@@ -116,6 +116,10 @@ KINDS: dict[str, Kind] = {
         "without a label file", "picture", "kept", "used as background: nothing is to be found there",
         "add an empty label file where that is meant, or annotate the picture",
     ),
+    "shared-label-file": Kind(
+        "one of several with the same label file", "picture", "kept", "its boxes are used for each of them",
+        "give every picture a name and a label file of its own, or remove the copies",
+    ),
     "damaged-record": Kind(
         "record whose checksum is wrong", "picture", "skipped", "the record is left out", "copy or write its file again"
     ),

@@ -303,6 +303,9 @@ def yolo(root: Path) -> Planted:
     (root / "images" / "train" / "background.jpg").write_bytes(encoded(40))
     (root / "labels" / "train" / "stray.txt").write_text("0 0.5 0.5 0.4 0.4\n")
     planted += [("no-label-file", "background.jpg"), ("label-without-picture", "stray.txt")]
+    add("twin", "0 0.5 0.5 0.4 0.4")
+    add("twin", "0 0.5 0.5 0.4 0.4", content=encoded(41, "PNG"), ending="png")
+    planted += [("shared-label-file", f"twin.{ending}: labels/train/twin.txt") for ending in ("jpg", "png")]
     for name, (kind, content) in bad_pictures().items():
         if kind != "size-disagrees":  # YOLO says no sizes
             stem, ending = name.split(".")

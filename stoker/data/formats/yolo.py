@@ -23,9 +23,9 @@ from stoker.data.formats.yolo_files import (
     bases_of,
     is_label_file,
     is_picture,
-    label_stems,
+    label_files,
     listed_pictures,
-    stem_of,
+    match_labels,
 )
 from stoker.data.formats.yolo_yaml import NAMES_FILES, YAML_ENDINGS, read_definition, read_names
 from stoker.data.problems import Problems
@@ -138,23 +138,30 @@ def _rules(found: Found) -> _Rules:
 def _pictures(found: Found, problems: Problems) -> list[_Picture]:
     """All pictures with their label files, in the order of the parts; by name where no list orders them."""
     lists: dict[Path, dict[Path, list[str]]] = {}
-    labels: dict[Path, dict[str, str]] = {}
-    owners: dict[Path, set[str]] = {}
+    labels: dict[Path, list[str]] = {}
+    used: set[Path] = set()
     pictures = []
     for part in found.parts:
         if part.listing is not None and part.listing not in lists:
             lists[part.listing] = listed_pictures(part.listing, _bases(found))
         folder = part.pictures[0]
         names = _names_in(folder) if part.listing is None else _mended(lists[part.listing][folder], folder, problems)
-        stems = labels.setdefault(part.annotations, label_stems(part.annotations))
+        if part.annotations not in labels:
+            labels[part.annotations] = label_files(part.annotations)
+        own = match_labels(names, labels[part.annotations])
         split = UNDECIDED if part.split is None else SPLITS.index(part.split)
         for name in names:
-            label = stems.get(stem_of(name))
+            label = part.annotations / own[name] if name in own else None
             if label is None:
                 problems.add("no-label-file", _short(folder / name, found.root))
-            pictures.append(_Picture(folder, name, split, None if label is None else part.annotations / label))
-        owners.setdefault(part.annotations, set()).update(stem_of(name) for name in names)
-    _name_strays(found, labels, owners, problems)
+            pictures.append(_Picture(folder, name, split, label))
+        shared = {label for label, count in Counter(own.values()).items() if count > 1}
+        for name in names if shared else ():
+            if own.get(name) in shared and part.annotations / own[name] not in used:
+                label_place = _short(part.annotations / own[name], found.root)
+                problems.add("shared-label-file", f"{_short(folder / name, found.root)}: {label_place}")
+        used.update(part.annotations / label_name for label_name in own.values())
+    _name_strays(found, labels, used, problems)
     return pictures
 
 
@@ -176,17 +183,13 @@ def _mended(names: list[str], folder: Path, problems: Problems) -> list[str]:
     return [files.get(name, name) for name in names]
 
 
-def _name_strays(
-    found: Found, labels: dict[Path, dict[str, str]], owners: dict[Path, set[str]], problems: Problems
-) -> None:
+def _name_strays(found: Found, labels: dict[Path, list[str]], used: set[Path], problems: Problems) -> None:
     """Reports label files without a picture, where the pictures are all those of a folder and not those of a list."""
     listed = {part.annotations for part in found.parts if part.listing is not None}
-    for folder, stems in labels.items():
-        if folder in listed:
-            continue
-        for stem in sorted(stems.keys() - owners[folder]):
-            if stems[stem] not in NAMES_FILES and is_label_file(folder / stems[stem]):
-                problems.add("label-without-picture", _short(folder / stems[stem], found.root))
+    for folder, names in labels.items():
+        for file in [] if folder in listed else [folder / name for name in names if name not in NAMES_FILES]:
+            if file not in used and is_label_file(file):
+                problems.add("label-without-picture", _short(file, found.root))
 
 
 def _rows(number: int, text: bytes, place: str, rules: _Rules, problems: Problems) -> list[_Row]:

@@ -193,29 +193,45 @@ def is_picture(name: str) -> bool:
 def labels_of(folder: Path, names: Iterable[str]) -> Path:
     """The folder of the label files of pictures: `images` in its path replaced by `labels`, the folder itself, or a
     folder `labels` beside or in it; the first that has a label of one of these pictures."""
-    stems = {stem_of(name) for name in names}
+    names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in PICTURE_WORDS), None)
     if last is not None:
         above, below = Path(*folder.parts[:last]), folder.parts[last + 1 :]
         candidates[:0] = [above.joinpath(word, *below) for word in ("labels", "Labels")]
     there = [place for place in dict.fromkeys(candidates) if place.is_dir()]
-    with_labels = (place for place in there if any(stem in stems for stem in label_stems(place)))
+    with_labels = (place for place in there if match_labels(names, label_files(place)))
     return next(with_labels, next((place for place in there if place != folder), candidates[0]))
 
 
-def label_stems(folder: Path) -> dict[str, str]:
-    """Stem (`stem_of`) → name of the .txt files in a folder; none where it is not there."""
+def label_files(folder: Path) -> list[str]:
+    """The .txt files in a folder, by name; none where it is not there."""
     if not folder.is_dir():
-        return {}
+        return []
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.name.lower().endswith(".txt"))
-    return {stem_of(name): name for name in names if not name.startswith(".")}
+    return [name for name in names if not name.startswith(".")]
 
 
-def stem_of(name: str) -> str:
-    """What a picture and its label file have in common: the name without its ending, in folded case, composed."""
-    return unicodedata.normalize("NFC", os.path.splitext(name)[0]).casefold()
+def match_labels(pictures: Iterable[str], labels: Iterable[str]) -> dict[str, str]:
+    """Name of a picture → that of its label file: of the same stem; where a picture has none, the one whose stem is the
+    same in another case or another form of Unicode, and which is no other picture's."""
+    by_stem = {os.path.splitext(label)[0]: label for label in labels}
+    stems = {picture: os.path.splitext(picture)[0] for picture in pictures}
+    found = {picture: by_stem[stem] for picture, stem in stems.items() if stem in by_stem}
+    if len(found) == len(stems):
+        return found
+    alike: dict[str, list[str]] = {}
+    for stem in by_stem.keys() - stems.values():
+        alike.setdefault(_folded(stem), []).append(by_stem[stem])
+    for picture, stem in stems.items():
+        if picture not in found and len(same := alike.get(_folded(stem), [])) == 1:
+            found[picture] = same[0]
+    return found
+
+
+def _folded(stem: str) -> str:
+    return unicodedata.normalize("NFC", stem).casefold()
 
 
 def _layouts(folder: Path) -> Iterator[tuple[str, list[Part], list[str]]]:
@@ -225,7 +241,7 @@ def _layouts(folder: Path) -> Iterator[tuple[str, list[Part], list[str]]]:
     lists = [(split, path) for split, path in lists if path.is_file() and _lists_pictures(path)]
     yield "YOLO with lists of pictures", [part for split, path in lists for part in _listed_parts(split, path, ())], []
     images = next((below[word] for word in PICTURE_WORDS if word in below), None)
-    if images is not None and ("labels" in below or label_stems(images)):
+    if images is not None and ("labels" in below or label_files(images)):
         inside = subfolders(images)
         splits = [(split, path) for name, path in inside.items() if (split := split_in_name(name)) is not None]
         if splits:
@@ -239,12 +255,12 @@ def _layouts(folder: Path) -> Iterator[tuple[str, list[Part], list[str]]]:
     parts = []
     for split, path in split_folders(folder):
         inner = subfolders(path)
-        if "labels" in inner or "labels" in below or label_stems(path):
+        if "labels" in inner or "labels" in below or label_files(path):
             base = next((inner[word] for word in PICTURE_WORDS if word in inner), path)
-            parts += [part for part in _parts_below(split, base) if label_stems(part.annotations)]
+            parts += [part for part in _parts_below(split, base) if label_files(part.annotations)]
     if parts and _has_rows(parts):
         yield "YOLO per split folder", parts, without_annotations(folder, parts)
-    if label_stems(folder) or "labels" in below:
+    if label_files(folder) or "labels" in below:
         names = [name for name in sorted(os.listdir(folder)) if is_picture(name)]
         part = Part(split=None, annotations=labels_of(folder, names), pictures=(folder,))
         yield "YOLO, label files and pictures in one folder", [part] if names else [], []
@@ -259,17 +275,16 @@ def _has_rows(parts: list[Part]) -> bool:
     """Whether label files of pictures look like YOLO's: captions and other texts stand beside pictures, too."""
     looked = 0
     for part in parts:
-        stems = label_stems(part.annotations)
         with os.scandir(part.pictures[0]) as entries:
-            own = (stems.get(stem_of(entry.name)) for entry in entries if is_picture(entry.name))
-            for name in own:
-                if name is None or not (line := _first_line(part.annotations / name)):
-                    continue
-                if looks_like_row(line):
-                    return True
-                looked += 1
-                if looked >= PROBES:
-                    return False
+            pictures = [entry.name for entry in entries if is_picture(entry.name)]
+        for name in match_labels(pictures, label_files(part.annotations)).values():
+            if not (line := _first_line(part.annotations / name)):
+                continue
+            if looks_like_row(line):
+                return True
+            looked += 1
+            if looked >= PROBES:
+                return False
     return False
 
 
