@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from report import Bar, Report, options
+from report import Bar, Report, options, publish
 
 KINDS = {"plain": ["--augment", "none"], "recipe": []}
 SPLITS = ("val", "test")
@@ -51,9 +51,7 @@ def run(arguments: Any) -> Report:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         pairs = [(kind, seed) for seed in seeds for kind in KINDS]
         rows = list(pool.map(lambda pair: train(*pair, arguments, Path(folder)), pairs))
-    report = Report(
-        f"AP with and without the recipe's augmentation, {arguments.steps} steps", len(seeds), rows=[*rows]
-    )
+    report = Report(f"AP with and without the recipe's augmentation, {arguments.steps} steps", len(seeds), rows=[*rows])
     report.packages = ("stoker", "torch")
     for split in SPLITS:
         of = {kind: [row[f"AP {split}"] for row in rows if row["augmentation"] == kind] for kind in KINDS}
@@ -66,7 +64,7 @@ def run(arguments: Any) -> Report:
 
 
 def parser() -> ArgumentParser:
-    made = options(__doc__.partition("\n")[0])
+    made = options(__doc__)
     made.add_argument("data", help="a data set with validation and test split")
     made.add_argument("--weights", help="as in stoker train")
     made.add_argument("--steps", type=int, default=512)
@@ -75,7 +73,4 @@ def parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    asked = parser().parse_args()
-    found = run(asked)
-    found.show()
-    found.write(asked.json)
+    publish(run, parser())

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import Bar, Report, options, spread
+from report import Bar, Report, options, publish, spread
 
 PICTURES, BOXES = 118_287, 860_001
 POLYGON_CORNERS = 18
@@ -169,13 +169,7 @@ def main() -> None:
         else:
             print(json.dumps(CHILDREN[what](Path(folder))))
         return
-    arguments = options(__doc__ or "").parse_args()
-    try:
-        report = run(arguments.quick)
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"could not measure: {error}")
-    report.show()
-    report.write(arguments.json)
+    publish(lambda arguments: run(arguments.quick), options(__doc__))
 
 
 if __name__ == "__main__":

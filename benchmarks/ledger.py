@@ -7,16 +7,14 @@ on the accelerator where there is one, else on the CPU.
 
 import contextlib
 import statistics
-import sys
 import time
 from contextlib import AbstractContextManager
 
 import torch
-from report import Bar, Report, options, spread
+from report import Bar, Report, options, publish, spread
 from torch import Tensor, nn
 
 from stoker import device
-from stoker.errors import StokerError
 from stoker.measure.gpu import Gpus
 from stoker.measure.host import Host
 from stoker.measure.ledger import Ledger
@@ -120,15 +118,5 @@ def run(quick: bool) -> Report:
     return report
 
 
-def main() -> None:
-    arguments = options(__doc__ or "").parse_args()
-    try:
-        report = run(arguments.quick)
-    except StokerError as error:
-        sys.exit(f"could not measure: {error}")
-    report.show()
-    report.write(arguments.json)
-
-
 if __name__ == "__main__":
-    main()
+    publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -10,12 +10,15 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from stoker.errors import StokerError
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,26 @@ class Report:
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have. description: the script's docstring."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
         "--quick", action="store_true", help="smaller and fewer runs; its numbers are not for publishing"
     )
     return parser
+
+
+def publish(run: Callable[[argparse.Namespace], Report], parser: argparse.ArgumentParser) -> None:
+    """Runs a benchmark with the arguments of the command line, shows and writes its report; exit code 1 when it could
+    not measure."""
+    arguments = parser.parse_args()
+    try:
+        report = run(arguments)
+    except (OSError, RuntimeError, subprocess.CalledProcessError, StokerError) as error:
+        sys.exit(f"could not measure: {error}")
+    report.show()
+    report.write(arguments.json)
 
 
 def machine() -> dict[str, Any]:
