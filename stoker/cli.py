@@ -4,6 +4,7 @@ So `stoker --help` and `stoker why` start at once, also where torch is absent. E
 message and their exit code; anything else is a bug and keeps its traceback.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ app = App(
     "flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 saved and stopped: run me again.",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
+    suppress_keyboard_interrupt=False,  # said by `main`
 )
 app.command(data_app)
 
@@ -252,12 +254,30 @@ def report(run: str, /, *, out: Path | None = None, price: float | None = None, 
 
 def main() -> None:
     """The entry point; never returns."""
+    if sys.stdout is None:  # started without one (`>&-`): what is printed goes nowhere
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
+    try:
+        code = _run()
+        sys.stdout.flush()  # whoever does not take the output is noticed here, not when Python exits
+    except BrokenPipeError:
+        from stoker.report.terminal import discard
+
+        for stream in (sys.stdout, sys.stderr):
+            discard(stream)
+        code = 141  # the reader wants no more of it (`| head`): as SIGPIPE ends other programs
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Runs the command that was asked for; the exit code."""
     try:
         app(sys.argv[1:])
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("stoker: interrupted a second time; what was saved before is in the run", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        print(f"stoker: interrupted {error}".rstrip(), file=sys.stderr)
+        return 130
+    except SystemExit as ended:  # the parser's own, after its message
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0

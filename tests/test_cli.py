@@ -1,6 +1,7 @@
 """The commands in processes of their own: help, errors and exit codes, and a model's way from training to pictures."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
+from stoker.records import RunFolder
 from tests.drawn import draw, run_stoker
 
 TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "20", "--eval-every", "0"]
@@ -69,6 +71,50 @@ def test_errors_say_what_to_do(
     for word in words:
         assert word in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("arguments", [["why", "run"], ["why", "run", "--json"]])
+def test_a_reader_that_leaves_ends_a_command_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str]
+):
+    """As `| head` does."""
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run", 1).event("started")
+    reads, writes = os.pipe()
+    os.close(reads)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stoker", *arguments])
+    with os.fdopen(writes, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_without_an_output_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run", 1).event("started")
+    monkeypatch.setattr(sys, "argv", ["stoker", "why", str(tmp_path / "run")])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("said", ["", "a second time"])
+def test_an_interrupted_command_says_so(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt(said)
+
+    monkeypatch.setattr("stoker.report.why.gather", interrupted)
+    monkeypatch.setattr(sys, "argv", ["stoker", "why", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capfd.readouterr().err == f"stoker: interrupted {said}".rstrip() + "\n"
 
 
 def test_weights_that_are_not_there(tmp_path: Path):

@@ -27,7 +27,7 @@ from stoker.report import format as fmt
 from stoker.report.console import as_plain, can_move, make_console, plain_text, print_parts, table
 from stoker.report.why import Why, why_as_dict
 
-__all__ = ["Screen", "print_metrics", "print_why", "score_line", "why_as_dict"]
+__all__ = ["Screen", "discard", "print_metrics", "print_why", "score_line", "why_as_dict"]
 
 PLAIN_EVERY_S = 10.0
 """Least time between two lines of progress where the screen is not a terminal."""
@@ -103,13 +103,16 @@ class Screen:
         self._show(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
 
     def close(self) -> None:
-        """Gives the terminal back. A stream that still cannot be written is replaced, so that Python can exit."""
+        """Gives the terminal back. A stream that nobody reads any more, or that still cannot be written, is pointed
+        nowhere, so that what is printed after a training does not end it, nor Python's own flush at its exit."""
         self._stop_moving()
+        broken = isinstance(self.lost, BrokenPipeError)
         try:
             self._file.flush()
         except OSError as error:
-            self.lost = error
-            _discard(self._file)
+            self.lost, broken = error, True
+        if broken:
+            discard(self._file)
 
     def _show(self, renderable: RenderableType) -> None:
         with self._lock, self._losing():
@@ -274,7 +277,7 @@ def _value(value: object) -> str:
     return str(value)
 
 
-def _discard(file: TextIO) -> None:
+def discard(file: TextIO) -> None:
     """Points a stream nowhere: what is left in its buffer would fail again when Python exits, with exit code 120."""
     with contextlib.suppress(OSError, ValueError):  # no file beneath it, or closed: nothing is left to fail
         nowhere = os.open(os.devnull, os.O_WRONLY)

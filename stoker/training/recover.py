@@ -41,7 +41,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
     def handle(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and stop.requested == "SIGINT":
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("a second time; what was saved before is in the run")
         stop.requested = signal.Signals(number).name
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

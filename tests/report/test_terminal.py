@@ -231,6 +231,16 @@ sys.stderr.write("went on")
     assert (done.returncode, done.stderr) == (0, "went on")
 
 
+def test_after_a_training_whose_reader_has_left_printing_goes_on() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as file:
+        with Screen(file) as screen:
+            os.close(reads)
+            screen.note("nobody reads this")
+        assert isinstance(screen.lost, BrokenPipeError)
+        print("nor this, which raises nothing", file=file, flush=True)
+
+
 def test_letters_that_the_stream_lacks_do_not_end_the_process() -> None:
     code = 'from stoker.report.terminal import Screen\nwith Screen() as s: s.note("a · b")'
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
