@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data.formats.columns import SPLITS, Columns, Found
+from stoker.data.formats.columns import SPLITS, Columns, Found, annotation_files
 from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.records import write_whole
@@ -94,14 +94,9 @@ def _stamps(path: Path) -> Iterator[str]:
     """A line for a file, or for every annotation file of a folder; none for a folder of labels that is not there."""
     if not path.exists():
         return
-    if path.is_dir():
-        with os.scandir(path) as entries:
-            files = sorted((e for e in entries if e.name.lower().endswith((".xml", ".txt"))), key=lambda e: e.name)
-        stats = ((entry.path, entry.stat()) for entry in files)
-    else:
-        stats = ((os.fspath(path), path.stat()) for path in (path,))
-    for name, stat in stats:
-        yield f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+    for file in annotation_files(path, (".xml", ".txt")) if path.is_dir() else [path]:
+        stat = file.stat()
+        yield f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 
 def write(path: Path, columns: Columns, problems: tuple[Problem, ...], found: Found, stamp: str) -> None:

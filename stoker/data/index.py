@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
 from stoker.data.formats import names as picture_names
-from stoker.data.formats.columns import SPLITS
-from stoker.data.formats.voc import PICTURE_ENDINGS
+from stoker.data.formats.columns import PICTURE_ENDINGS, SPLITS
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
 

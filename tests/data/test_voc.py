@@ -260,3 +260,64 @@ def test_a_list_that_names_no_annotation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No entry of the train split") as raised:
         open_index(classic(tmp_path, "a", train=["", "gone"]))
     assert "train.txt:2: 'gone'" in str(raised.value)
+
+
+@pytest.mark.parametrize("folder", ["annotations", "Annotation", "xml", "labels"])
+def test_folders_that_annotations_are_in(tmp_path: Path, folder: str) -> None:
+    for stem in "ab":
+        annotate(tmp_path / folder, stem)
+    pictures(tmp_path / "images", "a.jpg", "b.jpg")
+    index = open_index(tmp_path)
+    assert (index.format, index.root, missing_pictures(index)) == ("voc", tmp_path, [])
+
+
+def test_annotations_per_split_beside_pictures_per_split(tmp_path: Path) -> None:
+    for split, other in (("train", "train"), ("val", "validation")):
+        annotate(tmp_path / "annotations" / split, f"{split} one", filename="elsewhere.jpg")
+        pictures(tmp_path / "images" / other, f"{split} one.jpg")
+    index = open_index(tmp_path)
+    assert {split: [index.path(row) for row in index.rows(split)] for split in index.splits} == {
+        "train": [tmp_path / "images" / "train" / "train one.jpg"],
+        "val": [tmp_path / "images" / "validation" / "val one.jpg"],
+    }
+
+
+def test_folders_inside_annotations_are_those_inside_the_pictures(tmp_path: Path) -> None:
+    for inside in ("day", "night"):
+        annotate(tmp_path / "Annotations" / inside, "1", thing(inside))
+        pictures(tmp_path / "JPEGImages" / inside, "1.jpg")
+    annotate(tmp_path / "Annotations", "1", thing("top"))
+    pictures(tmp_path / "JPEGImages", "1.jpg")
+    lists = tmp_path / "ImageSets" / "Main"
+    index = open_index(tmp_path)
+    classes = {
+        index.path(row).relative_to(tmp_path / "JPEGImages").as_posix(): index.class_names[index.labels[row]]
+        for row in range(len(index))
+    }
+    assert classes == {"1.jpg": "top", "day/1.jpg": "day", "night/1.jpg": "night"}
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("day/1\n")
+    (lists / "val.txt").write_text("night/1.jpg\n")
+    index = open_index(tmp_path)
+    names = {split: [index.path(row).parent.name for row in index.rows(split)] for split in index.splits}
+    assert names == {"train": ["day"], "val": ["night"]}
+
+
+def test_a_changed_file_in_a_folder_inside_is_read_again(tmp_path: Path) -> None:
+    for stem in "ab":
+        annotate(tmp_path / "Annotations" / "task", stem)
+    pictures(tmp_path / "JPEGImages" / "task", "a.jpg", "b.jpg")
+    assert open_index(tmp_path).class_names == ("cat",)
+    annotate(tmp_path / "Annotations" / "task", "a", thing("dog"), thing("cat"))
+    assert open_index(tmp_path).class_names == ("cat", "dog")
+
+
+def test_pictures_in_a_folder_of_any_name_are_found_and_said(tmp_path: Path) -> None:
+    for stem in "ab":
+        annotate(tmp_path / "Annotations", stem)
+    pictures(tmp_path / "fotos" / "2024", "a.jpg", "b.jpg")
+    pictures(tmp_path / "other", "z.jpg")
+    index = open_index(tmp_path)
+    assert missing_pictures(index) == []
+    assert index.path(0) == tmp_path / "fotos" / "2024" / "a.jpg"
+    assert "the pictures of Annotations/ are in fotos/2024" in index.notes

@@ -23,7 +23,7 @@ from stoker.data.convert.item import CannotHold, Item, Writer, turned
 from stoker.data.convert.tfrecord import TfRecordWriter
 from stoker.data.convert.voc import VocWriter
 from stoker.data.convert.yolo import YoloWriter
-from stoker.data.formats.voc import PICTURE_ENDINGS
+from stoker.data.formats.columns import PICTURE_ENDINGS
 from stoker.data.headers import Header, header_of
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,14 @@ SPLIT_WORDS = {
     "val": "val", "valid": "val", "validation": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
+PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+"""Of the files that are pictures where no annotation names them, in lower case."""
 PICTURE_FOLDERS = ("images", "JPEGImages", "data", "imgs", "pictures")
 """Where pictures lie beside their annotations: COCO's habit, Pascal VOC's, FiftyOne's, and two that people use."""
+ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels", "label")
+"""Folders that hold annotations and nothing else, also in folders of their own (CVAT keeps those of a task)."""
+MOST_FOLDERS = 256
+"""Folders that are looked into for pictures that are not beside their annotations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +109,11 @@ class Folders:
     """Numbers folders in the order in which they are first asked for; as text relative to the root where possible."""
 
     def __init__(self, root: Path) -> None:
-        self._root = str(root)
+        self.root = root
         self._number: dict[str, int] = {}
 
     def number(self, path: str) -> int:
-        relative = os.path.relpath(path, self._root)
+        relative = os.path.relpath(path, self.root)
         text = path if relative.startswith("..") else relative
         return self._number.setdefault(text, len(self._number))
 
@@ -161,6 +168,35 @@ def without_annotations(folder: Path, parts: list[Part]) -> list[str]:
             )
         notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
+
+
+def annotation_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The files in a folder with one of the endings, in lower case, by name, hidden ones apart; also those further
+    below, where the folder is called after annotations."""
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        inside = folder.name.lower() in ANNOTATION_FOLDERS
+        folders[:] = sorted(name for name in folders if inside and not name.startswith("."))
+        names = sorted(name for name in files if name.lower().endswith(endings) and not name.startswith("."))
+        found += [Path(place, name) for name in names]
+    return found
+
+
+def folders_below(root: Path) -> Iterator[Path]:
+    """The folders up to two below one, at most MOST_FOLDERS, where pictures may be that are nowhere near."""
+
+    def all_of_them() -> Iterator[Path]:
+        for path in subfolders(root).values():
+            yield path
+            yield from subfolders(path).values()
+
+    return islice(all_of_them(), MOST_FOLDERS)
+
+
+def pictures_of_split(folder: Path, split: str) -> Iterator[Path]:
+    """The folders named after a split in a folder and in those for pictures in it."""
+    for holder in picture_folders(folder):
+        yield from (path for name, path in subfolders(holder).items() if split_in_name(name) == split)
 
 
 def picture_folders(folder: Path) -> tuple[Path, ...]:

@@ -13,10 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.data.formats.columns import SPLIT_WORDS, SPLITS, UNDECIDED, Columns, Folders, Found, Part, split_in_name
+from stoker.data.formats.columns import (
+    PICTURE_ENDINGS,
+    SPLIT_WORDS,
+    SPLITS,
+    UNDECIDED,
+    Columns,
+    Folders,
+    Found,
+    Part,
+    split_in_name,
+)
 from stoker.data.formats.csv_table import Layout, layout_of, rows_of
 from stoker.data.formats.sizes import read_sizes
-from stoker.data.formats.voc import PICTURE_ENDINGS
 from stoker.data.problems import Problems
 from stoker.errors import DataError
 

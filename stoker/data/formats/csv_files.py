@@ -15,7 +15,9 @@ from stoker.data.formats.columns import (
     SPLITS,
     Found,
     Part,
+    folders_below,
     picture_folders,
+    pictures_of_split,
     split_folders,
     split_in_name,
     subfolders,
@@ -27,8 +29,6 @@ from stoker.errors import DataError
 TABLE_FOLDERS = ("annotations", "labels", "data", "csv")
 PROBES = 16
 """Rows whose pictures are looked for, to see whether these are where the table points."""
-MOST_FOLDERS = 256
-"""Folders that are looked into for pictures that are not beside their table."""
 
 
 def find(folder: Path) -> Found | None:
@@ -94,7 +94,7 @@ def _found(folder: Path, chosen: tuple[list[tuple[str | None, Path]], list[str]]
         names = _first_names(path)
         here = any(_holds(place, names) for place in (folder, *places))
         if not here:
-            places += [place for place in islice(_far(folder), MOST_FOLDERS) if _holds(place, names)]
+            places += [place for place in folders_below(folder) if _holds(place, names)]
         sure = sure or here
         parts.append(Part(split=split, annotations=path, pictures=tuple(dict.fromkeys(places))))
     if parts[0].annotations.parent != folder and parts[0].annotations.parent.name.lower() in SPLIT_WORDS:
@@ -114,9 +114,7 @@ def _near(table: Path, root: Path, split: str | None) -> Iterator[Path]:
     """Folders beside a table in which its pictures may lie, those named after its split first."""
     bases = dict.fromkeys((table.parent, root))
     for base in bases:
-        holders = (base, *picture_folders(base))
-        named = [(split_in_name(name), path) for holder in holders for name, path in subfolders(holder).items()]
-        yield from (path for word, path in named if split is not None and word == split)
+        yield from pictures_of_split(base, split) if split is not None else ()
     for base in bases:
         yield from picture_folders(base)
     for base in bases:
@@ -125,12 +123,6 @@ def _near(table: Path, root: Path, split: str | None) -> Iterator[Path]:
             if word is not None:
                 yield path
                 yield from picture_folders(path)
-
-
-def _far(root: Path) -> Iterator[Path]:
-    for path in subfolders(root).values():
-        yield path
-        yield from subfolders(path).values()
 
 
 def _first_names(table: Path) -> list[str]:

@@ -1,13 +1,12 @@
 """Pascal VOC XML: reads a data set of one file per picture into columns.
 
 Boxes are taken as written: the 1-based corners of the original VOC are not shifted, since most files today come from
-tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read. The
-picture is the one that has the XML file's own name; <filename> is believed only where there is none (it lies often).
+tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read.
+Which picture a file is about: `voc_pictures.py`.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,10 @@ from xml.etree import ElementTree
 import numpy as np
 
 from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found, Part
+from stoker.data.formats.voc_files import xml_in
+from stoker.data.formats.voc_pictures import Shelf
 from stoker.data.problems import Problems
 from stoker.errors import DataError
-
-PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 class _Object(NamedTuple):
@@ -50,21 +49,24 @@ class _Entry(NamedTuple):
 def read(found: Found, problems: Problems) -> Columns:
     """Reads all XML files of a data set. Raises DataError when none can be read."""
     notes = list(found.notes)
-    shelves: dict[tuple[Path, ...], _Pictures] = {}
+    shelves: dict[tuple[Path, tuple[Path, ...]], Shelf] = {}
     read_files: set[Path] = set()
     parsed: dict[Path, _Annotation | None] = {}
     entries: list[_Entry] = []
     for part in found.parts:
-        pictures = shelves.setdefault(part.pictures, _Pictures(part.pictures))
         files = _files(part, found.root, notes, problems)
         read_files.update(files)
+        key = part.annotations, part.pictures
+        if key not in shelves:
+            shelves[key] = Shelf(part, found.root, files)
+            notes += shelves[key].notes
         split = UNDECIDED if part.split is None else SPLITS.index(part.split)
         for file in files:
             if file not in parsed:
                 parsed[file] = _parse(file, os.path.relpath(file, found.root), problems)
             annotation = parsed[file]
             if annotation is not None:
-                entries.append(_Entry(annotation, *pictures.of(annotation), split))
+                entries.append(_Entry(annotation, *shelves[key].of(file, annotation.filename), split))
     if not entries:
         raise DataError(
             "No annotation file can be read.",
@@ -123,8 +125,8 @@ def _one_file_per_picture(entries: list[_Entry], root: Path, problems: Problems)
 def _files(part: Part, root: Path, notes: list[str], problems: Problems) -> list[Path]:
     """The XML files of a split: those that its list names, in its order, else all of the folder by name."""
     if part.listing is None:
-        return sorted(_xml_in(part.annotations))
-    known = {path.stem: path for path in _xml_in(part.annotations)}
+        return xml_in(part.annotations)
+    known = {str(path.relative_to(part.annotations).with_suffix("")): path for path in xml_in(part.annotations)}
     found: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
     lines = part.listing.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
@@ -160,16 +162,8 @@ def _files(part: Part, root: Path, notes: list[str], problems: Problems) -> list
     return list(found)
 
 
-def _xml_in(folder: Path) -> Iterator[Path]:
-    with os.scandir(folder) as entries:
-        names = [
-            entry.name for entry in entries if entry.name.lower().endswith(".xml") and not entry.name.startswith(".")
-        ]
-    return (folder / name for name in names)
-
-
 def _note_unlisted(found: Found, read_files: set[Path], notes: list[str]) -> None:
-    unlisted = {path for part in found.parts for path in _xml_in(part.annotations)} - read_files
+    unlisted = {path for part in found.parts for path in xml_in(part.annotations)} - read_files
     if unlisted:
         notes.append(f"{len(unlisted)} annotated pictures are in no split and are left out, e.g. {min(unlisted).name}")
 
@@ -227,33 +221,3 @@ def _pixels(root: ElementTree.Element, path: str) -> int:
     except ValueError:
         return 0
     return int(value) if 0 < value < 2**31 else 0
-
-
-class _Pictures:
-    """The pictures of some folders, listed once, to match annotations with."""
-
-    def __init__(self, folders: tuple[Path, ...]) -> None:
-        self._likeliest = folders[0]
-        self._by_name: dict[str, Path] = {}
-        self._by_stem: dict[str, list[str]] = {}
-        for folder in folders:
-            with os.scandir(folder) as entries:
-                for name in sorted(entry.name for entry in entries if entry.name.lower().endswith(PICTURE_ENDINGS)):
-                    if name not in self._by_name:
-                        self._by_name[name] = folder
-                        self._by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
-
-    def of(self, annotation: _Annotation) -> tuple[Path, str]:
-        """Folder and name of an annotation's picture; a likely name where there is none."""
-        stem = annotation.file.stem
-        said = annotation.filename.replace("\\", "/").rpartition("/")[2]
-        name = self._choose(stem, said) or (self._choose(os.path.splitext(said)[0], said) if said else None)
-        if name is None:
-            name = said if said.lower().endswith(PICTURE_ENDINGS) else f"{stem}.jpg"
-        return self._by_name.get(name, self._likeliest), name
-
-    def _choose(self, stem: str, said: str) -> str | None:
-        """The picture with a stem: in the same case and as <filename> says where there are several."""
-        same = self._by_stem.get(stem.casefold(), [])
-        best = sorted(same, key=lambda name: (os.path.splitext(name)[0] != stem, name != said, name))
-        return best[0] if best else None

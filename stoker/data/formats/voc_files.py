@@ -1,17 +1,20 @@
 """Which files make up a Pascal VOC data set.
 
-Recognised: `Annotations/` beside `JPEGImages/` (or `images/`), with or without `ImageSets/Main`; XML files beside the
-pictures in one folder; either of these in `train/`, `valid/`, `test/`. Not here: what is in the files (`voc.py`).
+Recognised: `Annotations/` (or `xml/`, `labels/` …) beside `JPEGImages/` (or `images/` …), with or without
+`ImageSets/Main`, also with folders inside both; `annotations/train/` with `images/train/`; XML files beside the
+pictures in one folder; any of these in `train/`, `valid/`, `test/`. Not here: what is in the files (`voc.py`).
 """
 
-import os
 from pathlib import Path
 
 from stoker.data.formats.columns import (
+    ANNOTATION_FOLDERS,
     SPLITS,
     Found,
     Part,
+    annotation_files,
     picture_folders,
+    pictures_of_split,
     split_folders,
     subfolders,
     without_annotations,
@@ -24,11 +27,15 @@ def find(folder: Path) -> Found | None:
     if annotations is not None:
         parts, notes = _listed(folder, annotations)
         return Found(
-            format="voc", layout="Pascal VOC in Annotations/", root=folder, parts=tuple(parts), notes=tuple(notes)
+            format="voc",
+            layout=f"Pascal VOC in {annotations.relative_to(folder)}/",
+            root=folder,
+            parts=tuple(parts),
+            notes=tuple(notes),
         )
     parts = []
     for split, path in split_folders(folder):
-        place = _annotations(path) or (path if _has_xml(path) else None)
+        place = _annotations(path) or (path if xml_in(path) else None)
         if place is not None:
             parts.append(Part(split=split, annotations=place, pictures=picture_folders(path)))
     if parts:
@@ -36,25 +43,37 @@ def find(folder: Path) -> Found | None:
         return Found(
             format="voc", layout="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
         )
-    if _has_xml(folder):
+    if xml_in(folder):
         part = Part(split=None, annotations=folder, pictures=picture_folders(folder))
         return Found(format="voc", layout="Pascal VOC, XML files in one folder", root=folder, parts=(part,))
     return None
 
 
+def xml_in(folder: Path) -> list[Path]:
+    """The XML files of a folder of annotations."""
+    return annotation_files(folder, (".xml",))
+
+
 def _annotations(folder: Path) -> Path | None:
-    place = subfolders(folder).get("annotations")
+    """The folder of XML files in a folder."""
+    below = subfolders(folder)
+    place = next((below[name] for name in ANNOTATION_FOLDERS if name in below and xml_in(below[name])), None)
     if place is None:
         return None
-    if _has_xml(place):
-        return place
-    below = subfolders(place).get("xmls")  # the Oxford pets' habit
-    return below if below is not None and _has_xml(below) else None
+    inner = subfolders(place).get("xmls")  # the Oxford pets' habit
+    return place if inner is None or not xml_in(inner) else inner
 
 
-def _has_xml(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(entry.name.lower().endswith(".xml") for entry in entries)
+def _per_split(folder: Path, annotations: Path) -> list[Part]:
+    """The parts of a folder of annotations in which every XML file is in a folder named after its split."""
+    inside = [(split, path) for split, path in split_folders(annotations) if xml_in(path)]
+    if not inside or len(xml_in(annotations)) > sum(len(xml_in(path)) for _, path in inside):
+        return []
+    usual = picture_folders(folder)
+    return [
+        Part(split=split, annotations=path, pictures=tuple(dict.fromkeys([*pictures_of_split(folder, split), *usual])))
+        for split, path in inside
+    ]
 
 
 def _listed(folder: Path, annotations: Path) -> tuple[list[Part], list[str]]:
@@ -77,4 +96,5 @@ def _listed(folder: Path, annotations: Path) -> tuple[list[Part], list[str]]:
         for split in SPLITS
         if split in lists
     ]
+    parts = parts or _per_split(folder, annotations)
     return parts or [Part(split=None, annotations=annotations, pictures=pictures)], notes

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from stoker.data.formats.columns import (
+    PICTURE_ENDINGS,
     SPLIT_WORDS,
     SPLITS,
     Found,
@@ -21,7 +22,6 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
-from stoker.data.formats.voc import PICTURE_ENDINGS
 from stoker.data.formats.yolo_yaml import Definition, find_definition, find_names, read_definition
 from stoker.errors import DataError
 
