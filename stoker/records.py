@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -283,6 +284,21 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
                     pass
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what comes behind it now is the other half of this line
+
+
+def read_settings(run: Path) -> dict[str, Any] | None:
+    """The tables of config.toml as they are written, whichever version wrote them; None when the run has none.
+
+    Raises UsageError when it is damaged: what a run cost is not guessed. With its schema it is read by `config.py`.
+    """
+    path = run / CONFIG
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        fix = "bring it back, or remove it: the run is then read without its settings"
+        raise UsageError("The run's settings are damaged.", place=path, cause=str(error), fix=fix) from error
 
 
 def open_run(text: str | Path) -> Path:

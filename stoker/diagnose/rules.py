@@ -5,7 +5,6 @@ zero. `read` sums the records up line by line, in bounded memory; `judge` asks e
 """
 
 import dataclasses
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,8 +88,8 @@ def read(run: Path, price: float | None = None) -> Records:
 
 def _price(run: Path) -> float:
     """The setting, read without its schema: a run of another version has it in the same place."""
-    path = run / records.CONFIG
-    return float(tomllib.loads(path.read_text()).get("run", {}).get("price", 0.0)) if path.exists() else 0.0
+    settings = records.read_settings(run) or {}
+    return float(settings.get("run", {}).get("price", 0.0))
 
 
 def _add_sample(seen: Records, sample: DeviceSample) -> None:

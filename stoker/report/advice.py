@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.evaluation import Evaluation
 from stoker.metrics import Metrics
-from stoker.records import Event
+from stoker.records import CHECKPOINTS, CONFIG, Event
 from stoker.report import format as fmt
 from stoker.report.why import Why
 
@@ -97,8 +97,8 @@ def _end(why: Why, events: list[Event]) -> list[Advice]:
                 severity="critical",
                 title="The run died without a word",
                 because=why.state_text,
-                fix="continue it from its last checkpoint",
-                command=resume,
+                fix="continue it from its last checkpoint" if CHECKPOINTS in why.places else "start it again",
+                command=resume if CONFIG in why.places else None,
             )
         ]
     if why.state == "preempted":

@@ -12,6 +12,8 @@ from stoker.report.format import count, plural
 SHOWN = 3
 """Places of a kind that the table shows; `--json` has all."""
 STYLES = {"refused": "bold red", "skipped": "yellow", "fixed": "cyan", "kept": "dim"}
+UNREADABLE = "unreadable-set"
+"""The kind whose place is the error itself, printed as it is."""
 PLURALS = {"box": "boxes", "class": "classes"}
 
 
@@ -25,12 +27,12 @@ def _parts(report: Report) -> list[RenderableType]:
     if report.root is not None:
         parts += [plain_text(line) for line in _head(report)]
     for action in STYLES:
-        items = [item for item in report.items if item.action == action]
+        items = [item for item in report.items if item.action == action and item.kind != UNREADABLE]
         if items:
             parts += [Text(""), _table(action, items)]
     if not report.items:
         parts += [Text(""), Text("nothing is wrong", style="green")]
-    return [*parts, Text(""), *_verdict(report)]
+    return [*parts, *([Text("")] if parts else []), *_verdict(report)]
 
 
 def _head(report: Report) -> list[str]:
@@ -63,11 +65,14 @@ def _table(action: str, items: list[Item]) -> RenderableType:
 
 
 def _verdict(report: Report) -> list[Text]:
+    unreadable = [place for item in report.items if item.kind == UNREADABLE for place in item.places]
+    if unreadable:
+        return [Text("training would refuse this data set:", style="bold red"), *map(plain_text, unreadable)]
     used = (
         f"{count(report.usable_pictures)} of {plural(report.pictures, 'picture')},"
         f" {count(report.usable_boxes)} of {plural(report.boxes, 'box', 'boxes')}"
     )
     if not report.refusals:
         return [Text(f"training would use {used}", style="bold green")]
-    lines = [plain_text(f"training would refuse this data set: {'; '.join(report.refusals)}", "bold red")]
-    return [Text(f"usable: {used}"), *lines] if report.root is not None else lines
+    refused = plain_text(f"training would refuse this data set: {'; '.join(report.refusals)}", "bold red")
+    return [Text(f"usable: {used}"), refused]

@@ -7,7 +7,6 @@ those of `why.py`, the scores those of evaluation.json. How it looks: `html.py` 
 import json
 import re
 import time
-import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,7 +108,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     why = gather(path, price)
     missing: list[str] = []
     events = list(records.read_lines(path, records.EVENTS, Event))
-    start_t = events[0].t if events else None
+    start_t = _start(path, events)
     settings = _settings(path, missing)
     values = {one.name: one.value for one in settings}
     scored = [_scored(event, path) for event in events if event.kind == "evaluated" and "metrics" in event.data]
@@ -143,6 +142,13 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     )
     report.advice = advise(why, scored[-1].metrics if scored else None, evaluation, events)
     return report
+
+
+def _start(path: Path, events: list[Event]) -> float | None:
+    """When the run began, Unix time: the first window reaches back to the start of the process, before any event."""
+    first = next(records.read_lines(path, records.STEPS, StepWindow), None)
+    times = [event.t for event in events[:1]] + ([] if first is None else [first.t - first.wall_s])
+    return min(times, default=None)
 
 
 def _scored(event: Event, path: Path) -> Scored:
@@ -250,11 +256,10 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
 
 def _settings(path: Path, missing: list[str]) -> list[Setting]:
     """Read without a schema: a run of another version has its own settings."""
-    file = path / records.CONFIG
-    if not file.exists():
+    sections = records.read_settings(path)
+    if sections is None:
         missing.append(f"The settings are not known: {records.CONFIG} is not there.")
         return []
-    sections = tomllib.loads(file.read_text())
     reasons = sections.pop("reasons", {})
     return [
         Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))
@@ -279,8 +284,14 @@ def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
     if not file.exists():
         missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} is not there.")
         return {}
-    found = json.loads(file.read_bytes())
-    return found if isinstance(found, dict) else {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({found}).")
+        return {}
+    return found
 
 
 def _ends(lines: list[Kept], most: int) -> list[Kept]:

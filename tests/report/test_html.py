@@ -1,5 +1,6 @@
 """`stoker report`: the page of every kind of run, what it may never do, and how a real browser shows it."""
 
+import base64
 import io
 import itertools
 import json
@@ -328,6 +329,77 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert get_plotlyjs() not in page  # no chart, no plotly
 
 
+def test_a_run_of_which_nothing_was_written_promises_nothing(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).touch()
+    report = collect(tmp_path)
+    assert (report.advice[0].fix, report.advice[0].command) == ("start it again", None)
+    page = render(report)
+    assert "No picture is recorded as unusable." in page
+    assert '<p class="what">device unknown</p>' in page
+
+
+def test_an_environment_that_is_damaged_is_left_out_and_said(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = make_run(tmp_path / "a", evaluation)
+    for content in ('{"cpu": "fa', "[1]", "\xff"):
+        (path / ENVIRONMENT).write_text(content, encoding="latin-1")
+        report = collect(path)
+        assert report.environment == {}
+        assert any("environment.json holds no JSON object" in sentence for sentence in report.missing)
+        assert "device unknown" in render(report)
+
+
+@pytest.mark.parametrize("content", ['[run]\nprice = "3', "\xff"])
+def test_settings_that_are_damaged_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    path = make_run(tmp_path / "a")
+    (path / CONFIG).write_text(content, encoding="latin-1")
+    with pytest.raises(UsageError, match="settings are damaged") as caught:
+        collect(path)
+    assert caught.value.place == str(path / CONFIG)
+
+
+def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
+    """The imports before the first event are in the first window."""
+    folder = RunFolder(tmp_path, 1)
+    folder.event("started")
+    t = json.loads((tmp_path / EVENTS).read_text())["t"]
+    for n, (wall_s, phase) in enumerate(((8.0, "startup"), (1.0, "compute"), (1.0, "compute"))):
+        folder.append(STEPS, StepWindow(t=t + n, attempt=1, step=n, steps=n and 1, pictures=0, wall_s=wall_s,
+                                        devices=1, phases={phase: wall_s}))  # fmt: skip
+    folder.close()
+    report = collect(tmp_path)
+    assert report.start_t == pytest.approx(t - 8)
+    assert report.phases.parts["startup"] == [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Path, evaluation: Evaluation) -> None:
+    of, metrics = evaluation.classes[0], evaluation.metrics.per_class[0]
+    boxes = [200 - n for n in range(130)] + [0] * 70
+    names = [f"class-{n:03}" for n in range(200)]
+    many = msgspec.structs.replace(
+        evaluation,
+        classes=[msgspec.structs.replace(of, name=name, boxes=count) for name, count in zip(names, boxes, strict=True)],
+        metrics=msgspec.structs.replace(
+            evaluation.metrics,
+            per_class=[
+                msgspec.structs.replace(metrics, name=name, boxes=count)
+                for name, count in zip(names, boxes, strict=True)
+            ],
+        ),
+    )
+    path = make_run(tmp_path / "a", many)
+    page = render(collect(path))
+    seen, _, folded = page.partition("By class, the next 80</summary>")
+    assert 'scope="row" class="wide">class-019<' in seen
+    assert 'scope="row" class="wide">class-020<' not in seen
+    assert 'scope="row" class="wide">class-099<' in folded
+    assert 'scope="row" class="wide">class-100<' not in page
+    assert "The 30 rarest are in the JSON alone." in page
+    assert "Without a true box in this split: class-130, " in page
+    assert "class-137 and 62 more." in page
+    (path / EVALUATION).unlink()
+    assert "AP by class, the next 80</summary>" in render(collect(path))
+
+
 def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run"):
         collect(tmp_path)
@@ -398,6 +470,46 @@ def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
     assert len(data[1]) * 3 / 4 <= MOST_BYTES
     assert 'viewBox="0 0 480 360"' in drawn
     assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
+
+
+@pytest.mark.parametrize(
+    ("said", "plane", "box"),
+    [
+        ((60, 100), 'viewBox="0 0 480 288"', 'x="240.0" y="48.0" width="192.0" height="96.0"'),  # boxes as stored
+        ((100, 60), 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),  # upright
+        (None, 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),
+    ],
+)
+def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
+    tmp_path: Path, said: tuple[int, int] | None, plane: str, box: str
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    pixels = np.zeros((60, 100, 3), np.uint8)
+    pixels[:, 50:] = 255
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=exif)
+    one = msgspec.structs.replace(
+        one_picture(tmp_path / "turned.jpg"),
+        size=said,
+        true_boxes=[TrueBox(box=(50, 10, 90, 30) if said == (60, 100) else (10, 50, 30, 90), label=0, crowd=False,
+                            found=False)],
+    )  # fmt: skip
+    drawn = picture(one, ["cat"])
+    assert plane in drawn
+    assert f'<rect {box} class="box missed"/>' in drawn
+    data = re.search(r"base64,([^\"]+)", drawn)
+    assert data is not None
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))))
+    assert shown.shape[:2] == (said or (100, 60))
+    assert shown[shown.shape[0] * 3 // 4, shown.shape[1] * 3 // 4].min() > 200
+
+
+def test_the_lines_on_a_small_picture_are_not_enlarged_with_it(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 24)).save(tmp_path / "small.png")
+    one = msgspec.structs.replace(one_picture(tmp_path / "small.png"), size=(24, 32))
+    drawn = picture(one, ["cat"])
+    assert 'viewBox="0 0 480 360"' in drawn
+    assert 'width="480" height="360"' in drawn
 
 
 def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:

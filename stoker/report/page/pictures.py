@@ -11,13 +11,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from stoker.data.decode import decode
+from stoker.data.decode import thumbnail
 from stoker.errors import DataError
 from stoker.evaluation import FoundBox, PictureEvaluation, TrueBox
 from stoker.report.page.markup import Markup, tag
 
 SIDE = 480
-"""Longest side of a picture in the page, pixels: it is shown at some 350."""
+"""Longest side of a picture in the page, pixels, and of the plane on which its boxes lie: it is shown at some 350. A
+smaller picture is enlarged by the browser, lines and names are not."""
 MOST_BYTES = 40_000
 LETTER_WIDTH, CAPITAL_WIDTH, LINE_HEIGHT = 7.2, 2.0, 15
 """Of a box's name in pixels of the picture, to keep names apart: a letter, what a capital adds, a line. `.name` in
@@ -63,7 +64,7 @@ def picture(one: PictureEvaluation, class_names: Sequence[str]) -> Markup:
         "figcaption", tag("b", f"F1 {one.f1:.2f}"), " ", counts, tag("span", name, class_="file", title=one.path)
     )
     try:
-        data, width, height, original = _jpeg(one)
+        data, (width, height), original = _jpeg(one)
     except (OSError, DataError) as error:
         reason = error.what if isinstance(error, DataError) else (error.strerror or str(error))
         gone = tag("div", f"The picture cannot be shown: {reason}", class_="gone")
@@ -95,8 +96,11 @@ def _content(one: PictureEvaluation, class_names: Sequence[str]) -> str:
     return "in it: " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing")
 
 
-def _jpeg(one: PictureEvaluation) -> tuple[str, int, int, tuple[int, int]]:
-    """(base64, width, height of the small one, height and width of the original). Raises OSError, DataError."""
+def _jpeg(one: PictureEvaluation) -> tuple[str, tuple[int, int], tuple[int, int]]:
+    """(base64; width and height at which it is shown; height and width of the original, as its boxes were drawn).
+
+    Raises OSError, DataError.
+    """
     path = Path(one.path)
     with (path if one.span is None else path.parent).open("rb") as file:
         if one.span is None:
@@ -104,16 +108,16 @@ def _jpeg(one: PictureEvaluation) -> tuple[str, int, int, tuple[int, int]]:
         else:
             file.seek(one.span[0])
             data = file.read(one.span[1])
-    pixels = decode(data, path)
-    height, width = pixels.shape[:2]
-    scale = min(1.0, SIDE / max(height, width))
-    small = Image.fromarray(pixels).resize((max(1, round(width * scale)), max(1, round(height * scale))))
+    pixels, original = thumbnail(data, path, SIDE, said=one.size or (0, 0))
+    small = Image.fromarray(pixels)
+    enlarged = SIDE / max(small.size)
+    sides = max(1, round(small.width * enlarged)), max(1, round(small.height * enlarged))
     for quality in (82, 70, 55, 40, 25, 10):
         file_ = io.BytesIO()
         small.save(file_, "JPEG", quality=quality, optimize=True)
         if file_.tell() <= MOST_BYTES:
             break
-    return base64.b64encode(file_.getvalue()).decode(), small.width, small.height, (height, width)
+    return base64.b64encode(file_.getvalue()).decode(), sides, original
 
 
 def _boxes(

@@ -228,7 +228,7 @@ def data(report: Report) -> Markup:
             table(f"Pictures that could not be used{left}", ("picture", "why", "row"), rows, right=(2,), wide=(1,))
         )
     else:
-        parts.append(tag("p", "Every picture that was needed could be read."))
+        parts.append(tag("p", "No picture is recorded as unusable."))
     return section("data", "Warnings and data", *parts)
 
 

@@ -3,7 +3,7 @@
 What the run did and ran on is `record.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from stoker.evaluation import ClassEvaluation, Evaluation
 from stoker.metrics import TWELVE
@@ -26,8 +26,10 @@ STATES = {
 """State → sign and words: never by colour alone."""
 MARKS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● to improve"}
 ADVICE_SHOWN = 4
-MOST_ROWS = 100
-"""Classes in a table; of more, the most frequent."""
+MOST_ROWS, OPEN_ROWS = 100, 20
+"""Classes in a table; of more, the most frequent. Those beyond the second number are folded."""
+NAMED = 8
+"""Classes in a sentence."""
 _TITLES = (
     "AP",
     "AP50",
@@ -52,7 +54,7 @@ def head(report: Report) -> Markup:
     return tag(
         "header",
         tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
-        tag("p", what, _sizes(report), " · ", _device(report), class_="what"),
+        tag("p", what, _sizes(report), " · " if what or report.metrics else "", _device(report), class_="what"),
     )
 
 
@@ -163,16 +165,9 @@ def scores(report: Report, charts: Charts) -> Markup:
     twelve = tag("dl", [tag("div", tag("dt", title), tag("dd", value)) for title, value in numbers], class_="twelve")
     parts: list[Child] = [tag("p", says), twelve]
     if evaluation is None:
-        rows = sorted(metrics.per_class, key=lambda one: -(one.ap or 0.0))[:MOST_ROWS]
-        parts.append(
-            table(
-                "AP by class",
-                ("class", "boxes", "AP", "AP50"),
-                [[one.name, fmt.count(one.boxes), fmt.metric(one.ap), fmt.metric(one.ap50)] for one in rows],
-                right=(1, 2, 3),
-                wide=(0,),
-            )
-        )
+        known = sorted((one for one in metrics.per_class if one.boxes), key=lambda one: -one.boxes)[:MOST_ROWS]
+        rows = [[one.name, fmt.count(one.boxes), fmt.metric(one.ap), fmt.metric(one.ap50)] for one in known]
+        parts.append(_folded("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
         return section("results", "Results", *parts)
     if evaluation.step != report.scored[-1].step:
         parts.append(tag("p", f"All below is of step {evaluation.step:,}, the best so far.", class_="note"))
@@ -192,14 +187,13 @@ def scores(report: Report, charts: Charts) -> Markup:
 
 
 def _classes(evaluation: Evaluation) -> Markup:
-    classes = sorted(evaluation.classes, key=lambda of: -of.boxes)[:MOST_ROWS]
-    count = len(evaluation.classes)
-    cut = f", the {MOST_ROWS} most frequent of {count:,}" if count > MOST_ROWS else ""
+    classes = sorted((of for of in evaluation.classes if of.boxes), key=lambda of: -of.boxes)
+    absent = [of.name for of in evaluation.classes if not of.boxes]
     rows = [
         [
             of.name,
             fmt.count(of.boxes),
-            tag("span", fmt.metric(of.ap), " ", bar(of.ap or 0.0), class_="nobr"),
+            fmt.metric(of.ap) if of.ap is None else tag("span", fmt.metric(of.ap), " ", bar(of.ap), class_="nobr"),
             fmt.metric(of.ap50),
             _number(of.threshold),
             _number(of.precision),
@@ -207,14 +201,31 @@ def _classes(evaluation: Evaluation) -> Markup:
             _number(of.f1),
             _worst_kind(of),
         ]
-        for of in classes
+        for of in classes[:MOST_ROWS]
     ]
     heads = ("class", "boxes", "AP", "AP50", "best score", "precision", "recall", "F1", "most frequent mistake")
     note = (
         "Best score: the threshold with the best F1 at IoU 0.5, to use as --conf; precision, recall, F1 and mistakes "
         "are those at it."
     )
-    return join(table(f"By class{cut}", heads, rows, right=range(1, 8), wide=(0,)), tag("p", note, class_="note"))
+    if len(classes) > MOST_ROWS:
+        note += f" The {len(classes) - MOST_ROWS:,} rarest are in the JSON alone."
+    if absent:
+        more = f" and {len(absent) - NAMED:,} more" if len(absent) > NAMED else ""
+        note += f" Without a true box in this split: {', '.join(absent[:NAMED])}{more}."
+    return join(_folded("By class", heads, rows, right=range(1, 8)), tag("p", note, class_="note"))
+
+
+def _folded(title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]], *, right: Iterable[int]) -> Markup:
+    """A table of classes, of which the first are seen and the others, where there are many, wait behind a line."""
+    right = tuple(right)
+    if len(rows) <= OPEN_ROWS:
+        return table(title, heads, rows, right=right, wide=(0,))
+    rest = f"{title}, the next {len(rows) - OPEN_ROWS}"
+    return join(
+        table(f"{title}, the {OPEN_ROWS} most frequent", heads, rows[:OPEN_ROWS], right=right, wide=(0,)),
+        tag("details", tag("summary", rest), table(rest, heads, rows[OPEN_ROWS:], right=right, wide=(0,), hidden=True)),
+    )
 
 
 def _number(value: float | None) -> str:
