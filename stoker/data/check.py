@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.cgroup import host_cores
 from stoker.data.check_pictures import Progress, check_pictures
-from stoker.data.index import Index, missing_pictures, open_index, unnamed_pictures
+from stoker.data.index import Index, missing_pictures, open_index, unnamed_pictures, where_instead
 from stoker.data.problems import KINDS, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import DataError
 
@@ -101,7 +101,7 @@ def check(
         index = open_index(data, format=format, classes=tuple(classes), problems=problems)
     except DataError as error:
         problems.add("unreadable-set", str(error))
-        return Report(data=str(data), items=_items(problems.found()), refusals=(error.what,), max_bad=max_bad)
+        return Report(data=str(data), items=_items(problems.found(), {}), refusals=(error.what,), max_bad=max_bad)
     lost = sum(problem.count for problem in problems.found() if problem.loses_pictures)
     if pictures:
         usable = check_pictures(index, problems, threads=threads or host_cores(), progress=progress)
@@ -115,6 +115,7 @@ def check(
         if (place := os.path.relpath(path, index.root)) not in said:  # some readers look themselves
             problems.add("unlabelled-picture", place)
     found = problems.found()
+    absent = next((index.root / p.examples[0] for p in found if p.kind == "missing-picture"), None)
     splits = {split: _count(index, index.rows(split), usable) for split in index.splits}
     left_out = sum(p.count for p in found if KINDS[p.kind].unit == "box" and KINDS[p.kind].action == "skipped")
     return Report(
@@ -129,14 +130,20 @@ def check(
         usable_boxes=sum(split.usable_boxes for split in splits.values()),
         decoded=pictures,
         max_bad=max_bad,
-        items=_items(found),
+        items=_items(found, {"missing-picture": where_instead(index.root, absent)} if absent else {}),
         refusals=tuple(_refusals(found, splits, lost, len(index), max_bad)),
         notes=index.notes,
     )
 
 
-def _items(found: Sequence[Problem]) -> tuple[Item, ...]:
-    return tuple(Item(kind=p.kind, count=p.count, places=p.examples, **KINDS[p.kind]._asdict()) for p in found)
+def _items(found: Sequence[Problem], fixes: dict[str, str]) -> tuple[Item, ...]:
+    """fixes: kind → what mends it in this data set, where more is known than the table says."""
+
+    def item(problem: Problem) -> Item:
+        words = KINDS[problem.kind]._asdict() | ({"fix": fixes[problem.kind]} if problem.kind in fixes else {})
+        return Item(kind=problem.kind, count=problem.count, places=problem.examples, **words)
+
+    return tuple(map(item, found))
 
 
 def _count(index: Index, rows: NDArray[np.int64], usable: NDArray[np.bool_]) -> Split:

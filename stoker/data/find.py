@@ -23,9 +23,23 @@ from stoker.data.formats import (
     yolo,
     yolo_files,
 )
-from stoker.data.formats.columns import Columns, Found, subfolders
+from stoker.data.formats.columns import (
+    ANNOTATION_FOLDERS,
+    PICTURE_ENDINGS,
+    PICTURE_FOLDERS,
+    SPLIT_WORDS,
+    SPLITS,
+    Columns,
+    Found,
+    subfolders,
+)
+from stoker.data.formats.yolo_yaml import YAML_ENDINGS
 from stoker.data.problems import Problems
 from stoker.errors import DataError, UsageError, nearest
+
+SHOWN = 8
+"""Names in a folder that an error lists."""
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
 class Format(NamedTuple):
@@ -109,9 +123,11 @@ def find_data(data: Path, format: str | None = None) -> Found:
         notes = [f"read from the folder {path.name}/"]
         if here is not None:
             why = "its pictures are not where it says"
-            notes.append(f"not read: {here.layout}, {why}; format={here.format!r} reads it")
+            notes.append(f"not read: {here.layout}, {why}; --format {here.format} reads it")
         return replace(found, notes=(*notes, *found.notes))
     if below:
+        if (together := _per_split(data, below)) is not None:
+            return together
         raise DataError(
             f"The folder holds {len(below)} data sets.",
             place=data,
@@ -120,12 +136,31 @@ def find_data(data: Path, format: str | None = None) -> Found:
         )
     if here is not None:
         return here
-    looked_for = "; ".join(row.looked_for for name, row in FORMATS.items() if format in (None, name))
-    raise DataError(
-        "No annotations found" + (f" in the format {format!r}." if format else "."),
-        place=data,
-        cause=f"looked, there and one folder below, for {looked_for}; {_what_is_there(data)}",
-        fix="name the folder or the file that holds the annotations",
+    raise _nothing_found(data, format)
+
+
+def _per_split(root: Path, below: list[tuple[Path, Found]]) -> Found | None:
+    """The data set whose splits are data sets of one format, each in a folder named after it; None for any others."""
+    first = below[0][1]
+    splits = [SPLIT_WORDS.get(path.name.lower()) for path, _ in below]
+    parts = [
+        replace(part, split=split)
+        for split, (_, found) in zip(splits, below, strict=True)
+        for part in found.parts
+        if part.split in (None, split)
+    ]
+    whole = len(parts) == sum(len(found.parts) for _, found in below)
+    alike = {found.format for _, found in below} == {first.format}
+    described = any(path.suffix.lower() in YAML_ENDINGS for _, found in below for path in found.descriptions)
+    if None in splits or len(set(splits)) < len(splits) or not whole or not alike or described:
+        return None
+    return replace(
+        first,
+        layout=f"{first.layout} per split folder",
+        root=root,
+        parts=tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else 0)),
+        notes=tuple(f"{path.name}/: {note}" for path, found in below for note in found.notes),
+        descriptions=tuple(path for _, found in below for path in found.descriptions),
     )
 
 
@@ -135,11 +170,13 @@ def _of_file(data: Path, format: str | None) -> Found:
         if row.from_file is not None and file_name.endswith(row.endings) and format in (None, name):
             return row.from_file(data)
     endings = [ending for name, row in FORMATS.items() if format in (None, name) for ending in row.endings]
+    archive = file_name.endswith(ARCHIVES)
     raise DataError(
         f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
         place=data,
-        choices=["a folder", *(f"a {ending} file" for ending in endings)],
-        fix="name the folder that has annotations and pictures",
+        cause="it is an archive" if archive else None,
+        choices=["a folder", *(f"*{ending}" for ending in endings if not ending.endswith(".gz"))],
+        fix="unpack it, and name the folder" if archive else "name the folder that has annotations and pictures",
     )
 
 
@@ -164,7 +201,7 @@ def _in_folder(folder: Path, format: str | None) -> Found | None:
         return None
     chosen, *others = sorted(present, key=lambda found: not found.sure)
     both = [
-        f"both {chosen.layout} and {other.layout} found: the first is read; format={other.format!r} reads the other"
+        f"both {chosen.layout} and {other.layout} found: the first is read; --format {other.format} reads the other"
         for other in others
     ]
     return replace(chosen, notes=(*both, *notes, *chosen.notes))
@@ -185,8 +222,36 @@ def _not_there(data: Path) -> DataError:
     )
 
 
+def _nothing_found(data: Path, format: str | None) -> DataError:
+    looked_for = "; ".join(row.looked_for for name, row in FORMATS.items() if format in (None, name))
+    near = list(csv_files.near_misses(data)) if format in (None, "csv") else []
+    return DataError(
+        "No annotations found" + (f" in the format {format!r}." if format else "."),
+        place=data,
+        cause="; ".join([_what_is_there(data), *near, f"looked, there and one folder below, for {looked_for}"]),
+        fix=f"name the folder above, {data.parent}, which holds annotations"
+        if _is_inside_one(data)
+        else "name the folder or the file that holds the annotations",
+    )
+
+
+def _is_inside_one(data: Path) -> bool:
+    """Whether a folder is a part of the data set in the folder above."""
+    if data.name.lower() not in (*SPLIT_WORDS, *ANNOTATION_FOLDERS, *(name.lower() for name in PICTURE_FOLDERS)):
+        return False
+    try:
+        return _in_folder(data.parent, None) is not None
+    except (DataError, OSError):  # whatever is wrong there is not what was asked for
+        return False
+
+
 def _what_is_there(folder: Path) -> str:
-    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(folder))
-    if not names:
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    if not entries:
         return "the folder is empty"
-    return f"it holds {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    pictures = sum(entry.name.lower().endswith(PICTURE_ENDINGS) for entry in entries)
+    names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+    names = [name for name in names if not name.lower().endswith(PICTURE_ENDINGS)]
+    holds = [*names[:SHOWN], *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
+    holds += [f"{pictures:,} pictures" if pictures > 1 else "a picture"] if pictures else []
+    return f"it holds {', '.join(holds)}" if names else f"it holds {holds[0]} and nothing else"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
 from stoker.data.formats import names as picture_names
-from stoker.data.formats.columns import PICTURE_ENDINGS, SPLITS
+from stoker.data.formats.columns import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
 
@@ -271,7 +271,7 @@ def require_pictures(index: Index, splits: Iterable[str] | None = None, *, max_b
                 place=", ".join(str(path) for path in examples) + (", …" if gone.size > len(examples) else ""),
                 cause=f"the annotations in {index.root} name them; up to {share:.3g} of them may be missing"
                 f" (--max-bad); `stoker data check {index.root}` names all",
-                fix=_where_instead(index.root, examples[0]),
+                fix=where_instead(index.root, examples[0]),
             )
     return missing
 
@@ -289,8 +289,8 @@ def _require_annotations(index: Index, share: float) -> None:
         )
 
 
-def _where_instead(root: Path, picture: Path) -> str:
-    """Looks for a missing picture under another ending, or in the folders up to two below the root."""
+def where_instead(root: Path, picture: Path) -> str:
+    """What to do about a missing picture, which is looked for under another ending and in folders near the root."""
     if picture.parent.is_dir():
         with os.scandir(picture.parent) as entries:
             stem = picture.stem.casefold()
@@ -298,7 +298,9 @@ def _where_instead(root: Path, picture: Path) -> str:
         if pictures := [name for name in like if not name.endswith((".xml", ".json", ".txt"))]:
             return f"{picture.parent / pictures[0]} exists: correct the file names in the annotations"
     for pattern in ("*", "*/*", "../*"):
-        for folder in sorted(root.glob(pattern)):
+        for folder in sorted(Path(os.path.normpath(found)) for found in root.glob(pattern)):
             if folder.is_dir() and (folder / picture.name).is_file():
+                if root.name.lower() in ANNOTATION_FOLDERS and not folder.is_relative_to(root):
+                    return f"{picture.name} lies in {folder}: name the folder above both, {root.parent}"
                 return f"{picture.name} lies in {folder}: move those pictures to {picture.parent}, or link the folder"
     return f"put the pictures into {picture.parent}, or name the folder that has both annotations and pictures"

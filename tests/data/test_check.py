@@ -185,6 +185,17 @@ def test_without_opening_the_pictures(tmp_path: Path) -> None:
     assert kinds(check(folder)) == {"missing-picture": 1, "empty-picture": 1}
 
 
+def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "set" / "annotations", train=3, val=2, side=32)
+    for split in ("train", "valid"):
+        (tmp_path / "set" / "images" / split).mkdir(parents=True)
+        for picture in (folder / split).glob("*.jpg"):
+            picture.rename(tmp_path / "set" / "images" / picture.name)
+    (missing,) = check(folder).items
+    assert missing.kind == "missing-picture"
+    assert f"lies in {tmp_path / 'set' / 'images'}: name the folder above both, {tmp_path / 'set'}" in missing.fix
+
+
 def test_the_report_does_not_depend_on_threads(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", train=40, side=32)
     for n in range(0, 40, 3):

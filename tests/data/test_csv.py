@@ -64,7 +64,7 @@ def test_the_microcontrollers_have_the_same_boxes_in_both_formats(real_data: Pat
 def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> None:
     index = open_index(real_data / "bccd")
     assert index.format == "voc"
-    assert any("not read: CSV (test.csv)" in note and "format='csv'" in note for note in index.notes)
+    assert any("not read: CSV (test.csv)" in note and "--format csv" in note for note in index.notes)
     asked = open_index(real_data / "bccd", format="csv")  # its pictures are found one folder further down
     assert require_pictures(asked) == []
     assert sorted(named(asked)) == sorted(named(index))

@@ -12,7 +12,7 @@ from PIL import Image
 from stoker.cli import app
 from stoker.config import from_fields
 from stoker.data.find import FORMATS
-from stoker.data.index import Index, open_index
+from stoker.data.index import Index, missing_pictures, open_index
 from stoker.errors import DataError, UsageError
 from stoker.training.start import settle
 from tests.drawn import draw
@@ -68,7 +68,7 @@ def test_the_preferred_format_is_read_and_the_others_are_named(
     preferred = min(formats, key=list(FORMATS).index)
     assert index.format == preferred
     for name in formats - {preferred}:
-        assert any(f"format={name!r} reads the other" in note for note in index.notes)
+        assert any(f"--format {name} reads the other" in note for note in index.notes)
     for name in formats:
         other = open_index(root, format=name)
         assert (other.format, other.class_names) == (name, ("cat",))
@@ -102,7 +102,7 @@ def test_a_data_set_below_is_preferred_to_a_table_without_its_pictures(tmp_path:
     csv(tmp_path)
     index = open_index(tmp_path)
     assert index.format == "voc"
-    assert any("not read: CSV (boxes.csv)" in note and "format='csv'" in note for note in index.notes)
+    assert any("not read: CSV (boxes.csv)" in note and "--format csv" in note for note in index.notes)
     asked = open_index(tmp_path, format="csv")
     assert asked.path(0) == tmp_path / "inner" / "images" / "a.jpg"  # found two folders down
     picture(tmp_path / "a.jpg")
@@ -173,3 +173,74 @@ def test_the_flag_takes_several_classes() -> None:
     _, bound, _ = app.parse_args(["train", "pictures", "--classes", "red", "sky blue", "--format", "yolo"])
     data = bound.arguments["config"].data
     assert (data.classes, data.format, bound.arguments["data"]) == (("red", "sky blue"), "yolo", "pictures")
+
+
+def test_splits_that_are_data_sets_of_their_own(tmp_path: Path) -> None:
+    """COCO JSON in annotations/ inside train/ and valid/, as some exports have it."""
+    drawn_here = draw(tmp_path / "set", train=4, val=2, side=32)
+    for split in ("train", "valid"):
+        (drawn_here / split / "annotations").mkdir()
+        file = drawn_here / split / "_annotations.coco.json"
+        file.rename(drawn_here / split / "annotations" / "instances.json")
+    index = open_index(drawn_here)
+    assert (index.root, index.format) == (drawn_here, "coco")
+    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 4, "val": 2}
+    assert missing_pictures(index) == []
+    assert index.notes[0].startswith("COCO JSON in annotations/ per split folder")
+    (drawn_here / "valid").rename(drawn_here / "more")
+    with pytest.raises(DataError, match="holds 2 data sets"):
+        open_index(drawn_here)
+
+
+def test_splits_of_different_formats_are_not_one_data_set(tmp_path: Path) -> None:
+    for split, name, text in (("train", "boxes.csv", "filename,class,xmin,ymin,xmax,ymax\na.jpg,cat,1,2,30,40\n"),
+                              ("val", "annotations/a.json", '{"images": [], "annotations": []}')):  # fmt: skip
+        (tmp_path / split / name).parent.mkdir(parents=True)
+        (tmp_path / split / name).write_text(text)
+        (tmp_path / split / "a.jpg").touch()
+    with pytest.raises(DataError, match=r"csv|CSV|no annotations"):
+        open_index(tmp_path)
+
+
+def test_pictures_of_coco_json_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    root = draw(tmp_path / "set", train=3, val=1, side=32) / "train"
+    (root / "größe 1" / "deep").mkdir(parents=True)
+    for picture in root.glob("*.jpg"):
+        picture.rename(root / "größe 1" / "deep" / picture.name)
+    index = open_index(root)
+    assert missing_pictures(index) == []
+    assert "_annotations.coco.json: the pictures are in größe 1/deep/" in index.notes
+
+
+def complaint(folder: Path) -> str:
+    with pytest.raises(DataError) as raised:
+        open_index(folder)
+    return str(raised.value)
+
+
+def test_what_is_in_a_folder_without_annotations_is_said(tmp_path: Path) -> None:
+    assert "why:    the folder is empty;" in complaint(tmp_path)
+    for n in range(12):
+        (tmp_path / f"{n}.jpg").touch()
+    assert "it holds 12 pictures and nothing else;" in complaint(tmp_path)
+    (tmp_path / "boxes.csv").write_bytes("filename;class;xmin;ymin;xmax;ymax\na.jpg;Bär;1;2;3;4\n".encode("cp1252"))
+    said = complaint(tmp_path)
+    assert "it holds boxes.csv, 12 pictures; boxes.csv is no table of boxes: it is not UTF-8" in said
+    (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
+    assert "boxes.csv is no table of boxes: its first row, 'Datei;Klasse;links;oben', names no" in complaint(tmp_path)
+
+
+def test_a_folder_of_pictures_inside_a_data_set_leads_to_it(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").touch()
+    assert "name the folder or the file" in complaint(tmp_path / "images")
+    (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
+    assert f"name the folder above, {tmp_path}" in complaint(tmp_path / "images")
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "export.zip").touch()
+    assert "fix:    unpack it" in complaint(tmp_path / "export.zip")
+    (tmp_path / "a.xml").touch()
+    assert "*.json" in (said := complaint(tmp_path / "a.xml"))
+    assert "unpack" not in said

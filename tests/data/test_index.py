@@ -309,7 +309,9 @@ def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> Non
             assert require_pictures(index, max_bad=0.04) == []
 
 
-@pytest.mark.parametrize(("names", "fix"), [(["x/00000.jpg"], "lies in"), (["images/00000.JPEG"], "00000.JPEG exists")])
+@pytest.mark.parametrize(
+    ("names", "fix"), [(["../x/00000.jpg"], "lies in"), (["images/00000.JPEG"], "00000.JPEG exists")]
+)
 def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix: str) -> None:
     folder = dataset(tmp_path / "set", numbered(1), exist=False)
     for name in names:
@@ -356,7 +358,7 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
     )
     index = open_index(folder)
     assert index.format == "coco"
-    assert any("format='voc' reads the other" in note for note in index.notes)
+    assert any("--format voc reads the other" in note for note in index.notes)
     assert open_index(folder, format="voc").class_names == ("bird",)
 
 

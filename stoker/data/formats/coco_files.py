@@ -19,6 +19,7 @@ from stoker.data.formats.columns import (
     Folders,
     Found,
     Part,
+    folders_below,
     picture_folders,
     split_folders,
     split_in_name,
@@ -113,6 +114,14 @@ def _part(split: str | None, path: Path, root: Path) -> Part:
     return Part(split=split, annotations=path, pictures=tuple(dict.fromkeys([*below, *usual])))
 
 
+def _hits(places: Sequence[Path], names: Sequence[str], bare: Sequence[str]) -> list[tuple[int, Path, bool]]:
+    """(how many of the names are files there, folder, whether without the folders in the names), for each folder."""
+    hits = [(sum((place / name).is_file() for name in names), place, False) for place in places]
+    if bare != names and not any(count for count, _, _ in hits):
+        hits += [(sum((place / name).is_file() for name in bare), place, True) for place in places]
+    return hits
+
+
 @dataclass(frozen=True)
 class Located:
     """Where the pictures of a file lie."""
@@ -126,22 +135,24 @@ class Located:
 def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> Located:
     """Finds the folder that a file's `file_name`s [R] are relative to, by looking for a few of the pictures.
 
-    Where none is found the likeliest folder is taken, and the check that pictures exist tells. Folders inside a name
-    are kept, unless the pictures are there only without them (exports that carry another machine's paths).
+    Where none is found, folders below the root are looked into; where none is there either, the likeliest is taken, and
+    the check that pictures exist tells. Folders inside a name are kept, unless the pictures are there only without them
+    (exports that carry another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
     step = max(1, len(names) // PROBES)
     probes = names[::step]
     bare = [name.rpartition("/")[2] for name in probes]
     existing = [folder for folder in part.pictures if folder.is_dir()] or [part.pictures[0]]
-    hits = [(sum((folder / name).is_file() for name in probes), folder, False) for folder in existing]
-    if not any(count for count, _, _ in hits) and bare != probes:
-        hits += [(sum((folder / name).is_file() for name in bare), folder, True) for folder in existing]
-    if not any(count for count, _, _ in hits):
+    near = _hits(existing, probes, bare)
+    if not any(count for count, _, _ in near):
         # Nothing is there as it is written: in another case, then, or another form of Unicode (`names.mend`).
-        hits = [(alike(folder, some), folder, some is bare) for some in (probes, bare) for folder in existing]
+        near = [(alike(folder, some), folder, some is bare) for some in (probes, bare) for folder in existing]
+    hits = near if any(count for count, _, _ in near) else near + _hits(list(folders_below(folders.root)), probes, bare)
     _, base, strip = max(hits, key=lambda hit: hit[0])
     notes = []
+    if base not in existing:
+        notes.append(f"{part.annotations.name}: the pictures are in {os.path.relpath(base, folders.root)}/")
     if strip:
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored, the pictures are in {base.name}"

@@ -23,10 +23,12 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
-from stoker.data.formats.csv_table import HEAD_BYTES, layout_of, rows_of
+from stoker.data.formats.csv_table import HEAD_BYTES, complaint, layout_of, rows_of
 from stoker.errors import DataError
 
 TABLE_FOLDERS = ("annotations", "labels", "data", "csv")
+MOST_MISSES = 3
+"""Tables whose fault is described."""
 PROBES = 16
 """Rows whose pictures are looked for, to see whether these are where the table points."""
 
@@ -52,7 +54,7 @@ def from_file(path: Path) -> Found:
         raise DataError(
             "The file is not a table of boxes.",
             place=path,
-            cause="its first row names no picture column, or no columns of boxes",
+            cause=complaint(path),
             choices=["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"],
             fix="give the columns such names, in any order",
         )
@@ -63,6 +65,13 @@ def from_file(path: Path) -> Found:
 def _tables(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv" and path.is_file())
     return [path for path in files if not path.name.startswith(".") and layout_of(path) is not None]
+
+
+def near_misses(folder: Path) -> Iterator[str]:
+    """Why files of a folder that are called *.csv are no tables of boxes, in words."""
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv" and path.is_file())
+    for path in files[:MOST_MISSES]:
+        yield f"{path.name} is no table of boxes: {complaint(path)}"
 
 
 def _one_per_split(place: Path, tables: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:

@@ -81,6 +81,15 @@ def layout_of(path: Path) -> Layout | None:
     return None
 
 
+def complaint(path: Path) -> str:
+    """Why a file for which `layout_of` finds none is no table of boxes, in words."""
+    try:
+        first = _text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
+    except DataError as error:
+        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
+    return f"its first row, {first[:80]!r}, names no pictures or no boxes" if first else "it is empty"
+
+
 def rows_of(path: Path, layout: Layout, *, most_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
     """(line, values) of every row but the header and empty ones. Raises DataError where the file is not text.
 
