@@ -122,11 +122,9 @@ def stats(
     from stoker.errors import UsageError
     from stoker.models import architecture
     from stoker.recipes import CANVAS_SIDE, RECIPES
-    from stoker.report.data_picture import check_ending, save_picture
+    from stoker.report.data_picture import check_out, draw_stats, save_picture
     from stoker.report.data_stats import print_stats
 
-    if out is not None:
-        check_ending(out)
     if canvas is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in canvas):
         raise UsageError(f"--canvas {canvas[0]} {canvas[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"])
     defaults = architecture(model).defaults
@@ -135,6 +133,8 @@ def stats(
     own = Anchors(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
     recipe = next((name for name, make in RECIPES.items() if make().model.model == model), "resnet50")
     index = open_index(data, format=format, classes=classes or ())
+    if out is not None:
+        check_out(out, index)
     found = gather(
         index, data=data, split=split, canvas=canvas, side=CANVAS_SIDE[recipe], anchors=own, model=model
     )  # fmt: skip
@@ -145,7 +145,7 @@ def stats(
     else:
         print_stats(found)
     if out is not None:
-        save_picture(found, out)
+        save_picture(draw_stats(found), out)
         if not json:
             print(f"drawn: {out}")
 
@@ -188,17 +188,18 @@ def preview(
 
     from stoker.config import Config, check, rows_of
     from stoker.data.index import open_index, require_pictures
-    from stoker.data.preview import check_out, rows_of_split, write
     from stoker.data.preview import preview as make_sheet
     from stoker.device import host_cores, pick
+    from stoker.report.data_picture import check_out, save_picture
+    from stoker.report.format import plural
     from stoker.report.terminal import print_settings
     from stoker.training.derive import derive_data
 
     asked = Config(data=dataclasses.replace(settings, data=data)).replace(model=model, weights=weights)
     check(asked)
     index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
-    check_out(out, index.root)
-    rows = rows_of_split(index, split)
+    check_out(out, index)
+    rows = index.rows(split)
     require_pictures(index, (split,), max_bad=settings.max_bad)
     config, reasons = derive_data(asked, index, pick(None))
     sheet = make_sheet(
@@ -210,9 +211,11 @@ def preview(
         threads=host_cores(),
         on_quarantine=lambda bad: print(f"stoker: picture left out: {bad.error}", file=sys.stderr),
     )
-    write(sheet, out)
+    save_picture(sheet, out)
     print_settings(row for row in rows_of(Config(data=config.data), reasons) if row[0] != "data")
-    print(f"{out}: {count} pictures of {split}, each plain and as training would show it")
+    again = f", {count} times in all" if count > len(rows) else ""
+    shown = plural(min(count, len(rows)), "picture")
+    print(f"{out}: {shown} of {split}{again}, each plain and as training would show it")
 
 
 @data_app.command(sort_key=4)

@@ -110,10 +110,8 @@ def check(
         for row in missing_pictures(index):
             usable[row] = False
             problems.add("missing-picture", os.path.relpath(index.path(row), index.root))
-    said = {place for problem in problems.found() if problem.kind == "unlabelled-picture" for place in problem.examples}
     for path in unnamed_pictures(index):
-        if (place := os.path.relpath(path, index.root)) not in said:  # some readers look themselves
-            problems.add("unlabelled-picture", place)
+        problems.add("unlabelled-picture", os.path.relpath(path, index.root))
     found = problems.found()
     absent = next((index.root / p.examples[0] for p in found if p.kind == "missing-picture"), None)
     splits = {split: _count(index, index.rows(split), usable) for split in index.splits}

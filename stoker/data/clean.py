@@ -186,9 +186,9 @@ def _uniform(name: str) -> float:
 
 
 def check(columns: Columns, problems: Problems) -> None:
-    """Finds what is odd about classes and splits. Raises DataError when nothing can be learned from the training
-    split."""
-    split_of_box = columns.split[columns.row]
+    """Finds what is odd about classes and splits; crowd boxes do not count, since they are neither learned from nor
+    to be found. Raises DataError when nothing can be learned from the training split."""
+    labels, split_of_box = columns.labels[~columns.crowd], columns.split[columns.row[~columns.crowd]]
     if (columns.split == TRAIN).any() and not (split_of_box == TRAIN).any():
         raise DataError(
             "The training split has no boxes.",
@@ -202,7 +202,7 @@ def check(columns: Columns, problems: Problems) -> None:
             problems.add("empty-split", f"{name}: {f'{pictures} pictures, no box' if pictures else 'no picture'}")
         elif pictures and not (split_of_box == number).any():
             problems.add("split-without-boxes", f"{name}: {pictures} pictures")
-    _check_classes(columns, split_of_box, problems)
+    _check_classes(columns.class_names, labels, split_of_box, problems)
     _check_splits(columns, problems)
 
 
@@ -220,20 +220,23 @@ def _check_splits(columns: Columns, problems: Problems) -> None:
             problems.add("in-two-splits", f"{columns.picture(same[0])}: {', '.join(names)}")
 
 
-def _check_classes(columns: Columns, split_of_box: NDArray[np.int8], problems: Problems) -> None:
+def _check_classes(
+    class_names: list[str], labels: NDArray[np.int32], split_of_box: NDArray[np.int8], problems: Problems
+) -> None:
+    """labels, split_of_box [K]: of the boxes that count."""
     alike: dict[str, list[str]] = {}
-    for name in columns.class_names:
+    for name in class_names:
         alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
     for names in alike.values():
         if len(names) > 1 or names[0] != names[0].strip():
             problems.add("similar-class-names", ", ".join(map(repr, names)))
-    count = len(columns.class_names)
+    count = len(class_names)
     per_split = np.stack(
-        [np.bincount(columns.labels[split_of_box == number], minlength=count) for number in range(len(SPLITS))]
+        [np.bincount(labels[split_of_box == number], minlength=count) for number in range(len(SPLITS))]
     )
     used = per_split.sum(0) > 0
     for label in np.flatnonzero(~used).tolist():
-        problems.add("unused-class", columns.class_names[label])
+        problems.add("unused-class", class_names[label])
     for number in np.flatnonzero(per_split.sum(1)).tolist():
         for label in np.flatnonzero(used & (per_split[number] == 0)).tolist():
-            problems.add("class-not-in-split", f"{columns.class_names[label]}: not in {SPLITS[number]}")
+            problems.add("class-not-in-split", f"{class_names[label]}: not in {SPLITS[number]}")

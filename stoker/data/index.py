@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stoker.data import cache, clean
 from stoker.data.find import FORMATS, find_data
 from stoker.data.formats import names as picture_names
-from stoker.data.formats.columns import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS
+from stoker.data.formats.columns import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS, by_folder
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
 
@@ -85,6 +85,12 @@ class Index:
         name: str = self._names[int(row)].as_py()
         return self.root / self._folders[int(self._folder[row])] / name
 
+    def holds(self, file: Path) -> bool:
+        """Whether a file lies in the data set's folder, or in one of its folders of pictures elsewhere."""
+        place = file.resolve()
+        folders = {(self.root / folder).resolve() for folder in self._folders}
+        return place.is_relative_to(self.root.resolve()) or place.parent in folders
+
     def span(self, row: int) -> tuple[int, int] | None:
         """First byte and number of bytes of a picture inside another file; None for one that is a file of its own."""
         start, count = self._span[row].tolist()
@@ -125,6 +131,8 @@ def open_index(
         raise ConfigError(
             f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
         )
+    if not os.fspath(data):
+        raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
     try:
         place = _demo() if data == "demo" else Path(data).expanduser()
         return _open(place, format, fraction, val_fraction is not None, tuple(classes), problems)
@@ -206,11 +214,9 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
     look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
     wanted = np.arange(len(index)) if rows is None else np.unique(np.fromiter(rows, np.int64))
     wanted = wanted[index._span[wanted, 1] == 0]  # those inside other files were there when these were read
-    folder = index._folder[wanted]
     everything = index._names.to_pylist()
     missing: list[int] = []
-    for number in np.unique(folder).tolist():
-        inside = wanted[folder == number]
+    for number, inside in by_folder(index._folder, wanted):
         place = index.root / index._folders[number]
         names = [everything[row] for row in inside.tolist()]
         present = _files_in(place) if len(names) > FEW_FILES else set()
@@ -225,13 +231,11 @@ def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[in
 
 def unnamed_pictures(index: Index) -> list[Path]:
     """The picture files, by name, that lie among the pictures of the index without being one of them."""
-    named: dict[int, set[str]] = {}
     names = index._names.to_pylist()
-    for row in np.flatnonzero(index._span[:, 1] == 0).tolist():
-        named.setdefault(int(index._folder[row]), set()).add(names[row])
     found: list[Path] = []
-    for number, known in named.items():
+    for number, rows in by_folder(index._folder, np.flatnonzero(index._span[:, 1] == 0)):
         place = index.root / index._folders[number]
+        known = {names[row] for row in rows.tolist()}
         found += [
             place / name
             for name in sorted(_files_in(place) - known)

@@ -6,7 +6,6 @@ command is `stoker data preview`; which settings apply is decided where training
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +20,7 @@ from stoker.data.augment_device import GROUP, augment_batch, factor
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.device import Device
 from stoker.draw import draw_boxes
-from stoker.errors import DataError, StorageError, UsageError
+from stoker.errors import UsageError
 from stoker.metrics import Detections
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ PAIRS = 3
 """Pictures in a row, each twice."""
 MOST = 400
 """Pictures on a sheet at most: a JPEG has at most 65,535 rows of pixels."""
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _GAP, _FONT = 8, 11
 
 
@@ -176,35 +174,3 @@ def _sheet(pairs: list[Image.Image]) -> Image.Image:
     for n, pair in enumerate(pairs):
         sheet.paste(pair, (_GAP + n % columns * width, _GAP + n // columns * height))
     return sheet
-
-
-def check_out(out: Path, root: Path) -> None:
-    """Raises UsageError for a file that cannot be written as a picture, or that lies among the user's own.
-
-    root: folder of the data set, in which nothing is written over.
-    """
-    if out.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--out {out}: the sheet is a picture.", choices=SUFFIXES, fix="--out preview.jpg")
-    if out.exists() and out.resolve().is_relative_to(root.resolve()):
-        raise UsageError(
-            f"--out {out} exists, in the folder of the data set.",
-            cause="it may be one of the pictures",
-            fix="name a file that is not there yet, or outside of it",
-        )
-
-
-def write(sheet: Image.Image, out: Path) -> None:
-    """Writes the sheet, making the folder where it is not there. Raises StorageError where that cannot be."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(out, quality=90)
-    except OSError as error:
-        raise StorageError("The sheet cannot be written.", place=out, cause=error.strerror or str(error)) from error
-
-
-def rows_of_split(index: "Index", split: str) -> NDArray[np.int64]:
-    """Rows of a split. Raises DataError for one that the data set does not have."""
-    if split not in index.splits:
-        fix = "--split NAME"
-        raise DataError(f"The data set has no {split} split.", place=index.root, choices=index.splits, fix=fix)
-    return index.rows(split)

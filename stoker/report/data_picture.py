@@ -11,6 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stoker.data.index import Index
 from stoker.data.stats import BANDS, GRID, IOUS, LARGE, SMALL, Distribution, Stats
 from stoker.errors import StorageError, UsageError
 from stoker.report.format import count, number, share
@@ -31,21 +32,27 @@ _MARGIN, _GAP, _TOP = 28, 22, 74
 Rectangle = tuple[float, float, float, float]
 
 
-def check_ending(path: Path) -> None:
-    """Raises UsageError for a path whose ending is no picture format."""
-    if path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"--out {path} has no ending of a picture.", choices=ENDINGS, fix=f"--out {path}.png")
+def check_out(out: Path, index: Index) -> None:
+    """Raises UsageError for a file that cannot be written as a picture, or that is one of the user's own."""
+    if out.suffix.lower() not in ENDINGS:
+        raise UsageError(f"--out {out} has no ending of a picture.", choices=ENDINGS, fix=f"--out {out.stem}.png")
+    if out.exists() and index.holds(out):
+        raise UsageError(
+            f"--out {out} exists, in the folder of the data set.",
+            cause="it may be one of the pictures",
+            fix="name a file that is not there yet, or outside of it",
+        )
 
 
-def save_picture(stats: Stats, path: Path) -> None:
-    """Writes the picture. Raises UsageError for another ending, StorageError where it cannot be written."""
-    check_ending(path)
+def save_picture(image: Image.Image, out: Path) -> None:
+    """Writes a picture, making its folder where that is not there. Raises StorageError where it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw_stats(stats).save(path)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        image.save(out, quality=90)
     except OSError as error:
         fix = "name another place with --out"
-        raise StorageError("The picture cannot be written.", place=path, cause=str(error), fix=fix) from error
+        cause = error.strerror or str(error)
+        raise StorageError("The picture cannot be written.", place=out, cause=cause, fix=fix) from error
 
 
 def draw_stats(stats: Stats) -> Image.Image:

@@ -1,5 +1,6 @@
 """What is in a data set (`data/stats.py`), as text for `stoker data stats`. The drawing is `data_picture.py`."""
 
+import shlex
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -41,8 +42,8 @@ def parts(stats: Stats) -> Iterator[RenderableType]:
     yield plain_text(stats.anchors_note, "dim")
     for one in stats.anchors[1:]:
         yield plain_text(f"{one.what}: {one.why}")
-    advice = f"to train so: stoker train {stats.data} {stats.flags}" if stats.flags else "nothing needs to be changed"
-    yield plain_text(f"\n{advice}", "bold")
+    command = f"stoker train {shlex.quote(stats.data)} {stats.flags}"
+    yield plain_text(f"\nto train so: {command}" if stats.flags else "\nnothing needs to be changed", "bold")
 
 
 def _splits(stats: Stats) -> RenderableType:

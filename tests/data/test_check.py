@@ -106,6 +106,13 @@ def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
     assert any(KINDS["empty-split"].title in reason for reason in report.refusals)
 
 
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_split_of_crowd_boxes_is_one_without_boxes(tmp_path: Path, split: str) -> None:
+    folder = draw(tmp_path / "set", side=32)
+    edit(folder, split, annotations=[one | {"iscrowd": 1} for one in read(folder, split)["annotations"]])
+    assert check(folder).refusals
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_it_refuses_when_training_would(data: st.DataObject) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from stoker.data.check import check
 from stoker.data.formats.csv_table import layout_of
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.errors import DataError
@@ -252,9 +253,10 @@ def test_pictures_that_no_row_names(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "table.png"):
         picture(tmp_path / "images" / name)
     table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
-    index = open_index(tmp_path)
-    assert len(index) == 1
-    assert kinds(index)["unlabelled-picture"] == "images/b.jpg images/table.png"
+    report = check(tmp_path, pictures=False)
+    assert report.pictures == 1
+    (unlabelled,) = (item for item in report.items if item.kind == "unlabelled-picture")
+    assert unlabelled.places == ("images/b.jpg", "images/table.png")
 
 
 def test_several_tables_for_one_split(tmp_path: Path) -> None:

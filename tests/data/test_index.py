@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.data import clean
 from stoker.data.find import FORMATS
+from stoker.data.formats.columns import by_folder
 from stoker.data.index import Index, missing_pictures, open_index, require_pictures
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 
@@ -384,3 +385,27 @@ def test_what_cannot_be_asked_for(
 def test_an_address_of_an_object_store() -> None:
     with pytest.raises(DataError, match="object store"):
         open_index("gs://bucket/set")
+
+
+def test_a_name_that_is_empty_is_not_this_folder() -> None:
+    with pytest.raises(DataError, match="name of the data set is empty"):
+        open_index("")
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.data())
+def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
+    folder = np.array(numbers, np.int32)
+    rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)
+    found = [(number, inside.tolist()) for number, inside in by_folder(folder, rows)]
+    wanted = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
+    assert found == [(number, inside) for number, inside in wanted if inside]
+
+
+def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("elsewhere/a.jpg", "b.jpg"):
+        (tmp_path / name).touch()
+    folder = dataset(tmp_path / "set", [str(tmp_path / "elsewhere" / "a.jpg"), "b.jpg"], exist=False)
+    index = open_index(folder)
+    places = ("elsewhere/a.jpg", "set/b.jpg", "set/new", "other/a.jpg")
+    assert [index.holds(tmp_path / name) for name in places] == [True, True, True, False]

@@ -111,10 +111,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert sheet.format == "JPEG"
         assert sheet.width == 8 + PAIRS * (2 * CELL + 2 + 8)
 
+    assert run(monkeypatch, data, "--split", "val") == 0
+    assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out
+
     picture = next((data / "train").glob("*.jpg"))
     for arguments, words in [
         ((data, "--out", picture), "in the folder of the data set"),
-        ((data, "--out", "sheet.txt"), "valid:  .jpg"),
+        ((data, "--out", "sheet.txt"), "valid:  .png"),
         ((data, "--split", "test"), "valid:  train, val"),
         ((data, "--hue", "0.7"), "0 … 0.5"),
     ]:

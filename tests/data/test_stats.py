@@ -15,7 +15,7 @@ from stoker.data.shapes import Anchors
 from stoker.data.stats import GRID, Stats, gather
 from stoker.errors import DataError, UsageError
 from stoker.report.console import as_plain
-from stoker.report.data_picture import HEIGHT, WIDTH, save_picture
+from stoker.report.data_picture import HEIGHT, WIDTH, draw_stats, save_picture
 from stoker.report.data_stats import parts
 
 PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
@@ -155,7 +155,7 @@ def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
     assert found.box_sides.median is None
     assert found.anchors[0].all == {}
     assert "n/a" in "\n".join(as_plain(part) for part in parts(found))
-    save_picture(found, tmp_path / "a.png")
+    save_picture(draw_stats(found), tmp_path / "a.png")
 
 
 def test_json_and_drawing(tmp_path, capsys):
@@ -170,13 +170,15 @@ def test_json_and_drawing(tmp_path, capsys):
 
 
 def test_the_text(tmp_path, capsys):
-    write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
-    code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--classes", "class 1", "--canvas", "640", "640")
+    write(tmp_path / "the set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
+    code, out, _ = run(
+        capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--canvas", "640", "640"
+    )
     assert code == 0
     assert "canvas 640x640, letterbox: asked for" in out
     assert "class 1" in out
     assert "class 0" not in out
-    assert "to train so: stoker train" in out
+    assert f"to train so: stoker train '{tmp_path / 'the set'}' --" in out
     assert "half a stride away" in out
 
 
@@ -192,3 +194,14 @@ def test_what_cannot_be_asked_for(tmp_path, capsys, options, says):
     code, _, error = run(capsys, "data", "stats", str(write(tmp_path / "set", [[(0, 0, 10, 10)]])), *options)
     assert code == UsageError.exit_code
     assert says in error
+
+
+def test_no_picture_of_the_user_is_written_over(tmp_path, capsys):
+    write(tmp_path / "set", [[(0, 0, 10, 10)]] * 2)
+    (tmp_path / "set" / "own.png").write_bytes(b"mine")
+    (tmp_path / "link.png").symlink_to(tmp_path / "set" / "own.png")
+    for out in (tmp_path / "set" / "own.png", tmp_path / "link.png"):
+        code, _, error = run(capsys, "data", "stats", str(tmp_path / "set"), "--out", str(out))
+        assert code == UsageError.exit_code
+        assert "in the folder of the data set" in error
+    assert (tmp_path / "set" / "own.png").read_bytes() == b"mine"

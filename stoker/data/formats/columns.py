@@ -121,6 +121,13 @@ class Folders:
         return list(self._number)
 
 
+def by_folder(folder: NDArray[np.int32], rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The rows by their folder, ascending. One sort: there may be a folder to every few pictures."""
+    ordered = rows[np.argsort(folder[rows], kind="stable")]
+    numbers, starts = np.unique(folder[ordered], return_index=True)
+    yield from zip(numbers.tolist(), np.split(ordered, starts[1:]), strict=False)
+
+
 def split_in_name(stem: str) -> str | None:
     """The split that a file name speaks of: "instances_train2017" is "train", "my-validation" is "val"; else None."""
     found = {SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", stem.lower()) if word in SPLIT_WORDS}

@@ -92,7 +92,6 @@ def read(found: Found, problems: Problems) -> Columns:
     folders = Folders(found.root)
     for shelf in shelves.values():
         notes += shelf.notes()
-    _name_unlabelled(found, keys, problems)
     return Columns(
         class_names=class_names,
         category_ids=list(range(len(class_names))),
@@ -209,22 +208,6 @@ def _sorted(names: set[str]) -> list[str]:
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
-
-
-def _name_unlabelled(found: Found, pictures: list[tuple[int, Path, str]], problems: Problems) -> None:
-    """Reports the pictures that lie among those of the tables and are in none."""
-    named: dict[Path, set[str]] = {}
-    for _, place, name in pictures:
-        named.setdefault(place, set()).add(name)
-    for place, names in named.items():
-        if place.is_dir():
-            for name in sorted(set(_pictures_in(place)) - names):
-                problems.add("unlabelled-picture", os.path.relpath(place / name, found.root))
-
-
-def _pictures_in(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if entry.name.lower().endswith(PICTURE_ENDINGS)]
 
 
 class _Shelf:

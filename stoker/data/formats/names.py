@@ -14,17 +14,15 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from stoker.data.formats.columns import Columns
+from stoker.data.formats.columns import Columns, by_folder
 from stoker.data.problems import Problems
 
 
 def mend(columns: Columns, root: Path, problems: Problems) -> None:
     """Gives pictures the names of their files, in place, where they differ as above; each is a problem, and fixed."""
     files = np.ones(len(columns.names), np.bool_) if columns.span is None else columns.span[:, 1] == 0
-    for number, text in enumerate(columns.folders):
-        rows = np.flatnonzero(files & (columns.folder == number)).tolist()
-        if not rows:
-            continue
+    for number, in_folder in by_folder(columns.folder, np.flatnonzero(files)):
+        rows, text = in_folder.tolist(), columns.folders[number]
         folder = existing(root / text)
         if folder is None:
             continue
