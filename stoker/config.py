@@ -139,7 +139,7 @@ class RunSettings:
     eval_every: str = AUTO
     """Length between evaluations, as in --for; 0 evaluates at the end only."""
     patience: int = AUTO
-    """Evaluations in a row without a better AP after which training ends; 0 never ends it early."""
+    """Evaluations in a row without a better AP, counted from the first above 0, that end it early; 0 never does."""
     checkpoint_every: str = AUTO
     """Length between checkpoints, as in --for; 0 saves at the end and on a signal only."""
     price: float = AUTO
@@ -357,6 +357,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"--batch {run.batch} cannot be split into --accumulate {optim.accumulate} equal micro-batches.",
             choices=[n for n in range(1, run.batch + 1) if run.batch % n == 0],
+        )
+    if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:
+        raise ConfigError(
+            f"--patience {run.patience} counts evaluations, and there is only the one at the end.",
+            cause=f"--eval-every {run.eval_every}",
+            fix="--eval-every with a part of the length, as 1ep, or --patience 0",
         )
     for name in ("for_", "eval_every", "checkpoint_every"):
         text = getattr(run, name)

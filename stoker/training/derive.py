@@ -181,7 +181,8 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
     total = total_steps(length, pictures, batch)
     if total is None:
         filling.put("warmup", 100, "the number of steps is not known beforehand")
-        filling.put("eval_every", f"{length.value / DEFAULT_EPOCHS:.3g}min", "12 times in all")
+        part = Duration(max(0.001, round(length.value / DEFAULT_EPOCHS, 3)), "minutes")
+        filling.put("eval_every", str(part), "12 times in all")
         filling.put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
         return
     filling.put("warmup", min(500, max(1, total // 20)), "a twentieth of the length, at most 500 steps")

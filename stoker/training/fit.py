@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stoker.batch import DRAWS, Batch
 from stoker.config import Config
+from stoker.data.augment_device import GROUP
 from stoker.data.index import Index
 from stoker.data.loader import box_slots
 from stoker.device import Device
@@ -32,6 +33,8 @@ def batch(config: Config, index: Index, device: Device, *, wanted: int, pictures
     """
     asked: int | None = config.set_fields().get("batch")
     target: int = asked if asked is not None else max(1, min(wanted, pictures))
+    if asked is None and config.data.mosaic > 0:
+        target = max(GROUP, target // GROUP * GROUP)
     slots = box_slots(index, index.rows("train"), mosaic=config.data.mosaic)
     classes = len(index.class_names)
     if device.is_cpu:
@@ -48,7 +51,7 @@ def batch(config: Config, index: Index, device: Device, *, wanted: int, pictures
     parts = next(n for n in range(1, target + 1) if target % n == 0 and target // n <= largest)
     whose = "asked for" if asked is not None else f"the recipe's {wanted}"
     if asked is None and target < wanted:
-        whose = f"all {pictures} pictures of the training split"
+        whose = f"the training split has {pictures} pictures"
     return target, parts, f"{whose}; {evidence}" + ("" if parts == 1 else f", so in {parts} parts")
 
 

@@ -34,7 +34,7 @@ from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.optim import NO_STEPS, Reading, Stepper, rate_at
-from stoker.training.recover import Stop, diverged, stop_on_signals
+from stoker.training.recover import Stop, diverged, stop_on_signals, stopped
 from stoker.training.start import Job
 
 WINDOW_S = 1.0
@@ -126,6 +126,8 @@ class Training:
         self.read_steps = job.step
         self.window_s = time.perf_counter()
         self.rate = 0.0
+        self.metrics: Metrics | None = None
+        """Of the newest evaluation of this attempt."""
 
     def run(self) -> Metrics:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
@@ -294,6 +296,10 @@ class Training:
     def score(self, *, final: bool = False) -> Metrics:
         """Evaluates the averaged weights on the validation split; keeps them when they are the best so far."""
         job, config = self.job, self.job.config
+        names = [FINAL] if final else []
+        if self.metrics is not None and job.evaluated_step == job.step:  # patience has ended the run after a score
+            self.keep(self.metrics, names)
+            return self.metrics
         self.catch_up()  # so that an evaluation has windows of its own, and the rates are those of steps
         with self.ledger.phase("eval"):
             batches = Loader(
@@ -316,20 +322,16 @@ class Training:
             scored = score_with_curves(self.truth, found)
             metrics = scored.metrics
         ap = metrics.ap if metrics.ap is not None else 0.0
-        names = [FINAL] if final else []
         if ap > job.best_ap:
             job.best_ap, job.stale = ap, 0
-            names.append(BEST)
             with self.ledger.phase("eval"):
                 job.folder.replace(EVALUATION, appraise(scored, self.truth, found, job.index, step=job.step))
-        else:
+            names.append(BEST)
+        elif job.best_ap > 0:  # before the first hit a training is at its beginning, not at a standstill
             job.stale += 1
         if names:
-            with self.ledger.phase("checkpoint"):
-                snapshot = self.snapshot({}, ap=metrics.ap)
-                job.writer.save_weights(snapshot, names)
-            self.copying = snapshot.ready
-        job.evaluated_step = job.step
+            self.keep(metrics, names)
+        self.metrics, job.evaluated_step = metrics, job.step
         job.folder.event("evaluated", step=job.step, metrics=msgspec.to_builtins(metrics))
         self.screen.evaluated(job.step, metrics)
         self.board.metrics(job.step, metrics)
@@ -337,6 +339,13 @@ class Training:
         self.eval_due.done()
         self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
         return metrics
+
+    def keep(self, metrics: Metrics, names: list[str]) -> None:
+        """Starts saving the averaged weights by themselves, as files of these names."""
+        with self.ledger.phase("checkpoint"):
+            snapshot = self.snapshot({}, ap=metrics.ap)
+            self.job.writer.save_weights(snapshot, names)
+        self.copying = snapshot.ready
 
     def until_stopped(self, batches: Loader) -> Iterator[Batch]:
         """The batches of an evaluation; a signal in the middle saves the training at once."""
@@ -353,18 +362,7 @@ class Training:
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
         self.read_all()
-        if job.writer.saved_step != job.step:
-            raise StorageError(
-                f"Stopped by {self.stop.requested} at step {job.step:,}, and the state could not be saved.",
-                place=job.folder.path,
-                cause=job.writer.failed,
-                fix="make room; the same command continues from the checkpoint before",
-            )
-        raise Preempted(
-            f"Stopped by {self.stop.requested} at step {job.step:,}; everything is saved.",
-            place=job.folder.path,
-            fix=f"the same command, or `stoker train --resume {job.folder.path}`, continues",
-        )
+        raise stopped(job, self.stop)
 
     def close(self) -> None:
         """Lets a write that is under way end, whatever ended the training."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from stoker.errors import DivergedError, Preempted
+from stoker.errors import DivergedError, Preempted, StokerError, StorageError
 from stoker.training.checkpoint import newest_weights
 from stoker.training.start import Job
 
@@ -50,6 +50,22 @@ def stop_on_signals() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stopped(job: Job, stop: Stop) -> StokerError:
+    """The error of a run that a signal has stopped: Preempted, or StorageError where its state is not on the disk."""
+    if job.writer.saved_step != job.step:
+        return StorageError(
+            f"Stopped by {stop.requested} at step {job.step:,}, and the state could not be saved.",
+            place=job.folder.path,
+            cause=job.writer.failed,
+            fix="make room; the same command continues from the checkpoint before",
+        )
+    return Preempted(
+        f"Stopped by {stop.requested} at step {job.step:,}; everything is saved.",
+        place=job.folder.path,
+        fix=f"the same command, or `stoker train --resume {job.folder.path}`, continues",
+    )
 
 
 def diverged(job: Job, step: int, rate: float) -> DivergedError:

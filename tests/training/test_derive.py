@@ -82,6 +82,31 @@ def test_mosaics_need_a_batch_of_whole_groups(index: Index):
     assert config.run.batch % 4 == 0
 
 
+def test_a_batch_that_is_derived_is_of_whole_groups_also_for_few_pictures(tmp_path: Path):
+    for pictures, batch in ((2, 4), (7, 4), (14, 12)):
+        few = open_index(draw(tmp_path / str(pictures), train=pictures, val=2))
+        config, reasons = derive(from_fields({"mosaic": 0.5}), few, CPU)
+        assert config.run.batch == batch
+        assert f"{pictures} pictures" in reasons["batch"]
+        assert derive(Config(), few, CPU)[0].run.batch == pictures
+
+
+@pytest.mark.parametrize("length", ["0.0001min", "0.001min", "30min", "300h", "90000h"])
+def test_any_time_has_its_evaluations(index: Index, length: str):
+    config, _ = derive(from_fields({"for_": length}), index, CPU)
+    every, whole = (parse_duration(text) for text in (config.run.eval_every, length))
+    assert every.unit == "minutes"
+    assert every.value == pytest.approx(max(0.001, whole.value / 12), rel=1e-3)
+
+
+def test_patience_needs_evaluations(index: Index):
+    for changes in ({"eval_every": "0"}, {"for_": "1ep"}):
+        with pytest.raises(ConfigError, match="--patience 2 counts evaluations") as caught:
+            derive(from_fields({"patience": 2, **changes}), index, CPU)
+        assert "--eval-every" in (caught.value.fix or "")
+    derive(from_fields({"patience": 2}), index, CPU)
+
+
 def test_rate_follows_the_batch(index: Index):
     small, _ = derive(from_fields({"batch": 4}), index, CPU)
     large, _ = derive(from_fields({"batch": 16}), index, CPU)

@@ -1,5 +1,6 @@
 """A whole training in one process: what it leaves behind, and how it ends when it cannot go on."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -285,16 +287,41 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert with_absolute_paths(from_fields({"data": "demo"})).data.data == "demo"
 
 
-def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path):
+def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
+    """Evaluations find these APs, the last one from then on."""
+    scored, left = loop.score_with_curves, list(values)
+
+    def score(*args: Any) -> Any:
+        found = scored(*args)
+        ap = left.pop(0) if len(left) > 1 else left[0]
+        return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
+
+    monkeypatch.setattr(loop, "score_with_curves", score)
+
+
+def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_ap(monkeypatch, 0.2)
     asked = settings(data, for_="40", eval_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
     result = train(asked, run=str(tmp_path / "one"))
     assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
     events = list(read_lines(result.run, EVENTS, Event))
     assert any(event.text.startswith("stopped at step 8: 3 evaluations without an AP above") for event in events)
     assert events[-1].kind == "finished"
+    steps = [event.step for event in events if event.kind == "evaluated"]
+    assert steps == [2, 4, 6, 8], "the last evaluation is that of the final weights, too"
+    assert (result.run / "final.safetensors").exists()
+
+
+def test_patience_counts_from_the_first_hit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
+    asked = settings(data, for_="40", eval_every="1", rate=1e-9, warmup=0, ema=0.0, patience=2)
+    result = train(asked, run=str(tmp_path / "one"))
+    assert result.steps == 8
+    assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
 
 
 def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_ap(monkeypatch, 0.2)
     asked = settings(data, for_="40", eval_every="2", checkpoint_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
     taken = loop.Training.step
 
