@@ -6,7 +6,7 @@ here: what the columns mean to users (`index.py`).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.records import write_whole
 
-VERSION = 7
+VERSION = 8
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
 
 SCHEMA = pa.schema(
@@ -38,6 +38,8 @@ SCHEMA = pa.schema(
     ]
 )
 META, DIGEST = b"stoker", b"stoker-digest"
+LOOKED_AT = 64
+"""Pictures that tell whether the pictures, whose sizes are in the index, were written anew under their old names."""
 
 
 class Meta(msgspec.Struct, kw_only=True):
@@ -52,6 +54,10 @@ class Meta(msgspec.Struct, kw_only=True):
     folders: tuple[str, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    folders_changed: tuple[int, ...]
+    """When each of `folders` was changed last, ns; names are matched with what is in them."""
+    measured: str
+    """Of the files of some pictures (`_pictures_stamp`), where sizes were read from them; else empty."""
 
 
 def cache_folder() -> Path:
@@ -117,6 +123,12 @@ def write(path: Path, columns: Columns, problems: tuple[Problem, ...], found: Fo
         folders=tuple(columns.folders),
         problems=problems,
         notes=tuple(columns.notes),
+        folders_changed=_folders_changed(found.root, columns.folders),
+        measured=""
+        if not columns.measured
+        else _pictures_stamp(
+            found.root / columns.folders[columns.folder[row]] / columns.names[row] for row in _some(rows)
+        ),
     )
     try:
         names, text = pa.array(columns.names, pa.large_string()), msgspec.json.encode(meta)
@@ -193,7 +205,39 @@ def read(path: Path, stamp: str) -> tuple[pa.RecordBatch, Meta] | None:
         and _within(split, len(SPLITS))
         and _spans_fit(batch, folder, meta)
     )
-    return (batch, meta) if sound else None
+    return (batch, meta) if sound and _unchanged(batch, folder, meta) else None
+
+
+def _unchanged(batch: pa.RecordBatch, folder: NDArray[np.int32], meta: Meta) -> bool:
+    """Whether the pictures are those that the index was made of, as far as their folders and some of them tell."""
+    root = Path(meta.root)
+    if meta.folders_changed != _folders_changed(root, meta.folders):
+        return False
+    some = (root / meta.folders[folder[row]] / batch["name"][row].as_py() for row in _some(len(folder)))
+    return not meta.measured or meta.measured == _pictures_stamp(some)
+
+
+def _folders_changed(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
+    return tuple(_stat(root / folder)[1] for folder in folders)
+
+
+def _some(rows: int) -> list[int]:
+    """Rows from the first to the last, evenly."""
+    found: list[int] = np.unique(np.linspace(0, rows - 1, LOOKED_AT).astype(np.int64)).tolist() if rows else []
+    return found
+
+
+def _pictures_stamp(pictures: Iterable[Path]) -> str:
+    return blake2b(repr([_stat(picture) for picture in pictures]).encode(), digest_size=8).hexdigest()
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    """Bytes and time of the last change, ns; -1 where there is nothing that can be looked at."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return -1, -1
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _within(values: NDArray[np.int32], count: int) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from stoker.data import clean
 from stoker.data.find import FORMATS
@@ -409,3 +410,29 @@ def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
     index = open_index(folder)
     places = ("elsewhere/a.jpg", "set/b.jpg", "set/new", "other/a.jpg")
     assert [index.holds(tmp_path / name) for name in places] == [True, True, True, False]
+
+
+def test_a_picture_that_is_renamed_in_a_folder_inside_is_found(tmp_path: Path) -> None:
+    (tmp_path / "set" / "images" / "day").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "day" / "A.jpg").touch()
+    (tmp_path / "set" / "all.json").write_text(content(["day/a.jpg", "day/b.jpg"]))
+    assert open_index(tmp_path / "set").path(0).name == "A.jpg"
+    (tmp_path / "set" / "images" / "day" / "A.jpg").rename(tmp_path / "set" / "images" / "day" / "a.jpg")
+    assert open_index(tmp_path / "set").path(0).name == "a.jpg"
+
+
+def test_sizes_are_those_of_pictures_that_were_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YOLO's boxes are shares of sizes that only the pictures say; writing over a file does not change its folder."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "labels").mkdir()
+    names = [f"{n}.png" for n in range(3)]
+    for name in names:
+        Image.new("RGB", (40, 20)).save(tmp_path / "images" / name)
+        (tmp_path / "labels" / name).with_suffix(".txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    assert open_index(tmp_path).boxes[0].tolist() == [10, 5, 30, 15]
+    with monkeypatch.context() as patched:
+        refuse_reading(patched)
+        open_index(tmp_path)
+    for name in names:
+        Image.new("RGB", (80, 40)).save(tmp_path / "images" / name)
+    assert open_index(tmp_path).boxes[0].tolist() == [20, 10, 60, 30]

@@ -99,6 +99,8 @@ class Columns:
     span: NDArray[np.int64] | None = None
     """[R, 2], where pictures lie inside other files: first byte and number of bytes of each encoded picture within the
     file that its "folder" is. `names` then only tell the pictures apart. None: every picture is a file."""
+    measured: bool = False
+    """Whether sizes were read from the pictures, so that the boxes are right only while these stay as they are."""
     notes: list[str] = field(default_factory=list)
 
     def picture(self, row: int) -> str:

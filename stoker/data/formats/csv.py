@@ -108,6 +108,7 @@ def read(found: Found, problems: Problems) -> Columns:
         area=np.full(len(items), np.nan),
         box_id=np.array([item.line for item in items], np.int64),
         box_word="line",
+        measured=len(unsized) > 0,
         notes=notes,
     )
 

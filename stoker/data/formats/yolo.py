@@ -105,6 +105,7 @@ def read(found: Found, problems: Problems) -> Columns:
         area=np.full(len(rows), np.nan),
         box_id=np.array([row.line for row in rows], np.int64),
         box_word="line",
+        measured=True,
         notes=[*found.notes, *rules.notes, *(f"{count:,} {what}" for what, count in rules.read_as.items())],
     )
 
