@@ -100,8 +100,8 @@ def _stamps(path: Path) -> Iterator[str]:
     """A line for a file, or for every annotation file of a folder; none for a folder of labels that is not there."""
     if not path.exists():
         return
-    for file in annotation_files(path, (".xml", ".txt")) if path.is_dir() else [path]:
-        stat = file.stat()
+    for file in annotation_files(path, (".xml", ".txt")) if path.is_dir() else [os.fspath(path)]:
+        stat = os.stat(file)
         yield f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 

@@ -179,16 +179,14 @@ def without_annotations(folder: Path, parts: list[Part]) -> list[str]:
     return notes
 
 
-def annotation_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """The files in a folder with one of the endings, in lower case, by name, hidden ones apart; also those further
+def annotation_files(folder: Path, endings: tuple[str, ...]) -> Iterator[str]:
+    """The paths of the files in a folder with one of the endings, in lower case, by name, hidden ones apart; also those further
     below, where the folder is called after annotations."""
-    found: list[Path] = []
+    deep = folder.name.lower() in ANNOTATION_FOLDERS
     for place, folders, files in os.walk(folder):
-        inside = folder.name.lower() in ANNOTATION_FOLDERS
-        folders[:] = sorted(name for name in folders if inside and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if deep and not name.startswith("."))
         names = sorted(name for name in files if name.lower().endswith(endings) and not name.startswith("."))
-        found += [Path(place, name) for name in names]
-    return found
+        yield from (os.path.join(place, name) for name in names)
 
 
 def folders_below(root: Path) -> Iterator[Path]:

@@ -35,7 +35,7 @@ def find(folder: Path) -> Found | None:
         )
     parts = []
     for split, path in split_folders(folder):
-        place = _annotations(path) or (path if xml_in(path) else None)
+        place = _annotations(path) or (path if _has_xml(path) else None)
         if place is not None:
             parts.append(Part(split=split, annotations=place, pictures=picture_folders(path)))
     if parts:
@@ -43,7 +43,7 @@ def find(folder: Path) -> Found | None:
         return Found(
             format="voc", layout="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
         )
-    if xml_in(folder):
+    if _has_xml(folder):
         part = Part(split=None, annotations=folder, pictures=picture_folders(folder))
         return Found(format="voc", layout="Pascal VOC, XML files in one folder", root=folder, parts=(part,))
     return None
@@ -51,22 +51,26 @@ def find(folder: Path) -> Found | None:
 
 def xml_in(folder: Path) -> list[Path]:
     """The XML files of a folder of annotations."""
-    return annotation_files(folder, (".xml",))
+    return [Path(file) for file in annotation_files(folder, (".xml",))]
+
+
+def _has_xml(folder: Path) -> bool:
+    return any(True for _ in annotation_files(folder, (".xml",)))
 
 
 def _annotations(folder: Path) -> Path | None:
     """The folder of XML files in a folder."""
     below = subfolders(folder)
-    place = next((below[name] for name in ANNOTATION_FOLDERS if name in below and xml_in(below[name])), None)
+    place = next((below[name] for name in ANNOTATION_FOLDERS if name in below and _has_xml(below[name])), None)
     if place is None:
         return None
     inner = subfolders(place).get("xmls")  # the Oxford pets' habit
-    return place if inner is None or not xml_in(inner) else inner
+    return place if inner is None or not _has_xml(inner) else inner
 
 
 def _per_split(folder: Path, annotations: Path) -> list[Part]:
     """The parts of a folder of annotations in which every XML file is in a folder named after its split."""
-    inside = [(split, path) for split, path in split_folders(annotations) if xml_in(path)]
+    inside = [(split, path) for split, path in split_folders(annotations) if _has_xml(path)]
     if not inside or len(xml_in(annotations)) > sum(len(xml_in(path)) for _, path in inside):
         return []
     usual = picture_folders(folder)
