@@ -4,8 +4,9 @@ A message names what is wrong, where (file, line, id), why, which choices are va
 not a `StokerError` and reaches the top is a bug of ours. The screen's layout of a message is `StokerError.__str__`.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class StokerError(Exception):
@@ -120,6 +121,16 @@ class Preempted(StokerError):
     """A signal asked the run to stop; its state is saved and the same command continues it."""
 
     exit_code = 75
+
+
+@contextlib.contextmanager
+def writing(what: str, place: object, *, fix: str | None = None) -> Iterator[None]:
+    """A block that writes: an OSError inside is raised as a StorageError that says `what`, for example "The report
+    cannot be written."."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(what, place=place, cause=error.strerror or str(error), fix=fix) from error
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:

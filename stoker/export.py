@@ -22,7 +22,7 @@ from stoker.config import from_toml
 from stoker.data.index import open_index
 from stoker.data.samples import PADDING, Slot
 from stoker.device import Device, host_cores
-from stoker.errors import DataError, StokerError, StorageError, UsageError, WeightsError
+from stoker.errors import DataError, StokerError, StorageError, UsageError, WeightsError, writing
 from stoker.evaluate import IOU_THRESHOLD, SCORE_THRESHOLD
 from stoker.models import saved
 from stoker.models.detections import DETECTIONS
@@ -202,11 +202,5 @@ def _keep(content: bytes, target: Path, check: Callable[[Path], str]) -> str:
         trial.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        cause = error.strerror or str(error)
-        what = "The exported file cannot be written."
-        raise StorageError(what, place=target, cause=cause, fix="--out FILE") from error
+def _writing(target: Path) -> contextlib.AbstractContextManager[None]:
+    return writing("The exported file cannot be written.", target, fix="--out FILE")

@@ -4,6 +4,7 @@
 `windows.py`; they are run as in an evaluation (`evaluate.detect_batches`). The originals are never touched.
 """
 
+import contextlib
 import dataclasses
 import glob
 import os
@@ -20,7 +21,7 @@ from PIL import Image
 from stoker.data import decode
 from stoker.device import Device, host_cores
 from stoker.draw import draw_boxes
-from stoker.errors import DataError, UsageError
+from stoker.errors import DataError, UsageError, writing
 from stoker.evaluate import detect_batches
 from stoker.metrics import Detections, no_detections
 from stoker.models.detections import Finder
@@ -29,7 +30,9 @@ from stoker.records import write_whole
 from stoker.tiles import Tiling, is_cut, merge
 from stoker.windows import Source, Window, batches, read_picture, windows_of
 
-KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+WRITTEN = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+"""Endings that a result may have; a picture of another one gets `.jpg` behind it."""
+KINDS = (*WRITTEN, ".gif", ".jp2", ".pgm", ".ppm")
 """Endings by which pictures are found in folders; a file that is named is tried whatever it is called."""
 RESULTS = "predictions.json"
 BATCH = 8
@@ -64,11 +67,14 @@ def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -
         else:
             matched = (Path(name) for name in glob.glob(str(path), recursive=True))
             pictures = sorted(p for p in matched if p.suffix.lower() in KINDS and p.is_file())
-        pictures = [p for p in pictures if hidden is None or hidden not in p.resolve().parents]
+        shown = [p for p in pictures if hidden is None or hidden not in p.resolve().parents]
+        if pictures and not shown:
+            what = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
+            raise UsageError(what, place=beside, fix="name another folder with --out")
         if not pictures:
             raise UsageError(_not_found(path), place=Path.cwd() / path, choices=KINDS,
                              fix="name picture files, a folder with such files, or a pattern in quotes")  # fmt: skip
-        for picture in pictures:
+        for picture in shown:
             found.setdefault(picture.resolve(), picture)
     return list(found.values())
 
@@ -76,8 +82,6 @@ def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -
 def _not_found(path: Path) -> str:
     if path.is_dir():
         return f"There are no pictures in the folder {str(path)!r}."
-    if path.exists():
-        return f"The file {str(path)!r} lies in the folder of the results."
     if glob.has_magic(str(path)):
         return f"No picture matches the pattern {str(path)!r}."
     return f"There is no file or folder {str(path)!r}."
@@ -157,8 +161,7 @@ def predict_to_folder(
     """
     paths = find_pictures(places, beside=out)
     _require_own_folder(out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / RESULTS, b"[]\n")  # the folder is ours from here on, also when this run is cut off
+    _write_results(out, [])  # the folder is ours from here on, also when this run is cut off
     predicted = predict_pictures(
         model,
         paths,
@@ -172,22 +175,25 @@ def predict_to_folder(
     )
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []
-    with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
-        drawing: deque[Future[None]] = deque()
-        for one, path, name in zip(predicted, paths, output_names(paths), strict=True):
-            results.append(as_json(one, card.class_names))
-            if one.error is not None:
-                failed.append(one.error)
-                yield f"{path}: not read: {one.error.cause or one.error.what}"
-                continue
-            drawing.append(pool.submit(_save_drawn, path, one.found, card.class_names, out / name))
-            while len(drawing) > 2 * BATCH:
-                drawing.popleft().result()
-            yield f"{path}: {_summary(one.found, card.class_names)}"
-        for job in drawing:
-            job.result()
-    write_whole(out / RESULTS, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    yield f"{len(results) - len(failed):,} pictures with boxes and {RESULTS} are in {out}"
+    try:
+        with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
+            drawing: deque[Future[None]] = deque()
+            for one, path, name in zip(predicted, paths, output_names(paths), strict=True):
+                results.append(as_json(one, card.class_names))
+                if one.error is not None:
+                    failed.append(one.error)
+                    yield f"{path}: not read: {one.error.cause or one.error.what}"
+                    continue
+                drawing.append(pool.submit(_save_drawn, path, one.found, card.class_names, out / name))
+                while len(drawing) > 2 * BATCH:
+                    drawing.popleft().result()
+                yield f"{path}: {_summary(one.found, card.class_names)}"
+            for job in drawing:
+                job.result()
+    finally:
+        _write_results(out, results)  # of an hour's work that is interrupted, too
+    done = len(results) - len(failed)
+    yield f"{done:,} picture{'' if done == 1 else 's'} with boxes and {RESULTS} are in {out}"
     if failed:
         raise DataError(
             f"{len(failed):,} of {len(paths):,} pictures could not be read; the others are done.",
@@ -218,7 +224,7 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
     Compared without case, since some file systems do not know it. An ending that Pillow cannot write gets `.jpg`.
     """
-    plain = [p.name if p.suffix.lower() in KINDS else f"{p.name}.jpg" for p in paths]
+    plain = [p.name if p.suffix.lower() in WRITTEN else f"{p.name}.jpg" for p in paths]
     times = Counter(name.lower() for name in plain)
     absolute = [Path(os.path.abspath(p)) for p in paths]  # not resolved: names as the user knows them
     top = os.path.commonpath([p.parent for p in absolute]) if paths else ""
@@ -248,9 +254,20 @@ def _require_own_folder(out: Path) -> None:
         )
 
 
+def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / RESULTS, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
 def _save_drawn(path: Path, found: Detections, class_names: Sequence[str], target: Path) -> None:
-    picture = Image.fromarray(decode.decode(read_picture(path), path))
-    draw_boxes(picture, found, class_names).save(target, quality=90)
+    drawn = draw_boxes(Image.fromarray(decode.decode(read_picture(path), path)), found, class_names)
+    with _writing(target):
+        drawn.save(target, quality=90)
+
+
+def _writing(place: Path) -> contextlib.AbstractContextManager[None]:
+    return writing("The results cannot be written.", place, fix="make room, or name another folder with --out")
 
 
 def _summary(found: Detections, class_names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from stoker.config import ModelSettings
 from stoker.data.samples import Slot
 from stoker.device import Device
 from stoker.draw import READABLE_SIDE, colour, draw_boxes
-from stoker.errors import DataError, UsageError
+from stoker.errors import DataError, StorageError, UsageError
 from stoker.metrics import Detections, no_detections
 from stoker.models import Detections as InSlots
 from stoker.models.saved import Card
@@ -216,6 +216,50 @@ def test_results_may_be_written_again_and_are_not_predicted_on(tmp_path: Path, m
     first = predict(["."], Path("out"))
     assert predict(["."], Path("out")) == first
     assert len(first) == 2
+
+
+def test_pictures_in_the_folder_of_the_results_are_said_to_be_there(tmp_path: Path) -> None:
+    lamp(tmp_path / "in/shot.png", (40, 40), (5, 5, 30, 30))
+    for place in ("in", "in/shot.png", "in/*.png"):
+        with pytest.raises(UsageError, match="lie in the folder of the results") as caught:
+            predict([str(tmp_path / place)], tmp_path / "in")
+        assert "--out" in (caught.value.fix or "")
+
+
+def test_results_that_cannot_be_written_are_an_error_with_the_place(tmp_path: Path) -> None:
+    shot = lamp(tmp_path / "shot.png", (40, 40), (5, 5, 30, 30))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written") as caught:
+        predict([str(shot)], tmp_path / "file" / "out")
+    assert caught.value.place == str(tmp_path / "file" / "out")
+    (tmp_path / "out" / "shot.png").mkdir(parents=True)
+    (tmp_path / "out" / RESULTS).write_text("[]")
+    with pytest.raises(StorageError, match="cannot be written") as caught:
+        predict([str(shot)], tmp_path / "out")
+    assert caught.value.place == str(tmp_path / "out" / "shot.png")
+
+
+def test_what_was_found_until_an_interruption_is_kept(tmp_path: Path) -> None:
+    paths = [str(lamp(tmp_path / f"{n}.gif", (40, 40), (5, 5, 30, 30))) for n in range(12)]
+    lines = predict_to_folder(FindsBright(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
+    for _ in range(3):
+        next(lines)
+    with pytest.raises(KeyboardInterrupt):
+        lines.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+    found = json.loads((tmp_path / "out" / RESULTS).read_text())
+    assert [Path(one["path"]).name for one in found] == ["0.gif", "1.gif", "2.gif"]
+    assert {one["detections"][0]["class"] for one in found} == {"lamp"}
+    assert {path.name for path in (tmp_path / "out").glob("*.jpg")} == {"0.gif.jpg", "1.gif.jpg", "2.gif.jpg"}
+
+
+def test_every_kind_that_is_read_is_found_in_folders(tmp_path: Path) -> None:
+    kinds = {"jpg": "JPEG", "png": "PNG", "gif": "GIF", "ppm": "PPM", "pgm": "PPM", "webp": "WEBP", "tif": "TIFF"}
+    for suffix, kind in kinds.items():
+        Image.new("L" if suffix == "pgm" else "RGB", (40, 40)).save(tmp_path / f"one.{suffix}", kind)
+    (tmp_path / "notes.txt").touch()
+    found = find_pictures([tmp_path])
+    assert {path.suffix[1:] for path in found} == set(kinds)
+    assert [one.error for one in run(found)] == [None] * len(kinds)
 
 
 def test_bad_pictures_are_named_at_the_end_and_the_rest_is_done(

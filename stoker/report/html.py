@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.errors import StorageError
+from stoker.errors import writing
 from stoker.records import REPORT, write_whole
 from stoker.report.facts import Report, collect
 from stoker.report.page import record, results
@@ -43,16 +43,9 @@ def write_report(run: str | Path, out: Path | None = None, *, price: float | Non
     """
     page = render(collect(run, price))
     path = Path(run) / REPORT if out is None else out
-    try:
+    with writing("The report cannot be written.", path, fix="name another file: --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page.encode())
-    except OSError as error:
-        raise StorageError(
-            "The report cannot be written.",
-            place=path,
-            cause=error.strerror or str(error),
-            fix="name another file: --out",
-        ) from error
     return path
 
 
