@@ -233,7 +233,8 @@ def convert(
 ) -> None:
     """Writes a data set anew in another format: pictures, boxes, classes and splits.
 
-    What training would leave out is left out here, too, and named. The source is not changed.
+    Boxes that training leaves out are left out here, too, and pictures that have no sound header; all are named. Pixels
+    are copied as they are, unlooked at: `stoker data check` finds damaged ones. The source is not changed.
 
     Parameters
     ----------

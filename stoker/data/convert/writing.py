@@ -1,7 +1,8 @@
 """`convert`: from an index to a folder in another format, complete or not there at all.
 
 Everything is written into `<out>.partial`, which takes the name `out` at the end; one that a kill left behind carries a
-mark and makes way for the next attempt. Pictures are copied byte for byte, never encoded anew. Not here: what a format
+mark and makes way for the next attempt. Pictures are copied byte for byte, neither decoded nor encoded anew: one whose
+header is sound is taken, also where its pixels are damaged, which `stoker data check` finds. Not here: what a format
 looks like (the writers beside this file).
 """
 
@@ -114,7 +115,8 @@ def _claim(out: Path) -> Path:
         partial.mkdir(parents=True)
         (partial / MARK).touch()
     except OSError as error:
-        raise StorageError("The folder cannot be made.", place=partial, cause=error.strerror) from error
+        fix = "name a place that can be written"
+        raise StorageError("The folder cannot be made.", place=partial, cause=error.strerror, fix=fix) from error
     return partial
 
 

@@ -180,8 +180,8 @@ def without_annotations(folder: Path, parts: list[Part]) -> list[str]:
 
 
 def annotation_files(folder: Path, endings: tuple[str, ...]) -> Iterator[str]:
-    """The paths of the files in a folder with one of the endings, in lower case, by name, hidden ones apart; also those further
-    below, where the folder is called after annotations."""
+    """The paths of the files in a folder with one of the endings, in lower case, by name, hidden ones apart; also of
+    those further below, where the folder is called after annotations."""
     deep = folder.name.lower() in ANNOTATION_FOLDERS
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if deep and not name.startswith("."))

@@ -62,6 +62,8 @@ class _Rows:
     number: list[int] = field(default_factory=list)
     """[R], of the record in its file."""
     groups: int = 0
+    unpacked: dict[Path, int] = field(default_factory=dict)
+    """Where the content of each compressed shard lies, and its bytes."""
 
 
 def read(found: Found, problems: Problems) -> Columns:
@@ -69,7 +71,7 @@ def read(found: Found, problems: Problems) -> Columns:
     rows, folders, notes = _Rows(), Folders(found.root), list(found.notes)
     for part in found.parts:
         split = UNDECIDED if part.split is None else SPLITS.index(part.split)
-        _read_shard(part.annotations, split, rows, folders, problems, notes)
+        _read_shard(part.annotations, split, rows, folders, problems)
     for words in missing_shards(part.annotations for part in found.parts):
         problems.add("missing-shard", words)
     if not rows.names:
@@ -79,12 +81,16 @@ def read(found: Found, problems: Problems) -> Columns:
             cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.found()) or None,
             fix="copy or write the records again; they have to be TFRecords of the TensorFlow Object Detection API",
         )
+    if rows.unpacked:
+        count, place = len(rows.unpacked), next(iter(rows.unpacked))
+        files = "a file is compressed" if count == 1 else f"{count:,} files are compressed"
+        notes.append(f"{files}: unpacked into {place.parent}, {sum(rows.unpacked.values()):,} bytes")
     if rows.groups:
         notes.append(f"{rows.groups:,} boxes around groups (image/object/group_of) count as crowd")
     return _columns(rows, found, folders.texts(), notes, problems)
 
 
-def _read_shard(path: Path, split: int, rows: _Rows, folders: Folders, problems: Problems, notes: list[str]) -> None:
+def _read_shard(path: Path, split: int, rows: _Rows, folders: Folders, problems: Problems) -> None:
     shard = path.name
     with path.open("rb") as file:
         head = file.read(len(GZIP))
@@ -98,8 +104,8 @@ def _read_shard(path: Path, split: int, rows: _Rows, folders: Folders, problems:
         except DataError as error:
             problems.add("damaged-shard", f"{path}: {error.cause}; it is compressed, and left out as a whole")
             return
-        notes.append(f"{shard} is compressed: unpacked into {place}, {place.stat().st_size:,} bytes")
-        if place.stat().st_size == 0:
+        rows.unpacked[place] = place.stat().st_size
+        if rows.unpacked[place] == 0:
             problems.add("empty-shard", str(path))
             return
     folder = folders.number(str(place))
