@@ -20,7 +20,7 @@ from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.records import write_whole
 
-VERSION = 8
+VERSION = 9
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
 
 SCHEMA = pa.schema(

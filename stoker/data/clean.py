@@ -152,7 +152,8 @@ def divide(columns: Columns, val_fraction: float, *, asked: bool) -> Columns:
     has = set(split.tolist())
     if UNDECIDED in has or (TRAIN in has and VAL not in has):
         rows = np.flatnonzero((split == UNDECIDED) | (split == TRAIN))
-        held = _held_back([columns.names[row] for row in rows], val_fraction)
+        boxed = np.bincount(columns.row[~columns.crowd], minlength=len(split))[rows] > 0
+        held = _held_back([columns.names[row] for row in rows], val_fraction, boxed)
         split[rows] = np.where(held, VAL, TRAIN)
         if held.any():
             whose = "no splits" if UNDECIDED in has else "no validation split"
@@ -169,13 +170,17 @@ def divide(columns: Columns, val_fraction: float, *, asked: bool) -> Columns:
     return replace(columns, split=split, notes=notes)
 
 
-def _held_back(names: list[str], fraction: float) -> NDArray[np.bool_]:
-    """[N], which file names are held back; at least one and not all, where there are two."""
+def _held_back(names: list[str], fraction: float, boxed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[N], which file names are held back; at least one and not all, of the pictures with boxes where there are two of
+    those, since a split without boxes is of no use, else of all."""
     value = np.array([_uniform(name) for name in names])
     held = value < fraction
-    if held.size > 1:
-        held[value.argmin()] = True
-        held[value.argmax()] = False
+    some = np.flatnonzero(boxed) if np.count_nonzero(boxed) > 1 else np.arange(held.size)
+    if some.size > 1:
+        held[some[value[some].argmin()]] = True
+        held[some[value[some].argmax()]] = False
+    if np.count_nonzero(boxed) == 1:
+        held &= ~boxed
     return held
 
 
@@ -199,11 +204,15 @@ def check(columns: Columns, problems: Problems) -> None:
     for number, name in enumerate(SPLITS):
         pictures = int((columns.split == number).sum())
         if number != TEST and not (split_of_box == number).any():
-            problems.add("empty-split", f"{name}: {f'{pictures} pictures, no box' if pictures else 'no picture'}")
+            problems.add("empty-split", f"{name}: {f'{_pictures(pictures)}, no box' if pictures else 'no picture'}")
         elif pictures and not (split_of_box == number).any():
-            problems.add("split-without-boxes", f"{name}: {pictures} pictures")
+            problems.add("split-without-boxes", f"{name}: {_pictures(pictures)}")
     _check_classes(columns.class_names, labels, split_of_box, problems)
     _check_splits(columns, problems)
+
+
+def _pictures(count: int) -> str:
+    return "1 picture" if count == 1 else f"{count:,} pictures"
 
 
 def _check_splits(columns: Columns, problems: Problems) -> None:

@@ -217,14 +217,25 @@ def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=300), st.floats(0.05, 0.9))
 def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fraction: float) -> None:
     names = [f"{number}.jpg" for number in sorted(numbers)]
-    held = clean._held_back(names, fraction)
+    boxed = np.ones(len(names), np.bool_)
+    held = clean._held_back(names, fraction, boxed)
     assert 0 < held.sum() < len(names)
-    fewer = clean._held_back(names[::2], fraction)
+    fewer = clean._held_back(names[::2], fraction, boxed[::2])
     # only the two that keep both splits from being empty may differ
     assert (held[::2] != fewer).sum() <= 2
     alone = np.array([clean._uniform(name) < fraction for name in names])
     if 0 < alone.sum() < len(names):
         assert (held == alone).all()
+
+
+@given(st.lists(st.booleans(), max_size=40), st.floats(0.01, 0.9))
+def test_what_is_held_back_has_boxes_and_so_has_the_rest(boxes: list[bool], fraction: float) -> None:
+    boxed = np.array(boxes, np.bool_)
+    held = clean._held_back([f"{n}.jpg" for n in range(len(boxes))], fraction, boxed)
+    if sum(boxes) > 1:
+        assert 0 < np.count_nonzero(held & boxed) < sum(boxes)
+    else:
+        assert not (held & boxed).any(), "what there is is learned from"
 
 
 def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> None:
