@@ -1,0 +1,31 @@
+"""docs/data.md: its table of what can be wrong is that of the code. `python -m tests.data.test_data_page` writes it."""
+
+from pathlib import Path
+
+from stoker.data.find import FORMATS
+from stoker.data.problems import KINDS
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
+HEAD = "| kind | what | of | training | to mend |\n|---|---|---|---|---|\n"
+
+
+def table() -> str:
+    rows = (
+        f"| `{name}` | {kind.title} | {kind.unit} | {kind.action}: {kind.does} | {kind.fix} |\n"
+        for name, kind in KINDS.items()
+    )
+    return HEAD + "".join(rows)
+
+
+def test_the_page_has_every_kind() -> None:
+    assert PAGE.read_text().endswith(table()), "python -m tests.data.test_data_page writes it anew"
+
+
+def test_the_page_has_the_formats_in_the_order_of_preference() -> None:
+    text = PAGE.read_text()
+    places = [text.index(f"\n| `{name}` |") for name in FORMATS]
+    assert places == sorted(places)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + table())
