@@ -8,6 +8,7 @@ are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`
 
 import dataclasses
 import math
+import numbers
 import os
 import re
 import tomllib
@@ -196,13 +197,16 @@ def _section_of(name: str) -> str:
 
 
 def from_fields(fields: dict[str, Any]) -> Config:
-    """A Config from field names and values, whatever their sections; None leaves a field open, paths become text.
+    """A Config from field names and values, whatever their sections; None leaves a field open, paths become text and
+    NumPy's numbers Python's.
 
     Raises ConfigError for an unknown name or a value of the wrong kind.
     """
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in fields.items():
         if value is not None:
+            if isinstance(value, numbers.Number) and hasattr(value, "item"):
+                value = value.item()
             tables[_section_of(name)][name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return _convert(tables, None)
 

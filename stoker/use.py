@@ -108,7 +108,9 @@ class Model:
         Raises DataError for a picture that cannot be read, UsageError for something that is no picture or a number out
         of range.
         """
-        several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+        if batch < 1:
+            raise UsageError(f"batch={batch} is out of range.", choices=["1 or more"])
+        several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         sources = [_as_source(image) for image in several]
         tiling = _tiling(conf, iou, tile, overlap)
         answers = predict_pictures(
@@ -243,7 +245,10 @@ def _as_source(image: object) -> Source:
             )
         return np.ascontiguousarray(image)
     if isinstance(image, str | os.PathLike):
-        return Path(image).expanduser()
+        path = Path(image).expanduser()
+        if path.is_dir():
+            raise UsageError("A folder is no picture.", place=path, fix="name its files: sorted(folder.glob('*.jpg'))")
+        return path
     choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
     raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import stoker
 from stoker.cli import app
-from stoker.config import from_toml
+from stoker.config import from_fields, from_toml
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.records import CONFIG
 from tests.drawn import CLASSES, draw
@@ -129,9 +129,33 @@ def test_a_prediction_draws_itself(model: stoker.Model, data: Path):
     assert np.asarray(drawn).tobytes() != np.asarray(plain).tobytes()
 
 
+@pytest.mark.parametrize("size", [(20, 64), (64, 20), (1, 300), (3, 3)])
+def test_boxes_have_an_area_inside_the_picture(model: stoker.Model, size: tuple[int, int]):
+    """The padding is full of anchors; what is found there alone would be a line along the picture's edge."""
+    pixels = np.random.default_rng(1).integers(0, 255, (*size, 3), np.uint8)
+    (found,) = model.predict(pixels, conf=0.0, iou=1.0)
+    assert len(found.boxes)
+    assert (found.boxes[:, 2:] > found.boxes[:, :2]).all()
+    assert (found.boxes >= 0).all()
+    assert (found.boxes[:, 2:] <= size[::-1]).all()
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_without_pictures_is_refused(model: stoker.Model, batch: int):
+    with pytest.raises(UsageError, match="batch="):
+        model.predict(np.zeros((4, 4, 3), np.uint8), batch=batch)
+
+
+def test_numbers_of_numpy_are_numbers():
+    asked = from_fields({"batch": np.int64(4), "rate": np.float32(0.5), "crop": np.float64(0.25)})
+    assert asked == from_fields({"batch": 4, "rate": 0.5, "crop": 0.25})
+
+
 @pytest.mark.parametrize(
     ("image", "kind", "words"),
     [
+        (b"bytes", UsageError, "A bytes is no picture"),
+        (".", UsageError, "A folder is no picture"),
         (np.zeros((4, 4), np.uint8), UsageError, "uint8 [height, width, 3], RGB"),
         (np.zeros((4, 4, 3), np.float32), UsageError, "float32"),
         (7, UsageError, "A int is no picture"),

@@ -60,7 +60,7 @@ class Candidates(NamedTuple):
     boxes: Tensor
     """float32 [B, N, 4], in pixels of the canvas, inside `content`."""
     scores: Tensor
-    """float32 [B, N]; zero where the score is not above the threshold."""
+    """float32 [B, N]; zero where the score is not above the threshold, or the box has no area inside `content`."""
     labels: Tensor
     """int64 [B, N]."""
 
@@ -93,7 +93,9 @@ def candidates_of(
     place = index // classes
     chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
     boxes = clip(decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4)), content)
-    return Candidates(boxes, torch.where(scores > score_threshold, scores, 0.0), index % classes)
+    # What was found in the padding alone is clipped to a line along the picture's edge, which no other box suppresses.
+    is_box = (boxes[..., 2:] > boxes[..., :2]).all(-1)
+    return Candidates(boxes, torch.where((scores > score_threshold) & is_box, scores, 0.0), index % classes)
 
 
 def suppress(candidates: Candidates, *, iou_threshold: float, slots: int) -> Detections:
