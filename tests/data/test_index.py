@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from stoker.data import clean
 from stoker.data.find import FORMATS
-from stoker.data.formats.columns import by_folder
 from stoker.data.index import Index, missing_pictures, open_index, require_pictures
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 
@@ -404,15 +402,6 @@ def test_a_name_that_is_empty_is_not_this_folder() -> None:
         open_index("")
 
 
-@given(st.lists(st.integers(0, 5), max_size=30), st.data())
-def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
-    folder = np.array(numbers, np.int32)
-    rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)
-    found = [(number, inside.tolist()) for number, inside in by_folder(folder, rows)]
-    wanted = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
-    assert found == [(number, inside) for number, inside in wanted if inside]
-
-
 def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("elsewhere/a.jpg", "b.jpg"):
@@ -421,29 +410,3 @@ def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
     index = open_index(folder)
     places = ("elsewhere/a.jpg", "set/b.jpg", "set/new", "other/a.jpg")
     assert [index.holds(tmp_path / name) for name in places] == [True, True, True, False]
-
-
-def test_a_picture_that_is_renamed_in_a_folder_inside_is_found(tmp_path: Path) -> None:
-    (tmp_path / "set" / "images" / "day").mkdir(parents=True)
-    (tmp_path / "set" / "images" / "day" / "A.jpg").touch()
-    (tmp_path / "set" / "all.json").write_text(content(["day/a.jpg", "day/b.jpg"]))
-    assert open_index(tmp_path / "set").path(0).name == "A.jpg"
-    (tmp_path / "set" / "images" / "day" / "A.jpg").rename(tmp_path / "set" / "images" / "day" / "a.jpg")
-    assert open_index(tmp_path / "set").path(0).name == "a.jpg"
-
-
-def test_sizes_are_those_of_pictures_that_were_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """YOLO's boxes are shares of sizes that only the pictures say; writing over a file does not change its folder."""
-    (tmp_path / "images").mkdir()
-    (tmp_path / "labels").mkdir()
-    names = [f"{n}.png" for n in range(3)]
-    for name in names:
-        Image.new("RGB", (40, 20)).save(tmp_path / "images" / name)
-        (tmp_path / "labels" / name).with_suffix(".txt").write_text("0 0.5 0.5 0.5 0.5\n")
-    assert open_index(tmp_path).boxes[0].tolist() == [10, 5, 30, 15]
-    with monkeypatch.context() as patched:
-        refuse_reading(patched)
-        open_index(tmp_path)
-    for name in names:
-        Image.new("RGB", (80, 40)).save(tmp_path / "images" / name)
-    assert open_index(tmp_path).boxes[0].tolist() == [20, 10, 60, 30]

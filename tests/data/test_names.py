@@ -4,11 +4,13 @@ import json
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from stoker.data.formats.columns import by_folder
 from stoker.data.formats.names import existing, resolve
 from stoker.data.index import open_index
 from stoker.data.problems import KINDS
@@ -100,3 +102,12 @@ def test_the_index_follows_when_the_file_gets_its_right_name(tmp_path):
     assert found(tmp_path, data)[0] == [Path("images/a.jpg")]
     (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "A.jpg")
     assert found(tmp_path, data) == ([Path("images/A.jpg")], {})
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.data())
+def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
+    folder = np.array(numbers, np.int32)
+    rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)
+    found = [(number, inside.tolist()) for number, inside in by_folder(folder, rows)]
+    wanted = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
+    assert found == [(number, inside) for number, inside in wanted if inside]

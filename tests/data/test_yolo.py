@@ -273,29 +273,6 @@ def test_names_match_in_any_case(tmp_path: Path) -> None:
     assert len(open_index(tmp_path).boxes) == 1
 
 
-def test_a_name_in_the_same_case_comes_first(tmp_path: Path) -> None:
-    for stem, row in (("A", "0 0.5 0.5 0.2 0.2"), ("a", "1 0.5 0.5 0.4 0.4"), ("other", "0 0.5 0.5 0.6 0.6")):
-        picture(tmp_path / "images" / f"{stem}.jpg", format="JPEG")
-        label(tmp_path / "labels" / f"{stem}.txt", row + "\n")
-    picture(tmp_path / "images" / "OTHER.jpg", format="JPEG")  # the label of `other` is not its own
-    index = open_index(tmp_path)
-    found = {
-        index.path(row).name: index.labels[index.offsets[row] : index.offsets[row + 1]].tolist() for row in range(4)
-    }
-    assert found == {"A.jpg": [0], "a.jpg": [1], "other.jpg": [0], "OTHER.jpg": []}
-    assert kinds(index)["no-label-file"] == "images/OTHER.jpg"
-
-
-def test_a_label_file_of_several_pictures_is_said(tmp_path: Path) -> None:
-    root = flat(tmp_path)
-    picture(root / "images" / "twin.jpg", format="JPEG")
-    picture(root / "images" / "twin.png")
-    label(root / "labels" / "twin.txt")
-    index = open_index(root)
-    shared = next(problem for problem in index.problems if problem.kind == "shared-label-file")
-    assert shared.examples == ("images/twin.jpg: labels/twin.txt", "images/twin.png: labels/twin.txt")
-
-
 def test_boxes_are_of_the_upright_picture(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
