@@ -20,7 +20,7 @@ def tiny() -> Config:
             "weight_decay": 0.02,
             "schedule": "cosine",
             "batch": 16,
-            # It has too few weights to learn its pictures by heart, and on a CPU colour costs a fifth of its step.
+            # It has too few weights to learn its pictures by heart, which is what these are against.
             "crop": 0.0,
             "brightness": 0.0,
             "contrast": 0.0,
