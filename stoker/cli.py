@@ -242,8 +242,11 @@ def report(run: str, /, *, out: Path | None = None, price: float | None = None, 
     json
         Print everything as JSON instead.
     """
+    from stoker.errors import UsageError
     from stoker.report.html import report_as_json, write_report
 
+    if json and out is not None:
+        raise UsageError("--json prints, and --out is of the page.", fix=f"stoker report {run} --json > FILE")
     if json:
         from stoker.report.facts import collect
 

@@ -186,14 +186,10 @@ class Model:
                 raise UsageError("Which data set should it be scored on?", place=self.source, fix=fix)
             data, val_fraction, format = own.data, own.val_fraction, format or own.format
         index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=own.classes or ())
-        if split not in index.splits:
-            raise DataError(
-                f"The data set has no {split} split.", place=index.root, choices=index.splits, fix="--split NAME"
-            )
+        rows = index.rows(split)
         max_bad = MAX_BAD if own.max_bad is None else own.max_bad
         require_pictures(index, (split,), max_bad=max_bad)
         _require_same_classes(index, self.class_names, self.weights)
-        rows = index.rows(split)
         batches = Loader(
             index,
             rows,

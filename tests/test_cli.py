@@ -71,6 +71,8 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         (["train", "demo", "--optimizer", "adam"], 2, ["sgd", "adamw"]),
         (["train", "--resume", "nowhere"], 2, ["'nowhere' is not a run"]),
         (["why", "nowhere"], 2, ["'nowhere' is not a run"]),
+        (["report", "nowhere"], 2, ["'nowhere' is not a run"]),
+        (["report", "nowhere", "--json", "--out", "x.html"], 2, ["--json prints", "> FILE"]),
         (["eval", "nowhere"], 3, ["nowhere"]),
         (["predict", "nowhere", "x.jpg"], 3, ["nowhere"]),
     ],
