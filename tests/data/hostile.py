@@ -222,7 +222,7 @@ def voc(root: Path) -> Planted:
     for n in range(6):
         add(f"val{n}", _thing((4, 5, 24, 26)), _thing((1, 1, 9, 9), "dog"), split="val")
     add("test0", "<segmented>0</segmented>", split="test")
-    planted.append(("split-without-boxes", "test: 1 pictures"))
+    planted.append(("split-without-boxes", "test: 1 picture"))
     bad_things = {
         "zero-size": _thing((5, 5, 5, 9)),
         "negative-size": _thing((40, 5, 10, 9)),
