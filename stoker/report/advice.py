@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 from stoker.evaluation import Evaluation
-from stoker.metrics import Metrics
 from stoker.records import CHECKPOINTS, CONFIG, Event
 from stoker.report import format as fmt
 from stoker.report.why import Why
@@ -53,8 +52,8 @@ class Advice(msgspec.Struct, kw_only=True):
     command: str | None = None
 
 
-def advise(why: Why, metrics: Metrics | None, evaluation: Evaluation | None, events: list[Event]) -> list[Advice]:
-    """metrics: of the newest evaluation."""
+def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]) -> list[Advice]:
+    """aps: AP of each evaluation, by step."""
     advice = _end(why, events)
     advice += [
         Advice(
@@ -68,8 +67,8 @@ def advise(why: Why, metrics: Metrics | None, evaluation: Evaluation | None, eve
     ]
     if evaluation is not None:
         advice += _mistakes(evaluation)
-    if why.state == "finished" and metrics is not None:
-        advice += _still_rising(events)
+    if why.state == "finished":
+        advice += _still_rising(aps)
     return advice
 
 
@@ -139,11 +138,8 @@ RISING = 0.01
 """Gain of AP between the last two evaluations from which on more training is worth a try. Our judgment."""
 
 
-def _still_rising(events: list[Event]) -> list[Advice]:
-    values = [
-        event.data["metrics"].get("ap") for event in events if event.kind == "evaluated" and "metrics" in event.data
-    ]
-    known = [value for value in values if value is not None]
+def _still_rising(aps: list[float | None]) -> list[Advice]:
+    known = [value for value in aps if value is not None]
     if len(known) < 2 or known[-1] - known[-2] < RISING:
         return []
     because = f"AP went from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"

@@ -40,7 +40,7 @@ class Setting(msgspec.Struct, kw_only=True):
 
 
 class Scored(msgspec.Struct, kw_only=True):
-    """An evaluation during the run."""
+    """An evaluation of the run."""
 
     step: int
     t: float
@@ -111,7 +111,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     start_t = _start(path, events)
     settings = _settings(path, missing)
     values = {one.name: one.value for one in settings}
-    scored = [_scored(event, path) for event in events if event.kind == "evaluated" and "metrics" in event.data]
+    scored = _evaluations(events, path)
     evaluation = _evaluation(path, missing, bool(scored))
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _steps(path, missing, start_t or 0.0)
@@ -140,7 +140,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
         quarantined=kept_quarantined,
         quarantined_left_out=len(quarantined) - len(kept_quarantined),
     )
-    report.advice = advise(why, scored[-1].metrics if scored else None, evaluation, events)
+    report.advice = advise(why, [one.metrics.ap for one in scored], evaluation, events)
     return report
 
 
@@ -149,6 +149,18 @@ def _start(path: Path, events: list[Event]) -> float | None:
     first = next(records.read_lines(path, records.STEPS, StepWindow), None)
     times = [event.t for event in events[:1]] + ([] if first is None else [first.t - first.wall_s])
     return min(times, default=None)
+
+
+def _evaluations(events: list[Event], path: Path) -> list[Scored]:
+    """Ascending in step: those of steps that a kill lost are replaced when the steps are done again."""
+    kept: list[Scored] = []
+    for event in events:
+        if event.kind == "evaluated" and "metrics" in event.data:
+            one = _scored(event, path)
+            while kept and kept[-1].step >= one.step:
+                kept.pop()
+            kept.append(one)
+    return kept
 
 
 def _scored(event: Event, path: Path) -> Scored:

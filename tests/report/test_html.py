@@ -371,6 +371,19 @@ def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
     assert report.phases.parts["startup"] == [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
+def test_evaluations_that_were_lost_and_made_again_count_once(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = make_run(tmp_path / "a")
+    with (path / EVENTS).open("a") as file:
+        for attempt, step, ap in ((1, 10, 0.1), (1, 20, 0.2), (1, 30, 0.9), (2, 20, 0.3), (2, 30, 0.4)):
+            metrics = msgspec.to_builtins(evaluation.metrics) | {"ap": ap}
+            file.write(json.dumps({"t": 1e9, "attempt": attempt, "kind": "evaluated", "step": step,
+                                   "data": {"metrics": metrics}}) + "\n")  # fmt: skip
+    report = collect(path)
+    assert [(one.step, one.metrics.ap) for one in report.scored] == [(10, 0.1), (20, 0.3), (30, 0.4)]
+    assert report.best is not None
+    assert report.best.step == 30
+
+
 def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Path, evaluation: Evaluation) -> None:
     of, metrics = evaluation.classes[0], evaluation.metrics.per_class[0]
     boxes = [200 - n for n in range(130)] + [0] * 70
