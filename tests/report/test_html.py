@@ -1,7 +1,5 @@
 """`stoker report`: the page of every kind of run, what it may never do, and how a real browser shows it."""
 
-import base64
-import io
 import itertools
 import json
 import re
@@ -12,16 +10,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from stoker.cli import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
 from stoker.evaluate import appraise, ground_truth, score_with_curves
-from stoker.evaluation import Evaluation, PictureEvaluation, TrueBox
+from stoker.evaluation import Evaluation
 from stoker.metrics import Detections
 from stoker.records import (
     CONFIG,
@@ -42,8 +39,7 @@ from stoker.report.facts import Report, collect
 from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, tag, text
-from stoker.report.page.pictures import MOST_BYTES, picture
-from stoker.report.series import MOST_PARTS, MOST_POINTS, Bins, ShareBins
+from stoker.report.series import MOST_PARTS, MOST_POINTS
 from tests import browser
 from tests.drawn import draw
 
@@ -454,135 +450,7 @@ def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None
     assert (tmp_path / "x.html").stat().st_size < 6_500_000
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------
-
-
-def one_picture(path: Path, span: tuple[int, int] | None = None) -> PictureEvaluation:
-    return PictureEvaluation(
-        row=0,
-        path=str(path),
-        span=span,
-        size=(900, 1200),
-        f1=0.5,
-        right=0,
-        wrong=0,
-        not_found=1,
-        true_boxes=[TrueBox(box=(-50, 90, 1300, 450), label=0, crowd=False, found=False)],
-        found_boxes=[],
-    )
-
-
-def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8)  # no JPEG is harder
-    file = io.BytesIO()
-    Image.fromarray(noise).save(file, "JPEG", quality=95)
-    (tmp_path / "box").write_bytes(b"before" + file.getvalue() + b"behind")
-    drawn = picture(one_picture(tmp_path / "box" / "noise.jpg", (6, len(file.getvalue()))), ["cat"])
-    data = re.search(r"base64,([^\"]+)", drawn)
-    assert data is not None
-    assert len(data[1]) * 3 / 4 <= MOST_BYTES
-    assert 'viewBox="0 0 480 360"' in drawn
-    assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
-
-
-@pytest.mark.parametrize(
-    ("said", "plane", "box"),
-    [
-        ((60, 100), 'viewBox="0 0 480 288"', 'x="240.0" y="48.0" width="192.0" height="96.0"'),  # boxes as stored
-        ((100, 60), 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),  # upright
-        (None, 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),
-    ],
-)
-def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
-    tmp_path: Path, said: tuple[int, int] | None, plane: str, box: str
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn
-    pixels = np.zeros((60, 100, 3), np.uint8)
-    pixels[:, 50:] = 255
-    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=exif)
-    one = msgspec.structs.replace(
-        one_picture(tmp_path / "turned.jpg"),
-        size=said,
-        true_boxes=[TrueBox(box=(50, 10, 90, 30) if said == (60, 100) else (10, 50, 30, 90), label=0, crowd=False,
-                            found=False)],
-    )  # fmt: skip
-    drawn = picture(one, ["cat"])
-    assert plane in drawn
-    assert f'<rect {box} class="box missed"/>' in drawn
-    data = re.search(r"base64,([^\"]+)", drawn)
-    assert data is not None
-    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))))
-    assert shown.shape[:2] == (said or (100, 60))
-    assert shown[shown.shape[0] * 3 // 4, shown.shape[1] * 3 // 4].min() > 200
-
-
-def test_the_lines_on_a_small_picture_are_not_enlarged_with_it(tmp_path: Path) -> None:
-    Image.new("RGB", (32, 24)).save(tmp_path / "small.png")
-    one = msgspec.structs.replace(one_picture(tmp_path / "small.png"), size=(24, 32))
-    drawn = picture(one, ["cat"])
-    assert 'viewBox="0 0 480 360"' in drawn
-    assert 'width="480" height="360"' in drawn
-
-
-def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:
-    shown = picture(one_picture(tmp_path / "gone.jpg"), ["cat"])
-    assert "The picture cannot be shown: No such file or directory" in shown
-    assert "F1 0.50" in shown
-    (tmp_path / "bad.jpg").write_bytes(b"no picture")
-    assert "cannot be shown: The picture cannot be decoded." in picture(one_picture(tmp_path / "bad.jpg"), ["cat"])
-
-
 # --- long runs ----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), max_size=60), st.integers(2, 20))
-@settings(deadline=None)
-def test_bins_are_few_and_lose_no_value(values: list[tuple[float, float]], most: int) -> None:
-    bins = Bins(most=most)
-    for x, value in values:
-        bins.add(x, value)
-    series = bins.series()
-    assert len(series.x) <= most
-    assert series.x == sorted(series.x)
-    if values:
-        lows, highs = [v for v in series.low if v is not None], [v for v in series.high if v is not None]
-        assert min(lows) == pytest.approx(min(value for _, value in values), rel=1e-5)
-        assert max(highs) == pytest.approx(max(value for _, value in values), rel=1e-5)
-        assert all(
-            low <= mean * (1 + 1e-5 * (1 if mean > 0 else -1)) + 1e-9
-            for low, mean in zip(lows, series.mean, strict=True)
-            if mean is not None
-        )
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.01, 1e4)), min_size=1, max_size=30), st.integers(2, 20))
-@settings(deadline=None)
-def test_shares_add_up_in_every_bar(windows: list[tuple[float, float]], most: int) -> None:
-    bins = ShareBins(most=most)
-    for start, length in windows:
-        bins.add(start, start + length, {"compute": 0.75 * length, "eval": 0.25 * length})
-    shares = bins.shares()
-    assert 0 < len(shares.x) <= most
-    for compute, rest in zip(shares.parts["compute"], shares.parts["eval"], strict=True):
-        assert compute == pytest.approx(0.75, abs=1e-3)
-        assert compute + rest == pytest.approx(1, abs=1e-3)
-
-
-def test_a_window_is_spread_over_the_bars_that_it_crosses() -> None:
-    bins = ShareBins(width=1.0)
-    bins.add(0.5, 2.5, {"eval": 2.0})
-    bins.add(2.5, 3.0, {"compute": 0.25, "idle": 0.25})
-    shares = bins.shares()
-    assert shares.x == [0, 1, 2]
-    assert shares.parts == {"compute": [0, 0, 0.25], "eval": [1, 1, 0.5], "idle": [0, 0, 0.25]}
-
-
-def test_a_gap_is_no_line() -> None:
-    bins = Bins()
-    for x in (1, 2, 3, 500, 501):
-        bins.add(x, 1.0)
-    assert bins.series(gap=10).mean == [1, 1, 1, None, 1, 1]
 
 
 def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Pictures on the page: small, and their boxes where they were drawn."""
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from stoker.evaluation import PictureEvaluation, TrueBox
+from stoker.report.page.pictures import MOST_BYTES, picture
+
+
+def one_picture(path: Path, span: tuple[int, int] | None = None) -> PictureEvaluation:
+    return PictureEvaluation(
+        row=0,
+        path=str(path),
+        span=span,
+        size=(900, 1200),
+        f1=0.5,
+        right=0,
+        wrong=0,
+        not_found=1,
+        true_boxes=[TrueBox(box=(-50, 90, 1300, 450), label=0, crowd=False, found=False)],
+        found_boxes=[],
+    )
+
+
+def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8)  # no JPEG is harder
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=95)
+    (tmp_path / "box").write_bytes(b"before" + file.getvalue() + b"behind")
+    drawn = picture(one_picture(tmp_path / "box" / "noise.jpg", (6, len(file.getvalue()))), ["cat"])
+    data = re.search(r"base64,([^\"]+)", drawn)
+    assert data is not None
+    assert len(data[1]) * 3 / 4 <= MOST_BYTES
+    assert 'viewBox="0 0 480 360"' in drawn
+    assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
+
+
+@pytest.mark.parametrize(
+    ("said", "plane", "box"),
+    [
+        ((60, 100), 'viewBox="0 0 480 288"', 'x="240.0" y="48.0" width="192.0" height="96.0"'),  # boxes as stored
+        ((100, 60), 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),  # upright
+        (None, 'viewBox="0 0 288 480"', 'x="48.0" y="240.0" width="96.0" height="192.0"'),
+    ],
+)
+def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
+    tmp_path: Path, said: tuple[int, int] | None, plane: str, box: str
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    pixels = np.zeros((60, 100, 3), np.uint8)
+    pixels[:, 50:] = 255
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=exif)
+    one = msgspec.structs.replace(
+        one_picture(tmp_path / "turned.jpg"),
+        size=said,
+        true_boxes=[TrueBox(box=(50, 10, 90, 30) if said == (60, 100) else (10, 50, 30, 90), label=0, crowd=False,
+                            found=False)],
+    )  # fmt: skip
+    drawn = picture(one, ["cat"])
+    assert plane in drawn
+    assert f'<rect {box} class="box missed"/>' in drawn
+    data = re.search(r"base64,([^\"]+)", drawn)
+    assert data is not None
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))))
+    assert shown.shape[:2] == (said or (100, 60))
+    assert shown[shown.shape[0] * 3 // 4, shown.shape[1] * 3 // 4].min() > 200
+
+
+def test_the_lines_on_a_small_picture_are_not_enlarged_with_it(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 24)).save(tmp_path / "small.png")
+    one = msgspec.structs.replace(one_picture(tmp_path / "small.png"), size=(24, 32))
+    drawn = picture(one, ["cat"])
+    assert 'viewBox="0 0 480 360"' in drawn
+    assert 'width="480" height="360"' in drawn
+
+
+def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:
+    shown = picture(one_picture(tmp_path / "gone.jpg"), ["cat"])
+    assert "The picture cannot be shown: No such file or directory" in shown
+    assert "F1 0.50" in shown
+    (tmp_path / "bad.jpg").write_bytes(b"no picture")
+    assert "cannot be shown: The picture cannot be decoded." in picture(one_picture(tmp_path / "bad.jpg"), ["cat"])
