@@ -3,8 +3,8 @@
 ```python
 import stoker
 
-result = stoker.train("pictures/", for_="12ep", weights="imagenet")   # the settings of `stoker train`, by the same names
-model = stoker.load(result.run)                                       # a run folder or a .safetensors file
+result = stoker.train("pictures/", for_="12ep", weights="imagenet")   # the settings of `stoker train`, by its names
+model = stoker.load(result.run)                                       # a run folder, a .safetensors or .onnx file
 for found in model.predict(["street.jpg"]):
     print(found.boxes, found.scores, found.names)
 ```

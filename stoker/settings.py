@@ -1,7 +1,7 @@
 """The settings as keyword arguments: what a type checker and an editor know of `stoker.train(data, **settings)`.
 
-The same names and types as the fields of `config.py`, where each is described; `tests/test_surface.py` holds the two, the
-flags and docs/settings.md together.
+The same names and types as the fields of `config.py`, where each is described; `tests/test_surface.py` holds the two,
+the flags and docs/settings.md together.
 """
 
 from typing import Literal, TypedDict
