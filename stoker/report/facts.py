@@ -91,15 +91,9 @@ class Report(msgspec.Struct, kw_only=True):
     quarantined_left_out: int
 
     @property
-    def metrics(self) -> Metrics | None:
-        """Of the newest evaluation."""
-        return self.scored[-1].metrics if self.scored else None
-
-    @property
     def best(self) -> Scored | None:
-        """The evaluation with the highest AP."""
-        known = [one for one in self.scored if one.metrics.ap is not None]
-        return max(known, key=lambda one: one.metrics.ap or 0.0, default=None)
+        """The first evaluation with the highest AP: its weights are what `eval`, `predict` and `export` use."""
+        return max(self.scored, key=lambda one: one.metrics.ap or 0.0, default=None)
 
 
 def collect(run: str | Path, price: float | None = None) -> Report:

@@ -54,12 +54,12 @@ def head(report: Report) -> Markup:
     return tag(
         "header",
         tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
-        tag("p", what, _sizes(report), " · " if what or report.metrics else "", _device(report), class_="what"),
+        tag("p", what, _sizes(report), " · " if what or report.best else "", _device(report), class_="what"),
     )
 
 
 def _sizes(report: Report) -> str:
-    metrics = report.metrics
+    metrics = report.best.metrics if report.best else None
     if metrics is None:
         return ""
     classes = fmt.plural(len(metrics.per_class), "class", "classes")
@@ -78,18 +78,10 @@ def _device(report: Report) -> str:
 
 def summary(report: Report, time_bar: Markup | None) -> Markup:
     """How good, how long, where the time went, what to do next."""
-    why, metrics, best = report.why, report.metrics, report.best
-    newest = report.scored[-1] if report.scored else None
-    better = (
-        f"best {fmt.metric(best.metrics.ap)} at step {best.step:,}"
-        if best is not None and newest is not None and best.step != newest.step
-        else f"at step {newest.step:,}"
-        if newest is not None
-        else "not scored yet"
-    )
+    why, best = report.why, report.best
     tiles = [
-        _tile("AP", fmt.metric(metrics.ap if metrics else None), better),
-        _tile("AP50", fmt.metric(metrics.ap50 if metrics else None), "a box is right from IoU 0.5"),
+        _tile("AP", fmt.metric(best.metrics.ap if best else None), _when(report)),
+        _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "a box is right from IoU 0.5"),
         _tile("time", fmt.duration(why.wall_s), f"{fmt.plural(why.steps, 'step')}, {fmt.number(why.img_per_s)} img/s"),
         _tile("device busy", fmt.share(why.productive_share), "of its time on optimizer steps"),
     ]
@@ -105,6 +97,16 @@ def summary(report: Report, time_bar: Markup | None) -> Markup:
         _advice(report.advice),
         id="summary",
     )
+
+
+def _when(report: Report) -> str:
+    """Of which step the AP is, and what it is now where that is another."""
+    if report.best is None:
+        return "not scored yet"
+    newest = report.scored[-1]
+    if newest.step == report.best.step:
+        return f"at step {newest.step:,}"
+    return f"best, at step {report.best.step:,}; at step {newest.step:,} {fmt.metric(newest.metrics.ap)}"
 
 
 def _tile(name: str, value: str, note: str) -> Markup:
@@ -152,13 +154,14 @@ def _one_advice(one: Advice) -> Markup:
 
 def scores(report: Report, charts: Charts) -> Markup:
     """The twelve numbers, classes, curves, mistakes."""
-    metrics, evaluation = report.metrics, report.evaluation
-    if metrics is None:
+    best, evaluation = report.best, report.evaluation
+    if best is None:
         return section("results", "Results", _absent("The model has not been scored yet."))
+    metrics = best.metrics
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
     seen = fmt.plural(metrics.pictures, "picture")
     says = (
-        f"Of the averaged weights at step {report.scored[-1].step:,}, on {seen}{unread} with "
+        f"Of the best averaged weights, at step {best.step:,}, on {seen}{unread} with "
         f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, as COCO counts."
     )
     numbers = [[title, fmt.metric(getattr(metrics, name))] for title, name in zip(_TITLES, TWELVE, strict=True)]
@@ -169,8 +172,8 @@ def scores(report: Report, charts: Charts) -> Markup:
         rows = [[one.name, fmt.count(one.boxes), fmt.metric(one.ap), fmt.metric(one.ap50)] for one in known]
         parts.append(_folded("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
         return section("results", "Results", *parts)
-    if evaluation.step != report.scored[-1].step:
-        parts.append(tag("p", f"All below is of step {evaluation.step:,}, the best so far.", class_="note"))
+    if evaluation.step != best.step:  # a run that was killed between the two files
+        parts.append(tag("p", f"All below is of step {evaluation.step:,}.", class_="note"))
     parts += [
         _classes(evaluation),
         tag(
