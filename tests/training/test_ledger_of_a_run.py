@@ -58,6 +58,8 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     # only of training: evaluation has a loader of its own
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
     monkeypatch.setattr(loop, "detect", delayed(spent, "eval", loop.detect))
+    for name in ("score_with_curves", "appraise"):  # the rest of an evaluation
+        monkeypatch.setattr(loop, name, delayed(spent, "eval", getattr(loop, name), by=0.0))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(checkpoint.Writer, "wait", delayed(spent, "checkpoint", checkpoint.Writer.wait, by=0.0))
     result = loop.train(settings(data), run=str(tmp_path / "run"))
