@@ -39,6 +39,7 @@ check: setup
 
 bench: setup
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
+	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
 
 clean:

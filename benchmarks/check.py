@@ -8,20 +8,18 @@ check in turn; the clock starts after the imports, both use all cores, and the f
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import index
+from processes import answer, child
 from report import Bar, Report, options, publish, spread
 
 DRAWN = 600
 SIDES = (480, 640)
 BATCH = 16
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def draw(folder: Path, pictures: int) -> None:
@@ -88,18 +86,6 @@ def measure_annotations(folder: Path) -> dict[str, Any]:
     return {"s": seconds, "peak_mb": index.peak_mb(), "pictures": report.pictures, "boxes": report.boxes}
 
 
-CHILDREN = {"loader": measure_loader, "check": measure_check, "annotations": measure_annotations}
-
-
-def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
-    """Runs one measurement in a process of its own."""
-    environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "--child", what, str(folder), *map(str, sizes)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def run(quick: bool) -> Report:
     drawn, n = (DRAWN // 4, 3) if quick else (DRAWN, 7)
     pictures, boxes, big_n = (index.PICTURES // 10, index.BOXES // 10, 3) if quick else (index.PICTURES, index.BOXES, 3)
@@ -153,17 +139,14 @@ def rates(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        what, folder, *sizes = sys.argv[2:]
-        if what in ("draw", "generate"):
-            {"draw": draw, "generate": index.generate}[what](Path(folder), *map(int, sizes))
-            print("{}")
-        else:
-            print(json.dumps(CHILDREN[what](Path(folder))))
-        return
-    publish(lambda arguments: run(arguments.quick), options(__doc__))
-
-
 if __name__ == "__main__":
-    main()
+    answer(
+        {
+            "draw": draw,
+            "generate": index.generate,
+            "loader": measure_loader,
+            "check": measure_check,
+            "annotations": measure_annotations,
+        }
+    )
+    publish(lambda arguments: run(arguments.quick), options(__doc__))

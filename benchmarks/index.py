@@ -5,25 +5,22 @@ empty picture files. Every measurement is a fresh process, the two tools in turn
 Peak memory is the process's largest resident set, which for the index includes the mapped JSON file.
 """
 
-import json
-import os
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from processes import answer, child
 from report import Bar, Report, options, publish, spread
 
 PICTURES, BOXES = 118_287, 860_001
 POLYGON_CORNERS = 18
 """Makes the file 400 MB."""
 REOPENINGS = 20
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(folder: Path, pictures: int, boxes: int) -> None:
@@ -94,18 +91,6 @@ def measure_reopen(folder: Path) -> dict[str, Any]:
     return {"first_s": times[0], "again_s": again, "peak_mb": opened_mb, "base_mb": base, "check": check}
 
 
-CHILDREN = {"build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen}
-
-
-def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
-    """Runs one measurement in a process of its own. This process stays small: a child's peak starts at its parent's."""
-    environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "--child", what, str(folder), *map(str, sizes)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def run(quick: bool) -> Report:
     pictures, boxes, n = (PICTURES // 10, BOXES // 10, 3) if quick else (PICTURES, BOXES, 5)
     runs: dict[str, list[dict[str, Any]]] = {"build": [], "pycocotools": [], "reopen": []}
@@ -160,17 +145,6 @@ def row(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        what, folder, *sizes = sys.argv[2:]
-        if what == "generate":
-            generate(Path(folder), *map(int, sizes))
-            print("{}")
-        else:
-            print(json.dumps(CHILDREN[what](Path(folder))))
-        return
-    publish(lambda arguments: run(arguments.quick), options(__doc__))
-
-
 if __name__ == "__main__":
-    main()
+    answer({"generate": generate, "build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen})
+    publish(lambda arguments: run(arguments.quick), options(__doc__))
