@@ -121,22 +121,21 @@ def stats(
     from stoker.data.stats import gather
     from stoker.errors import UsageError
     from stoker.models import architecture
-    from stoker.recipes import CANVAS_SIDE, RECIPES
     from stoker.report.data_picture import check_out, draw_stats, save_picture
     from stoker.report.data_stats import print_stats
 
     if canvas is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in canvas):
         raise UsageError(f"--canvas {canvas[0]} {canvas[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"])
-    defaults = architecture(model).defaults
+    row = architecture(model)
+    defaults = row.defaults
     if "anchor_sizes" not in defaults:
         raise UsageError(f"--model {model} has no anchors.", fix="name one that has: `--model retinanet_resnet50_fpn`")
     own = Anchors(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
-    recipe = next((name for name, make in RECIPES.items() if make().model.model == model), "resnet50")
     index = open_index(data, format=format, classes=classes or ())
     if out is not None:
         check_out(out, index)
     found = gather(
-        index, data=data, split=split, canvas=canvas, side=CANVAS_SIDE[recipe], anchors=own, model=model
+        index, data=data, split=split, canvas=canvas, side=row.canvas_side, anchors=own, model=model
     )  # fmt: skip
     if json:
         import msgspec

@@ -73,8 +73,8 @@ class ModelSettings:
     """Architecture, a row of the MODELS table."""
     weights: str = AUTO
     """Where training starts: coco, imagenet (the backbone only), none, or a file."""
-    norm: Literal["frozen", "train"] = AUTO
-    """BatchNorm of the backbone: statistics and affine kept as they were loaded, or trained."""
+    norm: Literal["frozen", "train", "sync"] = AUTO
+    """BatchNorm of the backbone: statistics and affine kept as they were loaded, or trained; sync: over all devices."""
     trainable_stages: int = AUTO
     """How many stages of the backbone are trained, counted from its end; 0 … 5."""
     anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
@@ -93,6 +93,8 @@ class ModelSettings:
     """Focusing exponent of the focal loss, from 0."""
     box_loss: Literal["l1", "giou"] = AUTO
     """Loss of the boxes: L1 of the encoded offsets, or generalised IoU of the decoded boxes."""
+    checkpoint_activations: bool = AUTO
+    """Keep less for the backward pass and compute it again there: a bigger batch in the same memory, slower steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ class OptimSettings:
     """sgd (momentum) or adamw."""
     rate: float = AUTO
     """Peak learning rate."""
+    backbone_rate: float = AUTO
+    """Factor of the rate for the weights of the backbone's body, where they are pretrained."""
     momentum: float = AUTO
     """Momentum of sgd; first beta of adamw."""
     weight_decay: float = AUTO
@@ -129,6 +133,10 @@ class RunSettings:
     """Length: `12ep` (epochs), `5000` (steps), or `30min`."""
     batch: int = AUTO
     """Pictures per optimizer step."""
+    fit: bool = AUTO
+    """Try batches on the device and take the one with the best time per picture; the rate follows it."""
+    eager: bool = AUTO
+    """Run the model's operators one by one; else torch.compile makes a program of them first."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Arithmetic of convolutions and products; weights stay fp32."""
     device: str = AUTO
@@ -314,6 +322,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "focal_alpha": (0, 1),
     "focal_gamma": (0, 10),
     "rate": (1e-9, 100),
+    "backbone_rate": (0, 1),
     "momentum": (0, 0.9999),
     "weight_decay": (0, 10),
     "warmup": (0, 10**9),

@@ -122,11 +122,9 @@ def detect_batches(
     with in_eval_mode(model):
         for batch in batches:
             # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
-            with torch.no_grad():
-                with device.autocast(precision):
-                    raw = model(batch.images)
+            with torch.no_grad(), device.autocast(precision):
                 found = model.decode(
-                    raw,
+                    model(batch.images),
                     batch.content,
                     batch.scale,
                     batch.size,

@@ -1,6 +1,6 @@
 """A detector as the bytes of one ONNX file that needs none of stoker: normalisation, decoding, suppression are inside.
 
-`torch.onnx` makes the network up to the candidate boxes (the same `candidates_of` that the model decodes with); the
+`torch.onnx` makes the network up to the candidate boxes (the same `candidates` that the model decodes with); the
 suppression is written here, in ONNX's own text form, because its result has no fixed size and torch's exporter has no
 operator for it. What the file's inputs, outputs and metadata mean: docs/onnx.md. Who keeps it: `export.py`; who runs
 it: `onnx_model.py`.
@@ -13,15 +13,14 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stoker import models
 from stoker.errors import ConfigError
-from stoker.models import Raw, saved
-from stoker.models.detections import DETECTIONS, candidates_of
+from stoker.models import saved
+from stoker.models.detections import DETECTIONS
 from stoker.onnx_model import require
 
 OPSETS = (18, 21)
@@ -88,9 +87,8 @@ class Front(nn.Module):
 
     def forward(self, images: Tensor, content: Tensor, score_threshold: Tensor) -> tuple[Tensor, ...]:
         """images: uint8 [B, 3, H, W]; content: int32 [1, 2], or [B, 2] when the file runs; score_threshold: []."""
-        raw: Raw = self.model(images)
         inside = content.expand(images.shape[0], 2)
-        return tuple(candidates_of(*raw, content=inside, score_threshold=score_threshold))
+        return tuple(self.model.candidates(self.model(images), inside, score_threshold=score_threshold))
 
 
 def build(
@@ -133,7 +131,7 @@ def build(
     for value in (*graph.input, *graph.output):
         _name_pictures(value, batch)
     _strip(network)
-    _describe(network, {saved.KEY: msgspec.json.encode(card).decode(), **(metadata or {})})
+    _describe(network, {**card.header(), **(metadata or {})})
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())

@@ -1,6 +1,7 @@
-"""Named starting points: functions that return a partial config. What a recipe leaves open is derived or a default.
+"""Named starting points: functions that return a partial config; which one a model has is in its row of MODELS.
 
-A user's own setting wins over the recipe's; `training/derive.py` writes the recipe's name as the reason of each value.
+What a recipe leaves open is derived or a default. A user's own setting wins over the recipe's; `training/derive.py`
+writes the recipe's name as the reason of each value.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,6 @@ def tiny() -> Config:
     """A 0.6 M-parameter detector from scratch: minutes on a CPU. docs: LOG.md, "the demo's recipe"."""
     return from_fields(
         {
-            "model": "retinanet_tiny_fpn",
             "weights": "none",
             "optimizer": "adamw",
             "rate": 3e-3,
@@ -29,12 +29,10 @@ def tiny() -> Config:
     )
 
 
-def mobilenet() -> Config:
-    """RetinaNet on an ImageNet MobileNetV2 at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
+def light() -> Config:
+    """Models on MobileNets at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
     return from_fields(
         {
-            "model": "retinanet_mobilenet_v2_fpn",
-            "weights": "imagenet",
             "optimizer": "adamw",
             "rate": 1e-3,
             "momentum": 0.9,
@@ -45,12 +43,10 @@ def mobilenet() -> Config:
     )
 
 
-def resnet50() -> Config:
-    """RetinaNet-R50-FPN from COCO weights at about 800 x 800; SGD as torchvision's reference: 0.01 at 16 pictures."""
+def standard() -> Config:
+    """Models on ResNets at about 800 x 800; SGD as torchvision's reference: 0.01 at 16 pictures."""
     return from_fields(
         {
-            "model": "retinanet_resnet50_fpn",
-            "weights": "coco",
             "optimizer": "sgd",
             "rate": 0.01,
             "momentum": 0.9,
@@ -61,6 +57,5 @@ def resnet50() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "mobilenet": mobilenet, "resnet50": resnet50}
-CANVAS_SIDE: dict[str, int] = {"tiny": 320, "mobilenet": 320, "resnet50": 800}
-"""Side of the square whose area the recipe's canvas has at most, in pixels."""
+RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "light": light, "standard": standard}
+"""By name; each row of `models.MODELS` says from which it is trained."""

@@ -28,7 +28,7 @@ class Settings(TypedDict, total=False):
     mosaic: float
     model: str
     weights: str
-    norm: Literal["frozen", "train"]
+    norm: Literal["frozen", "train", "sync"]
     trainable_stages: int
     anchor_sizes: tuple[float, ...]
     anchor_scales: tuple[float, ...]
@@ -38,8 +38,10 @@ class Settings(TypedDict, total=False):
     focal_alpha: float
     focal_gamma: float
     box_loss: Literal["l1", "giou"]
+    checkpoint_activations: bool
     optimizer: Literal["sgd", "adamw"]
     rate: float
+    backbone_rate: float
     momentum: float
     weight_decay: float
     schedule: Literal["cosine", "step", "exponential", "constant"]
@@ -50,6 +52,8 @@ class Settings(TypedDict, total=False):
     max_skipped: int
     for_: str
     batch: int
+    fit: bool
+    eager: bool
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
     threads: int

@@ -70,6 +70,7 @@ def _values(written: str) -> str:
     words = {
         "str": "text",
         "int": "whole number",
+        "bool": "yes or no",
         "float": "number",
         "tuple[int, int]": "two whole numbers",
         "tuple[float, float]": "two numbers",

@@ -1,21 +1,32 @@
 """What turns pictures into a pyramid of feature maps: a classification network (the body) and an FPN on top of it.
 
-Bodies are torchvision's networks, or `TinyBody`; parameters have the names of torchvision's detectors (`body.`,
-`fpn.`). Every body has five stages, each at half the resolution of the one before it; stages are frozen by their
-number. Which weights fill them is `weights.py`.
+Bodies are torchvision's networks, or `TinyBody`: one table, `BODIES`. Parameters have the names of torchvision's
+detectors (`body.`, `fpn.`). Every body has five stages, each at half the resolution of the one before it; stages are
+frozen by their number. Which weights fill them is `weights.py`.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import mobilenet_v2, resnet50
+from torchvision.models import (
+    mobilenet_v2,
+    mobilenet_v3_large,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnext50_32x4d,
+)
 from torchvision.models._utils import IntermediateLayerGetter
 
 Norm = Callable[[int], nn.Module]
+NormKind = Literal["frozen", "train", "sync"]
+Coarser = Literal["p6p7", "pool"] | None
+"""What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
 
 
 class FrozenNorm(nn.Module):
@@ -48,23 +59,23 @@ class FrozenNorm(nn.Module):
         return torch.addcmul(shift.to(x.dtype)[:, None, None], x, scale.to(x.dtype)[:, None, None])
 
 
-def norm_of(kind: Literal["frozen", "train"]) -> Norm:
-    return FrozenNorm if kind == "frozen" else nn.BatchNorm2d
+NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": nn.BatchNorm2d, "sync": nn.SyncBatchNorm}
+"""By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
 
 
 class FeaturePyramid(nn.Module):
     """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
 
-    stages: children of `body` whose output goes to the FPN, with their channels; more: whether two coarser levels (P6,
-    P7 of the RetinaNet paper) are added; norm: after each convolution of the FPN, None for none.
+    outputs: children of `body` whose output goes to the FPN, with their channels; coarser: levels added at the end;
+    norm: after each convolution of the FPN, None for none.
     """
 
     def __init__(
-        self, body: nn.Module, stages: dict[str, int], channels: int, *, more: bool, norm: Norm | None = None
+        self, body: nn.Module, outputs: Mapping[str, int], channels: int, *, coarser: Coarser, norm: Norm | None = None
     ) -> None:
         super().__init__()
-        self.body = IntermediateLayerGetter(body, {name: name for name in stages})
-        self.fpn = TopDown(list(stages.values()), channels, more=more, norm=norm)
+        self.body = IntermediateLayerGetter(body, {name: name for name in outputs})
+        self.fpn = TopDown(list(outputs.values()), channels, coarser=coarser, norm=norm)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         levels: list[Tensor] = self.fpn(list(self.body(images).values()))
@@ -77,14 +88,15 @@ class TopDown(nn.Module):
     Not torchvision's module, because under autocast its enlarging runs in fp32 and takes the sums with it.
     """
 
-    def __init__(self, inputs: list[int], channels: int, *, more: bool, norm: Norm | None) -> None:
+    def __init__(self, inputs: list[int], channels: int, *, coarser: Coarser, norm: Norm | None) -> None:
         super().__init__()
         self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, norm) for width in inputs)
         self.layer_blocks = nn.ModuleList(_lateral(channels, channels, 3, norm) for _ in inputs)
         self.extra_blocks: nn.ModuleDict | None = None
-        if more:
-            coarser = {name: nn.Conv2d(channels, channels, 3, stride=2, padding=1) for name in ("p6", "p7")}
-            self.extra_blocks = nn.ModuleDict(coarser)
+        self.pools = coarser == "pool"
+        if coarser == "p6p7":
+            more = {name: nn.Conv2d(channels, channels, 3, stride=2, padding=1) for name in ("p6", "p7")}
+            self.extra_blocks = nn.ModuleDict(more)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_uniform_(module.weight, a=1)
@@ -102,6 +114,8 @@ class TopDown(nn.Module):
         if self.extra_blocks is not None:
             levels.append(self.extra_blocks["p6"](levels[-1]))
             levels.append(self.extra_blocks["p7"](functional.relu(levels[-1])))
+        if self.pools:
+            levels.append(levels[-1][:, :, ::2, ::2])
         return levels
 
 
@@ -110,32 +124,73 @@ def _lateral(inputs: int, outputs: int, kernel: int, norm: Norm | None) -> nn.Se
     return nn.Sequential(convolution) if norm is None else nn.Sequential(convolution, norm(outputs))
 
 
-def resnet50_pyramid(channels: int, norm: Literal["frozen", "train"], trainable_stages: int) -> FeaturePyramid:
-    """ResNet-50, strides 8 … 128, as in torchvision's `retinanet_resnet50_fpn`."""
-    body = resnet50(weights=None, norm_layer=norm_of(norm))
-    stages = [["conv1", "bn1"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]]
-    freeze_first(body, stages, trainable_stages)
-    return FeaturePyramid(body, {"layer2": 512, "layer3": 1024, "layer4": 2048}, channels, more=True)
+class Body(NamedTuple):
+    """A row of BODIES."""
+
+    build: Callable[[Norm], nn.Module]
+    stages: Sequence[Sequence[str]]
+    """Names of the children that make each of the five stages."""
+    outputs: Sequence[tuple[str, int]]
+    """The last child at each of the strides 2, 4, 8, 16, 32 that the body has, with its channels; C1 … C5."""
 
 
-def mobilenet_v2_pyramid(channels: int, norm: Literal["frozen", "train"], trainable_stages: int) -> FeaturePyramid:
-    """MobileNetV2, strides 8 … 128: the last map of each resolution, the network's final 1,280 channels included."""
-    body = mobilenet_v2(weights=None, norm_layer=norm_of(norm)).features
-    first_of_stage = (0, 2, 4, 7, 14, 19)
-    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(first_of_stage)]
-    freeze_first(body, stages, trainable_stages)
-    return FeaturePyramid(body, {"6": 32, "13": 96, "18": 1280}, channels, more=True)
+def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> Body:
+    layers = [f"layer{n}" for n in range(1, 5)]
+    stages = [["conv1", "bn1"], *([layer] for layer in layers)]
+    outputs = [("relu", 64), *zip(layers, channels, strict=True)]
+    return Body(lambda norm: make(weights=None, norm_layer=norm), stages, outputs)
 
 
-def tiny_pyramid(channels: int, norm: Literal["frozen", "train"], trainable_stages: int) -> FeaturePyramid:
-    """`TinyBody`, strides 8, 16, 32; norms in the FPN too, always trained."""
-    body = TinyBody(width=16, norm=norm_of(norm))
-    freeze_first(body, [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]], trainable_stages)
-    stages = {"layer2": 48, "layer3": 64, "layer4": 96}
-    return FeaturePyramid(body, stages, channels, more=False, norm=nn.BatchNorm2d)
+def _mobilenet(make: Callable[..., nn.Module], first: tuple[int, ...], channels: tuple[int, ...]) -> Body:
+    """first: the number of each stage's first child, and one past the last."""
+
+    def build(norm: Norm) -> nn.Module:
+        return make(weights=None, norm_layer=norm).get_submodule("features")
+
+    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(first)]
+    return Body(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
 
 
-def freeze_first(body: nn.Module, stages: list[list[str]], trainable: int) -> None:
+_BASIC, _BOTTLENECK = (64, 128, 256, 512), (256, 512, 1024, 2048)
+
+BODIES: dict[str, Body] = {
+    "resnet18": _resnet(resnet18, _BASIC),
+    "resnet34": _resnet(resnet34, _BASIC),
+    "resnet50": _resnet(resnet50, _BOTTLENECK),
+    "resnet101": _resnet(resnet101, _BOTTLENECK),
+    "resnext50_32x4d": _resnet(resnext50_32x4d, _BOTTLENECK),
+    "mobilenet_v2": _mobilenet(mobilenet_v2, (0, 2, 4, 7, 14, 19), (16, 24, 32, 96, 1280)),
+    "mobilenet_v3_large": _mobilenet(mobilenet_v3_large, (0, 2, 4, 7, 13, 17), (16, 24, 40, 112, 960)),
+    "tiny": Body(
+        lambda norm: TinyBody(width=16, norm=norm),
+        [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]],
+        [("stem", 16), ("layer1", 32), ("layer2", 48), ("layer3", 64), ("layer4", 96)],
+    ),
+}
+"""Every body by its name, torchvision's where it is torchvision's."""
+
+
+def pyramid(
+    body: str,
+    channels: int,
+    *,
+    norm: NormKind,
+    trainable_stages: int,
+    finest: int = 3,
+    coarser: Coarser = "p6p7",
+    fpn_norm: Norm | None = None,
+) -> FeaturePyramid:
+    """The feature pyramid of `channels` on a body of BODIES with its first stages frozen.
+
+    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; fpn_norm: norm inside the FPN.
+    """
+    row = BODIES[body]
+    network = row.build(NORMS[norm])
+    freeze_first(network, row.stages, trainable_stages)
+    return FeaturePyramid(network, dict(row.outputs[finest - 1 :]), channels, coarser=coarser, norm=fpn_norm)
+
+
+def freeze_first(body: nn.Module, stages: Sequence[Sequence[str]], trainable: int) -> None:
     """Freezes all stages but the last `trainable` ones, 0 … 5. A stage is a list of names of children of `body`."""
     for stage in stages[: len(stages) - trainable]:
         for name in stage:

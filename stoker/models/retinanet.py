@@ -16,13 +16,10 @@ from stoker.batch import Batch
 from stoker.config import ModelSettings
 from stoker.models.backbones import FeaturePyramid, Norm
 from stoker.models.boxes import cell_anchors, grid_anchors
-from stoker.models.detections import CANDIDATES, DETECTIONS, Detections, candidates_of, suppress, to_original
+from stoker.models.detections import CANDIDATES, Candidates, candidates_of
+from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.matching import match
-
-# Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
-PIXEL_MEAN = (0.485, 0.456, 0.406)
-PIXEL_STD = (0.229, 0.224, 0.225)
 
 PRIOR = 0.01
 """Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
@@ -79,11 +76,11 @@ def _block(channels: int, norm: Norm | None) -> nn.Sequential:
     return nn.Sequential(convolution, nn.ReLU(inplace=True))
 
 
-class RetinaNet(nn.Module):
+class RetinaNet(Detector):
     """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's)."""
 
-    pixel_mean: Tensor
-    pixel_std: Tensor
+    per_level = CANDIDATES
+    """Boxes of a pyramid level that go into suppression."""
 
     def __init__(
         self,
@@ -95,8 +92,7 @@ class RetinaNet(nn.Module):
         depth: int,
         norm: Norm | None,
     ) -> None:
-        super().__init__()
-        self.settings, self.class_count = settings, class_count
+        super().__init__(settings, class_count)
         anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
         self.backbone = backbone
         prior_logit = -math.log((1 - PRIOR) / PRIOR)
@@ -108,8 +104,6 @@ class RetinaNet(nn.Module):
                 "regression_head": Tower("bbox_reg", channels, depth, anchors, 4, norm=norm, bias=0.0),
             }
         )
-        self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN)[:, None, None], persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(PIXEL_STD)[:, None, None], persistent=False)
         for level, size in enumerate(settings.anchor_sizes):
             cells = cell_anchors(size, settings.anchor_scales, settings.anchor_ratios)
             self.register_buffer(f"cells_{level}", cells, persistent=False)
@@ -117,8 +111,7 @@ class RetinaNet(nn.Module):
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        pixels = (images / 255 - self.pixel_mean) / self.pixel_std
-        levels = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        levels = self.backbone(self.pixels(images))
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors, counts = self.anchors((images.shape[2], images.shape[3]), grids)
         return Raw(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors, counts)
@@ -155,20 +148,11 @@ class RetinaNet(nn.Module):
             offsets = box_loss(settings.box_loss, at_least_fp32(raw.deltas), raw.anchors, boxes, positive)
             return {"classification": (classes / count).mean(), "bbox_regression": (offsets / count).mean()}
 
-    def decode(
-        self,
-        raw: Raw,
-        content: Tensor,
-        scale: Tensor,
-        size: Tensor,
-        *,
-        score_threshold: float = 0.05,
-        iou_threshold: float = 0.5,
-        candidates: int = CANDIDATES,
-        detections: int = DETECTIONS,
-    ) -> Detections:
-        """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
-        `Batch`. `candidates`: boxes kept per pyramid level before suppression. Waits for the host, as "nms"."""
-        with torch.no_grad(), torch.autocast(raw.logits.device.type, enabled=False):
-            found = candidates_of(*raw, content, score_threshold=score_threshold, per_level=candidates)
-            return to_original(suppress(found, iou_threshold=iou_threshold, slots=detections), scale, size)
+    def candidates(self, raw: Raw, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+        """The `per_level` best of each pyramid level."""
+        with torch.autocast(raw.logits.device.type, enabled=False):
+            return candidates_of(*raw, content, score_threshold=score_threshold, per_level=self.per_level)
+
+    def class_layers(self) -> tuple[ClassLayer, ...]:
+        anchors = len(self.settings.anchor_scales) * len(self.settings.anchor_ratios)
+        return (ClassLayer("head.classification_head.cls_logits", anchors),)

@@ -31,7 +31,9 @@ class Card(msgspec.Struct, kw_only=True):
 
     def header(self) -> dict[str, str]:
         """The safetensors header. One key, since several are written in any order: equal models are equal files."""
-        return {KEY: msgspec.json.encode(self).decode()}
+        fields = msgspec.to_builtins(self)
+        fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
+        return {KEY: msgspec.json.encode(fields).decode()}
 
 
 def load(path: Path) -> tuple["models.Detector", Card]:

@@ -9,13 +9,11 @@ from torch import nn
 from torchvision.models import MobileNet_V2_Weights, ResNet50_Weights
 from torchvision.models.detection import RetinaNet_ResNet50_FPN_Weights
 
-from stoker.config import ModelSettings
+from stoker.config import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
-from stoker.models.backbones import mobilenet_v2_pyramid, resnet50_pyramid, tiny_pyramid
+from stoker.models.backbones import Coarser, Norm, pyramid
+from stoker.models.detector import Detector
 from stoker.models.retinanet import RetinaNet
-
-Detector = RetinaNet
-"""What `build` returns: an nn.Module with `forward(images)`, `loss(raw, batch)` and `decode(raw, …)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +24,12 @@ class Architecture:
     what_for: str
     parameters: int
     """With 80 classes and the default settings (frozen norms have none)."""
-    levels: int
-    """Pyramid levels; each has its own anchor size."""
+    recipe: str
+    """The starting point in `recipes.RECIPES` that it is trained from."""
+    canvas_side: int
+    """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
     defaults: Mapping[str, Any]
-    """Values of the ModelSettings fields that belong to the architecture."""
+    """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
     """Why, for each field of `defaults`."""
     urls: Mapping[str, str]
@@ -58,27 +58,33 @@ _PRETRAINED: dict[str, tuple[Any, str]] = {
 }
 
 
-def _resnet50(settings: ModelSettings, class_count: int) -> RetinaNet:
-    backbone = resnet50_pyramid(256, settings.norm, settings.trainable_stages)
-    return RetinaNet(backbone, settings, class_count, channels=256, depth=4, norm=None)
+def _retinanet(
+    body: str, *, channels: int = 256, depth: int = 4, coarser: Coarser = "p6p7", norm: Norm | None = None
+) -> Callable[[ModelSettings, int], Detector]:
+    """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norm: in FPN
+    and towers, None for none."""
 
+    def build(settings: ModelSettings, class_count: int) -> RetinaNet:
+        backbone = pyramid(
+            body,
+            channels,
+            norm=settings.norm,
+            trainable_stages=settings.trainable_stages,
+            coarser=coarser,
+            fpn_norm=norm,
+        )
+        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm)
 
-def _mobilenet_v2(settings: ModelSettings, class_count: int) -> RetinaNet:
-    backbone = mobilenet_v2_pyramid(128, settings.norm, settings.trainable_stages)
-    return RetinaNet(backbone, settings, class_count, channels=128, depth=2, norm=None)
-
-
-def _tiny(settings: ModelSettings, class_count: int) -> RetinaNet:
-    backbone = tiny_pyramid(48, settings.norm, settings.trainable_stages)
-    return RetinaNet(backbone, settings, class_count, channels=48, depth=2, norm=nn.BatchNorm2d)
+    return build
 
 
 MODELS: dict[str, Architecture] = {
     "retinanet_resnet50_fpn": _row(
-        build=_resnet50,
+        build=_retinanet("resnet50"),
         what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
         parameters=33_786_804,
-        levels=5,
+        recipe="standard",
+        canvas_side=800,
         defaults={**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")},
         urls={
             "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
@@ -86,10 +92,11 @@ MODELS: dict[str, Architecture] = {
         },
     ),
     "retinanet_mobilenet_v2_fpn": _row(
-        build=_mobilenet_v2,
+        build=_retinanet("mobilenet_v2", channels=128, depth=2),
         what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
         parameters=4_570_292,
-        levels=5,
+        recipe="light",
+        canvas_side=320,
         defaults={
             **_FOCAL,
             **_ANCHORS,
@@ -99,10 +106,11 @@ MODELS: dict[str, Architecture] = {
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_tiny_fpn": _row(
-        build=_tiny,
+        build=_retinanet("tiny", channels=48, depth=2, coarser=None, norm=nn.BatchNorm2d),
         what_for="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
         parameters=631_640,
-        levels=3,
+        recipe="tiny",
+        canvas_side=320,
         defaults={
             **_FOCAL,
             "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a picture of 128 pixels"),
@@ -129,15 +137,41 @@ def architecture(name: str) -> Architecture:
 
 
 def build(settings: ModelSettings, class_count: int) -> Detector:
-    """The model that `settings` (no field AUTO but `weights`) describe, with random weights, in channels-last memory.
+    """The model that `settings` (no field AUTO that it uses) describe, with random weights, in channels-last memory.
 
-    Raises ConfigError for an unknown name and for a number of anchor sizes that is not the number of pyramid levels.
+    Raises ConfigError for an unknown name, for a setting that the architecture does not have, and for a number of
+    anchor sizes other than it needs.
     """
     row = architecture(settings.model)
-    if len(settings.anchor_sizes) != row.levels:
-        raise ConfigError(
-            f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
-            cause=f"{settings.model} has {row.levels} pyramid levels, each with a size of its own",
-            fix=f"give {row.levels} numbers, finest level first",
-        )
+    check_settings(settings)
+    if settings.anchor_sizes is not None:
+        needed = len(row.defaults["anchor_sizes"])
+        if len(settings.anchor_sizes) != needed:
+            raise ConfigError(
+                f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
+                cause=f"{settings.model} needs {needed}, finest level first",
+                fix=f"give {needed} numbers, as its own: {' '.join(f'{x:g}' for x in row.defaults['anchor_sizes'])}",
+            )
     return row.build(settings, class_count).to(memory_format=torch.channels_last)
+
+
+OF_EVERY_MODEL = frozenset({"model", "weights", "norm", "trainable_stages", "checkpoint_activations"})
+
+
+def check_settings(settings: ModelSettings) -> None:
+    """Raises ConfigError for a setting that is set and that the architecture does not have."""
+    defaults = architecture(settings.model).defaults
+    for field in dataclasses.fields(settings):
+        if getattr(settings, field.name) is not None and field.name not in OF_EVERY_MODEL | defaults.keys():
+            raise ConfigError(
+                f"{settings.model} has no --{field.name.replace('_', '-')}.",
+                choices=[name.replace("_", "-") for name in sorted(OF_EVERY_MODEL | defaults.keys())],
+                fix="leave it out, or take another --model (`stoker models`)",
+            )
+
+
+def open_fields(config: Config) -> list[str]:
+    """Settings that a run of the config's model needs and that are AUTO."""
+    used = OF_EVERY_MODEL | architecture(config.model.model).defaults.keys()
+    have = config.set_fields()
+    return [name for name, section in SECTION_OF.items() if name not in have and (section != "model" or name in used)]

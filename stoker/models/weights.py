@@ -1,8 +1,9 @@
 """Fills a model from a file of weights, and says in sentences what it took and what it left random.
 
-Understood are state_dicts of torchvision's RetinaNet (in both of its namings), of torchvision's ResNet-50 and
-MobileNetV2 classifiers, and stoker's own files; as .pth/.pt (bare or under "model") or .safetensors. Where files come
-from is `sources.py`; reading a model of stoker's back whole is `saved.py`.
+Understood are state_dicts of torchvision's detectors that are in MODELS (in its older naming, too), of torchvision's
+classifiers on the same bodies, and stoker's own files; as .pth/.pt (bare or under "model") or .safetensors. A file is
+recognised by the names and shapes of its tensors. Where files come from is `sources.py`; reading a model of stoker's
+back whole is `saved.py`.
 """
 
 import re
@@ -18,31 +19,42 @@ from torch import Tensor
 
 from stoker.config import ModelSettings
 from stoker.errors import WeightsError, nearest
-from stoker.models.class_head import BOX_HEAD, CLASS_HEAD, fit_class_head
+from stoker.models.class_head import fit_class_head, tensors_of
+from stoker.models.detector import Detector
 from stoker.models.sources import fetch
-from stoker.models.table import MODELS, Detector, architecture
+from stoker.models.table import MODELS, architecture, build
 
-BODY = "backbone.body."
+ALIKE = 0.9
+"""Share of the tensors of a model and a file that must have the same names and shapes for the one to be of the other:
+a file that lacks a tensor is recognised, and told what it lacks."""
 
 
 class Weights(NamedTuple):
-    """What a file holds, its tensors under our names."""
+    """What a file holds."""
 
     tensors: dict[str, Tensor]
+    """Under the file's own names, without what wrappers add."""
     model: str | None
-    """The row of MODELS they belong to; None when they belong to none."""
+    """The row of MODELS that the file says it belongs to; None when it says none."""
     class_names: tuple[str, ...] | None
     """The classes of its class head, where the file says them."""
 
-    @property
-    def is_detector(self) -> bool:
-        return BOX_HEAD in self.tensors and CLASS_HEAD[0] in self.tensors
+
+class Fit(NamedTuple):
+    """A file's tensors seen as those of a model."""
+
+    alike: float
+    """Share of all names, the model's and the file's, under which both have tensors of one shape."""
+    tensors: dict[str, Tensor]
+    """Under the model's names."""
+    is_detector: bool
+    """False: of a classifier, for the model's body."""
 
 
 def architecture_of(path: str | Path) -> str | None:
-    """The name in MODELS of the architecture that a file's weights belong to (a classifier's: that has it as body);
-    None when there is none. Raises WeightsError when the file is missing or cannot be read."""
-    return read(Path(path)).model
+    """The name in MODELS of the architecture that a file's weights belong to (a classifier's: the first that has it as
+    body); None when there is none. Raises WeightsError when the file is missing or cannot be read."""
+    return _recognise(read(Path(path)))
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
@@ -60,22 +72,23 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         raise WeightsError(
             f"There are no {choice} weights for {settings.model}.",
             choices=[*row.urls, "none", "FILE"],
-            fix=f"--model {' or '.join(with_it)} has {choice} weights",
+            fix=f"--model with {choice} weights: {', '.join(with_it)}",
         )
     path, where = fetch(row.urls[choice]) if choice in row.urls else (Path(choice), "")
     weights = read(path, choices=(*row.urls, "none"))
-    if weights.model != settings.model:
+    fit = _fit(weights.tensors, model)
+    if fit.alike < ALIKE or weights.model not in (None, settings.model):
         raise _wrong_architecture(path, weights, settings.model)
-    tensors, sentences = weights.tensors, []
-    if "coco" in row.urls and path.name == row.urls["coco"].rsplit("/", 1)[1]:
+    tensors, sentences = fit.tensors, []
+    if path.name in TRAINED_WITHOUT_EPSILON:
         tensors = _without_epsilon(tensors)
     origin = f"{path.name}" + (f" ({where})" if where else "")
-    if weights.is_detector:
-        tensors, sentence = fit_class_head(tensors, weights.class_names, class_names)
-        sentences = [f"backbone, FPN and heads from {origin}", sentence]
+    if fit.is_detector:
+        tensors, sentence = fit_class_head(tensors, model.class_layers(), weights.class_names, class_names)
+        sentences = [f"backbone, neck and heads from {origin}", sentence]
     else:
-        sentences = [f"backbone from {origin}", "FPN and heads are random"]
-    _fill(model, tensors, path, is_detector=weights.is_detector)
+        sentences = [f"backbone from {origin}", "neck and heads are random"]
+    _fill(model, tensors, path, is_detector=fit.is_detector)
     return sentences
 
 
@@ -108,10 +121,10 @@ def read(path: Path, *, choices: Sequence[str] = ("coco", "imagenet", "none")) -
             fix="if it was cut off, download or copy it again; if it holds more than tensors, save it again with "
             "torch.save(model.state_dict(), FILE)",
         ) from error
-    tensors = _our_names(_state_dict(content, path))
+    tensors = _without_wrappers(_state_dict(content, path))
     names = msgspec.json.decode(header["stoker"], type=_Card).class_names if "stoker" in header else None
     said = header.get("model")
-    return Weights(tensors, said if said in MODELS else _recognise(tensors), names)
+    return Weights(tensors, said if said in MODELS else None, names)
 
 
 class _Card(msgspec.Struct):
@@ -134,51 +147,62 @@ def _state_dict(content: object, path: Path) -> dict[str, Tensor]:
     return content
 
 
-# Other names of the same tensors: DataParallel's prefix, torchvision's names before 0.13, the two classifiers.
-_RENAMES = (
-    (re.compile(r"^module\."), ""),
-    (re.compile(r"^(backbone\.fpn\.(?:inner|layer)_blocks\.\d+)\.(weight|bias)$"), r"\1.0.\2"),
-    (re.compile(r"^features\."), BODY),
-    (re.compile(r"^((?:conv1|bn1|layer\d)\.)"), BODY + r"\1"),
-)
+def _without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without DataParallel's prefix, and without BatchNorm's count of batches, which nothing reads."""
+    cleaned = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in cleaned.items() if not name.endswith("num_batches_tracked")}
+
+
+# Names of torchvision before 0.13.
+_OLD_FPN = re.compile(r"^(backbone\.fpn\.(?:inner|layer)_blocks\.\d+)\.(weight|bias)$")
 _OLD_TOWER = re.compile(r"^(head\.\w+\.conv)\.(\d+)\.(weight|bias)$")
-_CLASSIFIER = re.compile(r"^(fc|classifier\.\d+)\.(weight|bias)$")
+_CLASSIFIER = re.compile(r"^(fc|classifier(\.\d+)*)\.(weight|bias)$")
 
 
-def _our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    result = {}
-    for name, tensor in tensors.items():
-        for pattern, replacement in _RENAMES:
-            name = pattern.sub(replacement, name)
-        if old := _OLD_TOWER.match(name):  # a tower was convolution, ReLU, convolution, ReLU …
-            name = f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"
-        if not _CLASSIFIER.match(name) and not name.endswith("num_batches_tracked"):
-            result[name] = tensor
-    return result
+def _newer_name(name: str) -> str:
+    name = _OLD_FPN.sub(r"\1.0.\2", name)
+    if old := _OLD_TOWER.match(name):  # a tower was convolution, ReLU, convolution, ReLU …
+        name = f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"
+    return name
 
 
-def _recognise(tensors: Mapping[str, Tensor]) -> str | None:
-    """The row of MODELS whose names and shapes these are. Other detectors on the same bodies are not."""
+def _fit(tensors: Mapping[str, Tensor], model: Detector) -> Fit:
+    """The best way to see a file's tensors as the model's; `Fit.alike` says how good it is."""
+    own = {name: tensor.shape for name, tensor in _without_wrappers(model.state_dict()).items()}
+    of_classes = tensors_of(model.class_layers())
+    newer = {_newer_name(name): tensor for name, tensor in tensors.items()}
+    body = {model.body_name(name): tensor for name, tensor in tensors.items() if not _CLASSIFIER.match(name)}
+    body_names = {name for name in own if name.startswith(model.body)}
 
-    def has(name: str, *shape: int) -> bool:
-        return name in tensors and (not shape or tuple(tensors[name].shape) == shape)
+    def alike(some: Mapping[str, Tensor], wanted: set[str]) -> float:
+        same = sum(name in some and some[name].shape == own[name] for name in wanted)
+        return same / max(1, len(wanted | (some.keys() - of_classes.keys())))
 
-    others = [name for name in tensors if not name.startswith(BODY)]
-    if others and not has(BOX_HEAD):
-        return None
-    plain_towers = not has("head.classification_head.conv.0.1.weight")
-    is_resnet50 = has(BODY + "layer1.0.conv2.weight", 64, 64, 3, 3) and has(BODY + "layer3.5.conv3.weight")
-    if is_resnet50 and not has(BODY + "layer3.6.conv3.weight") and plain_towers:
-        return "retinanet_resnet50_fpn"
-    if has(BODY + "18.0.weight", 1280, 320, 1, 1) and has(BODY + "1.conv.0.0.weight", 32, 1, 3, 3) and plain_towers:
-        return "retinanet_mobilenet_v2_fpn"
-    if has(BODY + "stem.0.weight", 16, 3, 3, 3):
-        return "retinanet_tiny_fpn"
-    return None
+    fits = [Fit(alike(some, own.keys() - of_classes.keys()), dict(some), True) for some in (tensors, newer)]
+    fits.append(Fit(alike(body, body_names), body, False))
+    return max(fits, key=lambda fit: fit.alike)
+
+
+def _recognise(weights: Weights) -> str | None:
+    """The row of MODELS that a file belongs to."""
+    if weights.model is not None:
+        return weights.model
+    best, found = ALIKE, None
+    for name, row in MODELS.items():
+        with torch.device("meta"):  # shapes only
+            model = build(ModelSettings(**{"norm": "train", "trainable_stages": 5, **row.defaults, "model": name}), 1)
+        alike = _fit(weights.tensors, model).alike
+        if alike > best or (alike == best and found is None):
+            best, found = alike, name
+    return found
+
+
+TRAINED_WITHOUT_EPSILON = frozenset({"retinanet_resnet50_fpn_coco-eeacb38b.pth"})
+"""Files by torchvision whose norms had an epsilon of 0 (`overwrite_eps` in its builders)."""
 
 
 def _without_epsilon(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """torchvision's COCO weights were trained with norms whose epsilon was 0 (`overwrite_eps`); ours is 1e-5. The scale
+    """For norms whose epsilon was 0 and is 1e-5 in ours: the scale
     makes up for it: weight · √((var + ε) / var), so that nothing outside the file has to remember it."""
     result = dict(tensors)
     for name in tensors:
@@ -191,8 +215,9 @@ def _without_epsilon(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _fill(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, is_detector: bool) -> None:
     """Copies the tensors into the model once all of them are known to fit it."""
     own = model.state_dict()
-    wanted = [name for name in own if is_detector or name.startswith(BODY)]
-    optional = {name for name in wanted if name in CLASS_HEAD or name.endswith("num_batches_tracked")}
+    of_classes = tensors_of(model.class_layers())
+    wanted = [name for name in own if is_detector or name.startswith(model.body)]
+    optional = {name for name in wanted if name in of_classes or name.endswith("num_batches_tracked")}
     missing = [name for name in wanted if name not in tensors and name not in optional]
     unknown = [name for name in tensors if name not in own]
     for what, names in (("lacks", missing), ("has an unknown", unknown)):
@@ -201,26 +226,28 @@ def _fill(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, is_dete
             raise WeightsError(f"The weights file {what} tensor {names[0]}{more}.", place=path)
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
-            is_box_head = name.startswith(BOX_HEAD.removesuffix(".weight"))
             raise WeightsError(
                 f"The tensor {name} has another shape in the weights file than in the model.",
                 place=path,
                 cause=f"{list(tensor.shape)} in the file, {list(own[name].shape)} in the model",
-                fix="the --anchor-scales and --anchor-ratios that the file was trained with" if is_box_head else None,
+                fix=None
+                if name.startswith(model.body)
+                else "the --anchor-scales and --anchor-ratios that the file was trained with",
             )
     model.load_state_dict(dict(tensors), strict=False)
 
 
 def _wrong_architecture(path: Path, weights: Weights, wanted: str) -> WeightsError:
-    if weights.model is not None:
+    found = _recognise(weights)
+    if found is not None:
         return WeightsError(
-            f"The weights file belongs to {weights.model}, not to {wanted}.",
+            f"The weights file belongs to {found}, not to {wanted}.",
             place=path,
-            fix=f"--model {weights.model}, or other weights",
+            fix=f"--model {found}, or other weights",
         )
     return WeightsError(
         f"The weights file does not belong to {wanted}, nor to another model of stoker's.",
         place=path,
         cause=f"its tensors are called {', '.join(list(weights.tensors)[:3])} …",
-        choices=["torchvision's RetinaNet", "its ResNet-50 or MobileNetV2 classifiers", "a file by stoker"],
+        choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
     )

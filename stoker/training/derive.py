@@ -12,9 +12,10 @@ from stoker.data.index import Index
 from stoker.data.problems import MAX_BAD
 from stoker.data.shapes import best_canvas, box_sides, spread_sizes
 from stoker.device import Device, host_cores, untried
-from stoker.models import architecture
+from stoker.models import MODELS, Architecture, architecture
+from stoker.models.table import check_settings
 from stoker.models.weights import architecture_of
-from stoker.recipes import CANVAS_SIDE, RECIPES
+from stoker.recipes import RECIPES
 from stoker.training import fit
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
@@ -42,6 +43,10 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "patience": (0, "the rate's course is laid out for the whole length"),
     "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
     "momentum": (0.9, "usual"),
+    "backbone_rate": (1.0, "every weight at the same rate"),
+    "fit": (False, "the recipe's batch, or less where it does not fit"),
+    "eager": (True, "compiling was not measured to pay here"),
+    "checkpoint_activations": (False, "the batch fits without"),
 }
 
 
@@ -73,20 +78,22 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     """
     filling = _Filling(asked)
     put, get = filling.put, filling.get
-    recipe = _begin(filling, index, device)
+    _begin(filling, index, device)
     rows = index.rows("train")
     row = architecture(get("model"))
+    check_settings(asked.replace(model=get("model")).model)
     if get("weights") == "none":
         put("norm", "train", "there are no statistics to freeze: the weights are random")
         put("trainable_stages", 5, "the weights are random")
-        if recipe == "tiny":
+        if row.recipe == "tiny":
             canvas = get("canvas")
-            put("anchor_sizes", *spread_sizes(box_sides(index, rows, canvas, get("resize")).canvas, canvas, row.levels))
+            put("anchor_sizes", *spread_sizes(box_sides(index, rows, canvas, get("resize")).canvas, canvas,
+                                             len(row.defaults["anchor_sizes"])))  # fmt: skip
     for name, value in row.defaults.items():
         put(name, value, row.reasons[name])
     put("precision", *device.best_precision())
     put("threads", *_threads(device))
-    _batch(filling, recipe, len(rows), index, device)
+    _batch(filling, len(rows), index, device)
     _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
     check(filling.config)
     return filling.config, filling.reasons
@@ -99,22 +106,25 @@ def derive_data(asked: Config, index: Index, device: Device) -> tuple[Config, di
     return filling.config, filling.reasons
 
 
-def _begin(filling: _Filling, index: Index, device: Device) -> str:
-    """What the data, the recipe and PLAIN say by themselves; the recipe's name."""
+def _begin(filling: _Filling, index: Index, device: Device) -> None:
+    """What the data, the model, its recipe and PLAIN say by themselves."""
     put, get = filling.put, filling.get
     put("device", str(device.torch_device), _why_device(device))
     put("format", index.format, "found")
     if get("augment") == "none":
         for name in AUGMENTATIONS:
             put(name, 0.0, "--augment none")
-    recipe = _recipe(filling, device)
-    for name, value in RECIPES[recipe]().set_fields().items():
+    row = _model(filling, device)
+    for name, value in RECIPES[row.recipe]().set_fields().items():
         if name not in ("batch", "rate"):
-            put(name, value, f"recipe {recipe}")
+            put(name, value, f"recipe {row.recipe}")
+    if row.urls:
+        best = "coco" if "coco" in row.urls else "imagenet"
+        put("weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector")
+    put("weights", "none", "there are none for this model")
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
-    put("canvas", *best_canvas(index.size[index.rows("train")], CANVAS_SIDE[recipe]))
-    return recipe
+    put("canvas", *best_canvas(index.size[index.rows("train")], row.canvas_side))
 
 
 def _why_device(device: Device) -> str:
@@ -124,20 +134,20 @@ def _why_device(device: Device) -> str:
     return "no accelerator" if kind is None else f"training on {kind} was never tried; --device {kind} takes it"
 
 
-def _recipe(filling: _Filling, device: Device) -> str:
-    """The recipe's name; sets the model where the user's weights file says which."""
-    asked_model, weights = filling.get("model"), filling.get("weights")
-    if asked_model is None and weights not in (None, "none", "coco", "imagenet"):
+def _model(filling: _Filling, device: Device) -> Architecture:
+    """The model's row; sets the model where the user's weights file or the device says which."""
+    weights = filling.get("weights")
+    if filling.get("model") is None and weights not in (None, "none", "coco", "imagenet"):
         found = architecture_of(weights)
         if found is not None:
             filling.put("model", found, "the weights file is of that architecture")
-    if asked_model is None and weights in ("coco", "imagenet") and device.is_cpu:
-        least = "retinanet_mobilenet_v2_fpn" if weights == "imagenet" else "retinanet_resnet50_fpn"
+    if weights in ("coco", "imagenet") and device.is_cpu:
+        least = min((row.parameters, name) for name, row in MODELS.items() if weights in row.urls)[1]
         filling.put("model", least, f"the smallest model with {weights} weights")
-    for name, make in RECIPES.items():
-        if make().model.model == filling.get("model"):
-            return name
-    return "tiny" if device.is_cpu else "resnet50"
+    if device.is_cpu:
+        filling.put("model", "retinanet_tiny_fpn", "the smallest, since there is no accelerator")
+    filling.put("model", "retinanet_resnet50_fpn", "the reference of the field")
+    return architecture(filling.get("model"))
 
 
 def _threads(device: Device) -> tuple[int, str]:
@@ -147,7 +157,8 @@ def _threads(device: Device) -> tuple[int, str]:
     return max(1, min(32, cores - 1)), f"{cores} cores, one left to the training thread"
 
 
-def _batch(filling: _Filling, recipe: str, pictures: int, index: Index, device: Device) -> None:
+def _batch(filling: _Filling, pictures: int, index: Index, device: Device) -> None:
+    recipe = architecture(filling.get("model")).recipe
     usual = RECIPES[recipe]()
     optimizer = filling.get("optimizer")
     filling.put("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")

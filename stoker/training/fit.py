@@ -78,8 +78,7 @@ def worst_case(count: int, *, canvas: tuple[int, int], slots: int, classes: int,
 
 def _forward(model: Detector, case: Batch, config: Config, device: Device) -> Tensor:
     with device.autocast(config.run.precision):
-        raw = model(case.images)
-    losses: dict[str, Tensor] = model.loss(raw, case)
+        losses = model.loss(model(case.images), case)
     return torch.stack(list(losses.values())).sum()
 
 
@@ -142,7 +141,6 @@ def _trial(config: Config, classes: int, slots: int, device: Device, count: int)
         stepper.backward(_forward(model, case, config, device))
         stepper.step(0.0, step)
     with torch.no_grad(), device.autocast(config.run.precision):
-        raw = stepper.averaged.eval()(case.images)
-    model.decode(raw, case.content, case.scale, case.size)
+        model.decode(stepper.averaged.eval()(case.images), case.content, case.scale, case.size)
     device.wait()
     return device.memory().peak

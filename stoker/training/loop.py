@@ -383,7 +383,7 @@ def forward_backward(
         part = batch if parts == 1 else Batch(*(tensor[n * size : (n + 1) * size] for tensor in batch))
         with autocast:
             raw = model(part.images)
-        losses = {name: loss / parts for name, loss in model.loss(raw, part).items()}
+            losses = {name: loss / parts for name, loss in model.loss(raw, part).items()}
         stepper.backward(torch.stack(list(losses.values())).sum())
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config import SECTION_OF, Config, check, from_toml, parse_duration
+from stoker.config import Config, check, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.data.problems import KINDS
@@ -94,7 +94,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
     """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
     stored = None if path is None else from_toml(path / CONFIG)
     wanted = asked if stored is None else stored[0]
-    if path is not None and (unknown := [name for name in SECTION_OF if name not in wanted.set_fields()]):
+    if path is not None and (unknown := models.open_fields(wanted)):
         raise CheckpointError(
             "The run was started by an earlier version of stoker and cannot be continued exactly.",
             place=path / CONFIG,

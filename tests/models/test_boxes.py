@@ -15,6 +15,7 @@ from torchvision.ops import box_iou, clip_boxes_to_image, generalized_box_iou_lo
 from stoker.errors import ConfigError
 from stoker.models import MODELS, build
 from stoker.models.boxes import LARGEST_LOG_SCALE, area, cell_anchors, clip, decode, encode, giou, iou
+from stoker.recipes import RECIPES
 from tests.models.samples import settings_of
 
 
@@ -89,11 +90,19 @@ def test_the_table_says_what_is_built(name: str) -> None:
     model = build(settings_of(name), 80)
     assert sum(p.numel() for p in model.parameters()) == row.parameters
     assert row.defaults.keys() == row.reasons.keys()
-    raw = model(torch.zeros(1, 3, 64, 96, dtype=torch.uint8))
-    assert len(raw.levels) == row.levels
-    assert raw.logits.shape == (1, sum(raw.levels), 80)
-    assert raw.deltas.shape == (1, sum(raw.levels), 4)
-    assert raw.anchors.shape == (sum(raw.levels), 4)
+    assert row.recipe in RECIPES
+    content = torch.tensor([[64, 96]], dtype=torch.int32)
+    with torch.no_grad():
+        found = model.eval().candidates(
+            model(torch.zeros(1, 3, 64, 96, dtype=torch.uint8)), content, score_threshold=0.0
+        )
+    count = found.scores.shape[1]
+    assert found.boxes.shape == (1, count, 4)
+    assert found.labels.shape == (1, count)
+    tensors = model.state_dict()
+    for layer in model.class_layers():
+        channels = layer.anchors * layer.per_class * (80 + layer.background)
+        assert tensors[f"{layer.name}.weight"].shape[0] == tensors[f"{layer.name}.bias"].shape[0] == channels
 
 
 def test_the_demo_model_is_small() -> None:
@@ -122,4 +131,4 @@ def test_an_unknown_model_and_a_wrong_number_of_anchor_sizes_are_named() -> None
     assert set(caught.value.choices) == set(MODELS)
     with pytest.raises(ConfigError, match="anchor-sizes has 2 numbers") as caught:
         build(settings_of("retinanet_tiny_fpn", anchor_sizes=(8.0, 16.0)), 2)
-    assert "3 pyramid levels" in str(caught.value)
+    assert "needs 3, finest level first" in str(caught.value)

@@ -55,6 +55,7 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
     name, norm, canvas = SETUPS[setup]
     model = settled_model(settings_of(name, norm=norm), CLASSES, canvas).eval()
     oracle = oracle_of(model, canvas).eval()
+    model.per_level = candidates
     batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
     content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
@@ -74,7 +75,6 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
             batch.scale,
             batch.size,
             score_threshold=score_threshold,
-            candidates=candidates,
         )
     count = len(theirs[0]["scores"])
     assert 30 < count <= 100 if best is None else count == best  # else the test shows nothing

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torchvision.models import mobilenet_v2, resnet18, resnet50
+from torchvision.models import mobilenet_v2, resnet50, squeezenet1_1
 from torchvision.models.detection import (
     RetinaNet_ResNet50_FPN_Weights,
-    fasterrcnn_mobilenet_v3_large_320_fpn,
+    fasterrcnn_resnet50_fpn_v2,
     retinanet_resnet50_fpn,
 )
 from torchvision.models.detection._utils import overwrite_eps
@@ -22,11 +22,11 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.errors import WeightsError
 from stoker.models import MODELS, architecture_of, build, load_weights
-from stoker.models.class_head import CLASS_HEAD
 from stoker.models.saved import Card
 from stoker.models.sources import fetch
 from tests.models.samples import settings_of
 
+CLASS_HEAD = ("head.classification_head.cls_logits.weight", "head.classification_head.cls_logits.bias")
 RESNET50, MOBILENET, TINY = "retinanet_resnet50_fpn", "retinanet_mobilenet_v2_fpn", "retinanet_tiny_fpn"
 COCO = RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
 COCO_URL = RetinaNet_ResNet50_FPN_Weights.COCO_V1.url
@@ -79,7 +79,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
     model = build(settings, 3)
     heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}
     sentences = load_weights(model, settings, class_names=("a", "b", "c"))
-    assert sentences == ["backbone from any_name.pth", "FPN and heads are random"]
+    assert sentences == ["backbone from any_name.pth", "neck and heads are random"]
     filled = model.state_dict()
     for name in ("0.0.weight", "0.1.running_mean", "14.conv.0.0.weight", "18.1.bias"):
         assert torch.equal(filled[f"backbone.body.{name}"], state[f"features.{name}"])
@@ -106,7 +106,7 @@ def test_coco_weights_are_found_and_kept_for_coco_classes(
     names = ("zebra", "Person")
     model = build(settings, len(names)).eval()
     backbone, head = load_weights(model, settings, class_names=names)
-    assert backbone.startswith("backbone, FPN and heads from retinanet_resnet50_fpn_coco-eeacb38b.pth (found in ")
+    assert backbone.startswith("backbone, neck and heads from retinanet_resnet50_fpn_coco-eeacb38b.pth (found in ")
     assert head == "class head kept, 91 -> 2 channels; every class is one of the file's, matched by name"
     theirs = coco_state[CLASS_HEAD[0]].view(9, 91, 256, 3, 3)
     ours = model.state_dict()[CLASS_HEAD[0]].view(9, 2, 256, 3, 3)
@@ -199,14 +199,14 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert "did you mean mobilenet.pth?" in failure(tmp_path / "mobilenet.pt")
     assert f"belongs to {MOBILENET}, not to {RESNET50}" in failure(mobilenet, name=RESNET50)
     assert f"no coco weights for {MOBILENET}" in failure("coco")
-    assert f"{RESNET50} has coco weights" in failure("coco")
+    assert f"with coco weights: {RESNET50}" in failure("coco")
 
-    torch.save(resnet18(weights=None).state_dict(), tmp_path / "resnet18.pth")
-    assert architecture_of(tmp_path / "resnet18.pth") is None
-    assert "nor to another model" in failure(tmp_path / "resnet18.pth")
-    faster = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-    torch.save(faster.state_dict(), tmp_path / "faster.pth")
-    assert architecture_of(tmp_path / "faster.pth") is None
+    torch.save(squeezenet1_1(weights=None).state_dict(), tmp_path / "squeezenet.pth")
+    assert architecture_of(tmp_path / "squeezenet.pth") is None
+    assert "nor to another model" in failure(tmp_path / "squeezenet.pth")
+    other = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None)
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    assert architecture_of(tmp_path / "other.pth") is None
 
     cut = tmp_path / "cut.pth"
     cut.write_bytes(mobilenet.read_bytes()[:100_000])

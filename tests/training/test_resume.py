@@ -108,7 +108,7 @@ def test_sigkill_at_random_moments(data: Path, tmp_path: Path, seed: int):
             break
     else:
         code, output = run_stoker("train", data, *LONG, cwd=tmp_path)
-        assert code == 0, output
+        assert code == 0 or "The run is finished" in output, output  # the last kill may have come after its end
     assert kills
     assert_same_end(tmp_path / "whole" / "long", run)
 

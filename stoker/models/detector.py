@@ -1,0 +1,102 @@
+"""What every detector is: the base class of the rows of MODELS, and how it says which of its numbers belong to classes.
+
+A detector predicts (`forward`), compares with a batch (`loss`) and offers boxes (`candidates`); what happens to those,
+suppression within each class and the way back to pixels of the original picture, is the same for all (`decode`).
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stoker.batch import Batch
+from stoker.config import ModelSettings
+from stoker.models.detections import DETECTIONS, Candidates, Detections, suppress, to_original
+
+# Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
+PIXEL_MEAN = (0.485, 0.456, 0.406)
+PIXEL_STD = (0.229, 0.224, 0.225)
+
+
+class ClassLayer(NamedTuple):
+    """A layer (weight and bias) whose outputs belong to classes: `anchors` groups of classes of `per_class` numbers."""
+
+    name: str
+    """Of the module; its tensors are `name.weight` and `name.bias`."""
+    anchors: int = 1
+    per_class: int = 1
+    background: bool = False
+    """Whether a background class comes before the user's (softmax)."""
+
+
+class Detector(nn.Module):
+    """Base of all detectors. settings: no field that the architecture uses is AUTO; class_count: C, without background.
+
+    Nothing but the suppression in `decode` may make the host wait for the device. `forward` runs under autocast and so
+    do `loss` and `decode`, which leave it for what needs fp32.
+    """
+
+    iou_threshold: ClassVar[float] = 0.5
+    """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
+
+    body: ClassVar[str] = "backbone.body."
+    """Beginning of the names of what a classifier's weights fill."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        class_count: int,
+        *,
+        mean: tuple[float, ...] = PIXEL_MEAN,
+        std: tuple[float, ...] = PIXEL_STD,
+    ) -> None:
+        super().__init__()
+        self.settings, self.class_count = settings, class_count
+        self.register_buffer("pixel_mean", torch.tensor(mean)[:, None, None], persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] RGB → float32 of the same shape in channels-last memory, as pretrained weights want it."""
+        return ((images / 255 - self.pixel_mean) / self.pixel_std).contiguous(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Any:
+        """images: uint8 [B, 3, H, W], RGB. What it returns goes to `loss`, `candidates` and `decode`, nowhere else."""
+        raise NotImplementedError
+
+    def loss(self, raw: Any, batch: Batch) -> dict[str, Tensor]:
+        """The parts of the loss, fp32 scalars whose sum is minimised; normalised within the batch given."""
+        raise NotImplementedError
+
+    def candidates(self, raw: Any, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+        """Boxes before suppression, a fixed number; content: int32 [B, 2] as in `Batch`. Runs without gradients."""
+        raise NotImplementedError
+
+    def class_layers(self) -> tuple[ClassLayer, ...]:
+        """The layers whose shapes depend on the classes; files of weights are fitted to the user's by them."""
+        raise NotImplementedError
+
+    def body_name(self, name: str) -> str:
+        """Our name of the tensor that torchvision's classifier on the same body calls `name`."""
+        return self.body + name.removeprefix("features.")
+
+    def decode(
+        self,
+        raw: Any,
+        content: Tensor,
+        scale: Tensor,
+        size: Tensor,
+        *,
+        score_threshold: float = 0.05,
+        iou_threshold: float | None = None,
+        detections: int = DETECTIONS,
+    ) -> Detections:
+        """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
+        `Batch`; iou_threshold: default the model's own. Waits for the host, as "nms"."""
+        limit = self.iou_threshold if iou_threshold is None else iou_threshold
+        with torch.no_grad():
+            found = self.candidates(raw, content, score_threshold=score_threshold)
+        with torch.no_grad(), torch.autocast(scale.device.type, enabled=False):
+            return to_original(suppress(found, iou_threshold=limit, slots=detections), scale, size)
