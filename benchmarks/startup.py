@@ -1,0 +1,128 @@
+"""How long `stoker train DATA --weights FILE` takes from its start to the end of its first optimizer step.
+
+Draws JPEGs of 640 × 480 and about 95 KB and writes MobileNetV2's weights (random ones: reading them takes as long), or
+takes the user's. Every start is a fresh process with all cores, on an index that it has to build and on one that it
+reopens, in turn; it is ended after its first step. The clock starts with the process, so imports are in it; files are in
+the page cache and Python's bytecode is compiled.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from check import draw
+from processes import answer, child
+from report import Bar, Report, options, publish, spread
+
+DRAWN = 300
+GOAL_S = 6.0
+PARTS = ("python and imports", "index", "settings", "model", "weights", "first step", "everything else")
+
+
+class FirstStepDone(BaseException):
+    """Ends the training; not an Exception, so that nothing of the run's takes it for a failure to handle."""
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """Runs the command to the end of its first step. Seconds of each of PARTS, and of all."""
+    from stoker.measure.host import process_started_s
+
+    began = process_started_s()
+    from stoker import models
+    from stoker.cli import app
+    from stoker.training import loop
+    from stoker.training import start as starting
+
+    took = {"python and imports": time.perf_counter() - began}
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = time.perf_counter()
+            result = function(*args, **kwargs)
+            took[part] = time.perf_counter() - before
+            return result
+
+        return call
+
+    step = timed("first step", loop.Training.step)
+
+    def first_step(training: loop.Training) -> None:
+        step(training)
+        training.job.device.wait()
+        took["all"] = time.perf_counter() - began
+        raise FirstStepDone
+
+    for owner, name, part in ((starting, "open_index", "index"), (starting, "derive", "settings"),
+                              (models, "build", "model"), (starting, "load_weights", "weights")):  # fmt: skip
+        setattr(owner, name, timed(part, getattr(owner, name)))
+    loop.Training.step = first_step  # type: ignore[method-assign]
+    data, weights, *more = json.loads((folder / "command.json").read_text())
+    run = tempfile.mkdtemp(dir=folder) + "/run"
+    try:
+        app(["train", data, "--weights", weights, "--for", "3", "--run", run, *more])
+    except FirstStepDone:
+        named = sum(took[part] for part in PARTS if part in took)
+        return took | {"everything else": took["all"] - named}
+    raise RuntimeError("the training made no step")
+
+
+def prepare(folder: Path, pictures: int) -> None:
+    """Draws the pictures, and writes a file of weights."""
+    import torch
+    from torchvision.models import mobilenet_v2
+
+    (folder / "drawn").mkdir()
+    draw(folder / "drawn", pictures)
+    torch.save(mobilenet_v2().state_dict(), folder / "mobilenet_v2.pth")
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    n = 1 if arguments.quick else 7
+    runs: dict[str, list[dict[str, Any]]] = {"first start": [], "second start": []}
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
+        folder = Path(temporary)
+        small = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64"] if arguments.quick else []
+        if arguments.data is None or arguments.weights is None:
+            child("prepare", folder, folder / "cache", 40 if arguments.quick else DRAWN)
+        data = str(arguments.data or folder / "drawn")
+        weights = "none" if arguments.quick else str(arguments.weights or folder / "mobilenet_v2.pth")
+        (folder / "command.json").write_text(json.dumps([data, weights, *small]))
+        for number in range(n):
+            for what, results in runs.items():
+                results.append(child("start", folder, folder / f"cache-{number}"))
+                print(f"{what} {number + 1} of {n}: {results[-1]['all']:.2f} s", file=sys.stderr, flush=True)
+    pictures = arguments.data.name if arguments.data else "drawn pictures"
+    report = Report(f"From the start of `stoker train` to the end of its first step, {pictures}", n)
+    report.packages = ("stoker", "torch", "torchvision")
+    for what, results in runs.items():
+        report.rows.append({"what": f"{what}, all", **seconds(results, "all")})
+        report.rows += [{"what": f"{what}, {part}", **seconds(results, part)} for part in PARTS]
+    second = statistics.median(result["all"] for result in runs["second start"])
+    report.bars = [Bar.at_most("seconds to the first step, index reopened", second, GOAL_S)]
+    report.rows.append({"what": "load of the machine, 1 minute, at the end", "s": os.getloadavg()[0]})
+    return report
+
+
+def seconds(results: list[dict[str, Any]], part: str) -> dict[str, float]:
+    """Median, smallest and largest of a part that not every run has: no file of weights is read for `none`."""
+    found = spread([result.get(part, 0.0) for result in results])
+    return {"s": found["median"], "s min": found["min"], "s max": found["max"]}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options(__doc__)
+    made.add_argument("--data", type=Path, help="a data set to train on instead of drawn pictures")
+    made.add_argument("--weights", type=Path, help="a file of weights to read instead of random ones")
+    return made
+
+
+if __name__ == "__main__":
+    answer({"prepare": prepare, "start": start})
+    publish(run, parser())
