@@ -2,8 +2,8 @@
 
 Draws JPEGs of 640 × 480 and about 95 KB and writes MobileNetV2's weights (random ones: reading them takes as long), or
 takes the user's. Every start is a fresh process with all cores, on an index that it has to build and on one that it
-reopens, in turn; it is ended after its first step. The clock starts with the process, so imports are in it; files are in
-the page cache and Python's bytecode is compiled.
+reopens, in turn; it is ended after its first step. The clock starts with the process, so imports are in it; files are
+in the page cache and Python's bytecode is compiled.
 """
 
 import argparse
