@@ -43,6 +43,10 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     version: int = 1
     step: int
+    sound: bool = True
+    """Whether the step before it moved the weights: a run whose gradients stay non-finite goes back to such a one."""
+    slowed: int = 0
+    """How often the run had gone back before."""
     files: dict[str, FileEntry]
 
 
@@ -63,7 +67,8 @@ def snapshot(
     """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`; on
     one stream a later one covers those before.
 
-    weights: of the file to use; state: any tree of dicts, lists, numbers and tensors.
+    weights: of the file to use; state: any tree of dicts, lists, numbers and tensors. Its `streak` (skipped steps in a
+    row, and the step that made them too many or -1) and `slowed` say which way back the checkpoint is for.
     """
     copies, ready = stream.to_host([*weights.values(), *_tensors(state)])
     copied = dict(zip(weights, copies, strict=False))
@@ -162,7 +167,14 @@ class Writer:
             for name, data in ((WEIGHTS, _packed(snapshot)), (STATE, buffer.getbuffer())):
                 write_whole(beside / name, data)
                 files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-            write_whole(beside / MANIFEST, msgspec.json.encode(Manifest(step=snapshot.step, files=files)))
+            streak, hopeless_at = (int(number) for number in snapshot.state.get("streak", (0, -1)))
+            manifest = Manifest(
+                step=snapshot.step,
+                sound=streak == 0 and hopeless_at < 0,
+                slowed=snapshot.state.get("slowed", 0),
+                files=files,
+            )
+            write_whole(beside / MANIFEST, msgspec.json.encode(manifest))
             if final.exists():  # of an attempt before, from which training did not continue
                 shutil.rmtree(final)
             beside.rename(final)
@@ -172,8 +184,11 @@ class Writer:
             self._report_failure(error, snapshot.step)
         else:
             self.saved_step, self.failed = snapshot.step, None
-            for old in _folders(self._run)[KEPT:]:
-                shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
+            folders = _folders(self._run)
+            way_back = [folder for folder in folders if _is_sound(folder)][:1]
+            for old in folders[KEPT:]:
+                if old not in way_back:
+                    shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
             self._report("checkpoint", f"saved {final.relative_to(self._run)}")
 
     def _report_failure(self, error: OSError, step: int) -> None:
@@ -193,10 +208,40 @@ def _folders(run: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
+def _manifest(folder: Path) -> Manifest:
+    """Raises OSError or msgspec.DecodeError when there is no whole one."""
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        return _manifest(folder).sound
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def sound_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints that a run may go back to, the newest first. Their files are not checked."""
+    return [int(folder.name[5:]) for folder in _folders(run) if _is_sound(folder)]
+
+
 def newest_weights(run: Path) -> Path | None:
-    """The weights file of the newest checkpoint, unchecked; None when there is none."""
-    folders = _folders(run)
-    return folders[0] / WEIGHTS if folders else None
+    """The weights file of the newest checkpoint to go back to, unchecked; None when there is none."""
+    steps = sound_steps(run)
+    return run / CHECKPOINTS / f"step-{steps[0]:08d}" / WEIGHTS if steps else None
+
+
+def discard(run: Path, *, after: int, slowed: int) -> None:
+    """Removes the checkpoints behind step `after` that were made before the run went back for the `slowed`-th time."""
+    for folder in _folders(run):
+        try:
+            manifest = _manifest(folder)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            continue  # `load_newest` says what is wrong with it
+        if manifest.step > after and manifest.slowed < slowed:
+            hidden = folder.with_name(f".{folder.name}.gone")  # the next Writer ends this, should it be interrupted
+            folder.rename(hidden)
+            shutil.rmtree(hidden)
 
 
 @dataclasses.dataclass
@@ -236,7 +281,7 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
 
 def _load(folder: Path) -> Loaded:
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = _manifest(folder)
         for name, entry in manifest.files.items():
             size = (folder / name).stat().st_size
             if size != entry.size_bytes:

@@ -6,6 +6,7 @@ issues the same calls whatever the numbers are. The rate's schedule is a pure fu
 """
 
 import copy
+import itertools
 import math
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from stoker.config import OptimSettings
 from stoker.device import Device
+from stoker.models import Detector
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,7 +41,7 @@ class Stepper(Generic[Model]):
         by_name: dict[str, Tensor] = dict(self.averaged.named_parameters())
         self._averages = [by_name[name] for name in names]
         self.fused = device.kind in FUSED_KINDS
-        self._optimizer = _make_optimizer(model, settings, fused=self.fused)
+        self._optimizer, self._rate_factors = _make_optimizer(model, settings, fused=self.fused)
         self.scale: Tensor | None = None
         self._growth: Tensor | None = None
         if precision == "fp16":
@@ -83,8 +85,8 @@ class Stepper(Generic[Model]):
         return norm, bad
 
     def _move(self, rate: float, bad: Tensor, gradients: list[Tensor]) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for group, factor in zip(self._optimizer.param_groups, self._rate_factors, strict=True):
+            group["lr"] = rate * factor
         if self.fused:
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused step()
             self._optimizer.found_inf = bad  # type: ignore[attr-defined]
@@ -121,30 +123,35 @@ FUSED_KINDS = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Kinds of device for which torch has fused optimizers (torch.optim, `_get_fused_kernels_supported_devices`)."""
 
 
-def _make_optimizer(model: nn.Module, settings: OptimSettings, *, fused: bool) -> torch.optim.Optimizer:
-    """Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection)."""
-    plain: list[nn.Parameter] = []
-    decayed: list[nn.Parameter] = []
-    for module in model.modules():
+def _make_optimizer(
+    model: nn.Module, settings: OptimSettings, *, fused: bool
+) -> tuple[torch.optim.Optimizer, list[float]]:
+    """(optimizer, factor of the rate of each of its groups).
+
+    Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone's body
+    has groups of its own where its rate is another one, so that one rate costs no kernel more.
+    """
+    body = model.body if isinstance(model, Detector) and settings.backbone_rate != 1 else None
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for place, module in model.named_modules():
+        factor = settings.backbone_rate if body is not None and f"{place}.".startswith(body) else 1.0
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                (plain if name == "bias" or isinstance(module, NORMS) else decayed).append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-        if parameters
-    ]
+                decay = 0.0 if name == "bias" or isinstance(module, NORMS) else settings.weight_decay
+                groups.setdefault((factor, decay), []).append(parameter)
+    made = [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()]
+    factors = [factor for factor, _ in groups]
     how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
         if not fused:
             how["capturable"] = True  # the count of steps stays on the device
-        return torch.optim.AdamW(groups, lr=0.0, betas=(settings.momentum, 0.999), **how)
-    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, **how)
+        return torch.optim.AdamW(made, lr=0.0, betas=(settings.momentum, 0.999), **how), factors
+    optimizer = torch.optim.SGD(made, lr=0.0, momentum=settings.momentum, **how)
     if settings.momentum:
         # A fused SGD whose first step is skipped would leave its buffers uninitialised.
-        for parameter in [*decayed, *plain]:
+        for parameter in itertools.chain(*groups.values()):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+    return optimizer, factors
 
 
 def _flatten_norm_statistics(model: nn.Module) -> Tensor:
@@ -186,6 +193,17 @@ class Meter:
         self._streak = (self._streak + 1) * bad
         reached = (self._streak >= self._limit) & (self._hopeless_at < 0)
         self._hopeless_at = torch.where(reached, step, self._hopeless_at)
+
+    def streak(self) -> list[Tensor]:
+        """Scalars on the device: skipped steps in a row up to now, and the step that made them too many, or -1."""
+        return [self._streak, self._hopeless_at]
+
+    def go_on(self, streak: list[Tensor]) -> int | None:
+        """Counts on from what `streak` gave, as host copies. Returns the step that made it too long, if one did."""
+        self._streak.copy_(streak[0])
+        self._hopeless_at.copy_(streak[1])
+        hopeless = int(streak[1])
+        return hopeless if hopeless >= 0 else None
 
     def take(self) -> list[Tensor]:
         """What was summed since the last take, as tensors to copy to the host and give to `read`."""
