@@ -23,59 +23,32 @@ from torchvision.models import (
 )
 from torchvision.models._utils import IntermediateLayerGetter
 
-Norm = Callable[[int], nn.Module]
-NormKind = Literal["frozen", "train", "sync"]
+from stoker.models.norms import NORMS, Norm, NormKind, fold_frozen_norms
+
 Coarser = Literal["p6p7", "pool"] | None
 """What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
-
-
-class FrozenNorm(nn.Module):
-    """BatchNorm2d whose statistics and affine are constants, under the names that BatchNorm2d has.
-
-    In mixed precision it is one multiply-add that stays in bf16 (torchvision's promotes to fp32, which doubles the
-    activations), and backward needs none of its input or output. In fp32 it rounds as torchvision's does: the gradients
-    of a deep ReLU network change by a percent with the last bit of its activations.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.eps = 1e-5
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, C, H, W] → the same shape and type."""
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        if x.dtype == torch.float32:
-            return x * scale[:, None, None] + shift[:, None, None]
-        return torch.addcmul(shift.to(x.dtype)[:, None, None], x, scale.to(x.dtype)[:, None, None])
-
-
-NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": nn.BatchNorm2d, "sync": nn.SyncBatchNorm}
-"""By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
 
 
 class FeaturePyramid(nn.Module):
     """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
 
     outputs: children of `body` whose output goes to the FPN, with their channels; coarser: levels added at the end;
-    norm: after each convolution of the FPN, None for none.
+    norm: after each convolution of the FPN, None for none; lite: 3 × 3 convolutions as in `lite_convolution`.
     """
 
     def __init__(
-        self, body: nn.Module, outputs: Mapping[str, int], channels: int, *, coarser: Coarser, norm: Norm | None = None
+        self,
+        body: nn.Module,
+        outputs: Mapping[str, int],
+        channels: int,
+        *,
+        coarser: Coarser,
+        norm: Norm | None = None,
+        lite: bool = False,
     ) -> None:
         super().__init__()
         self.body = IntermediateLayerGetter(body, {name: name for name in outputs})
-        self.fpn = TopDown(list(outputs.values()), channels, coarser=coarser, norm=norm)
+        self.fpn = TopDown(list(outputs.values()), channels, coarser=coarser, norm=norm, lite=lite)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         levels: list[Tensor] = self.fpn(list(self.body(images).values()))
@@ -88,14 +61,21 @@ class TopDown(nn.Module):
     Not torchvision's module, because under autocast its enlarging runs in fp32 and takes the sums with it.
     """
 
-    def __init__(self, inputs: list[int], channels: int, *, coarser: Coarser, norm: Norm | None) -> None:
+    def __init__(
+        self, inputs: list[int], channels: int, *, coarser: Coarser, norm: Norm | None, lite: bool = False
+    ) -> None:
         super().__init__()
         self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, norm) for width in inputs)
-        self.layer_blocks = nn.ModuleList(_lateral(channels, channels, 3, norm) for _ in inputs)
+        self.layer_blocks = nn.ModuleList(
+            _lite(channels) if lite else _lateral(channels, channels, 3, norm) for _ in inputs
+        )
         self.extra_blocks: nn.ModuleDict | None = None
         self.pools = coarser == "pool"
         if coarser == "p6p7":
-            more = {name: nn.Conv2d(channels, channels, 3, stride=2, padding=1) for name in ("p6", "p7")}
+            more: dict[str, nn.Module] = {
+                name: _lite(channels, stride=2) if lite else nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+                for name in ("p6", "p7")
+            }
             self.extra_blocks = nn.ModuleDict(more)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -122,6 +102,27 @@ class TopDown(nn.Module):
 def _lateral(inputs: int, outputs: int, kernel: int, norm: Norm | None) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm is None)
     return nn.Sequential(convolution) if norm is None else nn.Sequential(convolution, norm(outputs))
+
+
+def lite_convolution(channels: int, *, stride: int = 1) -> nn.Sequential:
+    """3 × 3 in two parts, each channel by itself and then 1 × 1 over all of them (MobileNet, arXiv 1704.04861), with
+    nothing between the two and no bias: a tenth of the work. Keras calls it SeparableConv2D."""
+    return nn.Sequential(depthwise(channels, stride=stride), nn.Conv2d(channels, channels, 1, bias=False))
+
+
+def depthwise(channels: int, *, stride: int = 1) -> nn.Conv2d:
+    """The first part of a `lite_convolution`."""
+    return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+
+
+def lite_norm(channels: int) -> nn.BatchNorm2d:
+    """The norm of what is lite. TF's FPN-lite has momentum 0.003, for the 50,000 steps of its training; statistics that
+    slow would still be those of the start after a few hundred. 0.03 is that of torchvision's SSDlite."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+
+
+def _lite(channels: int, *, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(lite_convolution(channels, stride=stride), lite_norm(channels), nn.ReLU6(inplace=True))
 
 
 class Body(NamedTuple):
@@ -179,15 +180,19 @@ def pyramid(
     finest: int = 3,
     coarser: Coarser = "p6p7",
     fpn_norm: Norm | None = None,
+    lite: bool = False,
 ) -> FeaturePyramid:
     """The feature pyramid of `channels` on a body of BODIES with its first stages frozen.
 
-    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; fpn_norm: norm inside the FPN.
+    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; fpn_norm, lite: as in `FeaturePyramid`.
     """
     row = BODIES[body]
     network = row.build(NORMS[norm])
+    if norm == "frozen":
+        fold_frozen_norms(network)
     freeze_first(network, row.stages, trainable_stages)
-    return FeaturePyramid(network, dict(row.outputs[finest - 1 :]), channels, coarser=coarser, norm=fpn_norm)
+    outputs = dict(row.outputs[finest - 1 :])
+    return FeaturePyramid(network, outputs, channels, coarser=coarser, norm=fpn_norm, lite=lite)
 
 
 def freeze_first(body: nn.Module, stages: Sequence[Sequence[str]], trainable: int) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
-from stoker.models.backbones import FrozenNorm
+from stoker.models.norms import FrozenNorm
 from stoker.models.boxes import decode
 from stoker.models.losses import BLOCK, box_loss, focal_loss
 from stoker.models.matching import BACKGROUND, IGNORED

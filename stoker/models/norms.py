@@ -1,0 +1,103 @@
+"""Norms of a body: frozen, trained, or trained over all devices; frozen ones are folded into their convolutions.
+
+A frozen norm is a multiplication and an addition with constants, so the convolution before it can do both with other
+weights and a bias. That saves two passes over the activations in the forward step and one in the backward step, and
+`state_dict` keeps the names and values of the two modules.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Norm = Callable[[int], nn.Module]
+NormKind = Literal["frozen", "train", "sync"]
+
+
+class FrozenNorm(nn.Module):
+    """BatchNorm2d whose statistics and affine are constants, under the names that BatchNorm2d has."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.folded = False
+        """Whether the convolution before it does its work."""
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("scale", torch.empty(channels), persistent=False)
+        self.register_buffer("shift", torch.empty(channels), persistent=False)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Makes `scale` and `shift` anew: once for each set of weights, not once a step."""
+        with torch.no_grad():
+            self.scale.copy_(self.weight * (self.running_var + self.eps).rsqrt())
+            self.shift.copy_(self.bias - self.running_mean * self.scale)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        self._settle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, C, H, W] → the same shape and type."""
+        if self.folded:
+            return x
+        scale, shift = self.scale.to(x.dtype), self.shift.to(x.dtype)
+        return torch.addcmul(shift[:, None, None], x, scale[:, None, None])
+
+
+class FoldedConv2d(nn.Conv2d):
+    """A convolution without a bias that does the work of the frozen norm behind it. It shares that norm's constants and
+    the original's weights, which are trained as they would be without it."""
+
+    def __init__(self, original: nn.Conv2d, norm: FrozenNorm) -> None:
+        super().__init__(
+            original.in_channels,
+            original.out_channels,
+            original.kernel_size,  # type: ignore[arg-type]  # pairs, as Conv2d has made them
+            original.stride,  # type: ignore[arg-type]
+            original.padding,  # type: ignore[arg-type]
+            original.dilation,  # type: ignore[arg-type]
+            original.groups,
+            bias=False,
+            device="meta",
+        )
+        self.weight = original.weight
+        self._norm = (norm,)  # in a tuple, so that it is not a child a second time
+        norm.folded = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
+        (norm,) = self._norm
+        folded: Tensor = self._conv_forward(x, self.weight * norm.scale[:, None, None, None], norm.shift)
+        return folded
+
+
+def fold_frozen_norms(module: nn.Module) -> None:
+    """Replaces, in place, every convolution that is registered right before a frozen norm of its width."""
+    children = list(module.named_children())
+    for (name, first), (_, second) in itertools.pairwise(children):
+        if (
+            isinstance(first, nn.Conv2d)
+            and isinstance(second, FrozenNorm)
+            and first.bias is None
+            and first.out_channels == second.scale.shape[0]
+        ):
+            setattr(module, name, FoldedConv2d(first, second))
+    for _, child in children:
+        fold_frozen_norms(child)
+
+
+NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": nn.BatchNorm2d, "sync": nn.SyncBatchNorm}
+"""By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
