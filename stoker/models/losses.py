@@ -1,8 +1,8 @@
 """What wrong classes and wrong boxes cost, in fp32, per picture, with fixed shapes and without a host wait.
 
 The focal loss is written by hand because it decides the peak of a step's memory: [B, A, C] logits of a batch of 32 at
-800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps the logits
-as they came (bf16 stays bf16) and one integer per anchor, and computes in blocks of pictures, forward and backward.
+800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps
+one derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of pictures.
 """
 
 from collections.abc import Iterator
@@ -34,36 +34,39 @@ class _FocalLoss(torch.autograd.Function):
 
     With p = sigmoid(x): a negative costs (1 - alpha) p^gamma · -log(1 - p), whose derivative in x is
     (1 - alpha) p^gamma (p - gamma (1 - p) log(1 - p)). A positive is the same with -x for x and alpha for 1 - alpha.
+
+    The derivative shares its costly parts with the loss, so the forward pass computes both and keeps the derivative in
+    place of the logits.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, alpha: float, gamma: float, block: int) -> Tensor:
-        ctx.save_for_backward(logits, target)
-        ctx.alpha, ctx.gamma, ctx.block = alpha, gamma, block
+        # fp16 would lose the small ones: they come before the loss scale is applied.
+        slopes = torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
         sums = []
         for pictures in _blocks(logits, block):
             some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
-            chosen = some.gather(2, _channel(index))[..., 0]
-            per_anchor = _cost(some, gamma).sum(2).mul_(1 - alpha)
-            correction = alpha * _cost(-chosen, gamma) - (1 - alpha) * _cost(chosen, gamma)
-            per_anchor = per_anchor + torch.where(positive, correction, 0.0)
-            sums.append(per_anchor.masked_fill(index == IGNORED, 0.0).sum(1))
+            channel, ignored = _channel(index), (index == IGNORED)[..., None]
+            cost, slope = _cost_and_slope(some, gamma)
+            cost_if, slope_if = _cost_and_slope(-some.gather(2, channel), gamma)
+            positive = positive[..., None]
+            cost_here, slope_here = cost.gather(2, channel), slope.gather(2, channel)
+            change = torch.where(positive, alpha * cost_if - (1 - alpha) * cost_here, 0.0)
+            per_anchor = (1 - alpha) * cost.sum(2, keepdim=True) + change
+            sums.append(per_anchor.masked_fill_(ignored, 0.0).sum((1, 2)))
+            slope.mul_(1 - alpha)
+            slope.scatter_(2, channel, torch.where(positive, -alpha * slope_if, (1 - alpha) * slope_here))
+            slopes[pictures] = slope.masked_fill_(ignored, 0.0)
+        ctx.save_for_backward(slopes)
+        ctx.dtype = logits.dtype
         return torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, target = ctx.saved_tensors
-        result = torch.empty_like(logits)
-        for pictures in _blocks(logits, ctx.block):
-            some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
-            channel = _channel(index)
-            chosen = some.gather(2, channel)
-            slope = _slope(some, ctx.gamma).mul_(1 - ctx.alpha)
-            at_positive = -ctx.alpha * _slope(-chosen, ctx.gamma)
-            slope.scatter_(2, channel, torch.where(positive[..., None], at_positive, slope.gather(2, channel)))
-            slope.masked_fill_((index == IGNORED)[..., None], 0.0)
-            result[pictures] = slope.mul_(grads[0][pictures, None, None])
-        return result, None, None, None, None
+        (slopes,) = ctx.saved_tensors
+        # Into a tensor made beforehand: the product is rounded once, and no fp32 copy of it is made.
+        result = torch.empty_like(slopes, dtype=ctx.dtype)
+        return torch.mul(slopes, grads[0][:, None, None], out=result), None, None, None, None
 
 
 def _blocks(logits: Tensor, block: int) -> Iterator[slice]:
@@ -81,14 +84,12 @@ def _channel(target: Tensor) -> Tensor:
     return target.clamp(min=0).to(torch.int64)[..., None]
 
 
-def _cost(x: Tensor, gamma: float) -> Tensor:
-    return x.sigmoid().pow_(gamma).mul_(functional.softplus(x))
-
-
-def _slope(x: Tensor, gamma: float) -> Tensor:
-    p = x.sigmoid()
-    inner = functional.softplus(x).mul_(1 - p).mul_(gamma).add_(p)
-    return inner.mul_(p.pow_(gamma))
+def _cost_and_slope(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """p^gamma · -log(1 - p) with p = sigmoid(x), and its derivative in x; both of the shape of x."""
+    p, log_rest = x.sigmoid(), functional.logsigmoid(-x)
+    weight = p.pow(gamma)
+    slope = (p - 1).mul_(log_rest).mul_(gamma).add_(p).mul_(weight)
+    return log_rest.mul_(weight).neg_(), slope
 
 
 def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes: Tensor, positive: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def test_focal_loss_of_extreme_logits_is_finite(dtype: torch.dtype) -> None:
     assert torch.isfinite(logits.grad).all()
 
 
-def test_focal_loss_keeps_nothing_but_logits_and_one_integer_per_anchor() -> None:
+def test_focal_loss_keeps_nothing_but_one_derivative_per_logit() -> None:
     kept: list[Tensor] = []
     logits = torch.randn(2, 100, 8, dtype=torch.bfloat16, requires_grad=True)
     target = torch.full((2, 100), BACKGROUND)
@@ -88,8 +88,7 @@ def test_focal_loss_keeps_nothing_but_logits_and_one_integer_per_anchor() -> Non
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         focal_loss(logits, target, alpha=0.25, gamma=2.0)
-    assert sorted((str(t.dtype), t.numel()) for t in kept) == [("torch.bfloat16", 1600), ("torch.int32", 200)]
-    assert any(t.data_ptr() == logits.data_ptr() for t in kept)  # not a copy
+    assert sorted((str(t.dtype), t.numel()) for t in kept) == [("torch.bfloat16", 1600)]
 
 
 @pytest.mark.parametrize("kind", ["l1", "giou"])
