@@ -36,7 +36,7 @@ CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors
 
 EVENT_KINDS = (
     "started", "resumed", "note", "warning", "evaluated", "checkpoint", "checkpoint_failed", "checkpoint_corrupt",
-    "preempted", "failed", "finished",
+    "slowed", "loss_spike", "rate_too_high", "rate_too_low", "preempted", "failed", "finished",
 )  # fmt: skip
 """What an event can be; docs/run-folder.md says when each is written."""
 

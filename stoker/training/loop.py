@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.batch import Batch
 from stoker.config import Config, parse_duration, rows_of
 from stoker.data.augment_device import augment_batch
-from stoker.data.loader import Loader, box_slots
+from stoker.data.loader import Loader
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import Preempted, StokerError, StorageError
@@ -34,7 +34,8 @@ from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.optim import NO_STEPS, Reading, Stepper, rate_at
-from stoker.training.recover import Stop, diverged, stop_on_signals, stopped
+from stoker.training.recover import SLOWDOWN, Stop, go_back, peak_rate, stop_on_signals, stopped
+from stoker.training.stability import ALARMS, Watch
 from stoker.training.start import Job
 
 WINDOW_S = 1.0
@@ -69,10 +70,10 @@ def train(
         stack.callback(conclude, folder, screen)
         job: Job | None = None
 
-        def say(kind: str, text: str) -> None:
+        def say(kind: str, text: str, /, **data: Any) -> None:
             """A line for the person and the same line in the run's events."""
             (screen.warning if kind in WARNINGS else screen.note)(text)
-            folder.event(kind, text, step=None if job is None else job.step)
+            folder.event(kind, text, step=None if job is None else job.step, **data)
 
         try:
             with out_of_memory_as_error("training"):
@@ -101,7 +102,7 @@ def conclude(folder: RunFolder, screen: Screen) -> None:
         screen.warning(f"findings.json could not be written: {error}")
 
 
-WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"})
+WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "slowed", *ALARMS})
 
 
 class Training:
@@ -126,6 +127,9 @@ class Training:
         self.read_steps = job.step
         self.window_s = time.perf_counter()
         self.rate = 0.0
+        self.hopeless_at = job.hopeless_at
+        """Step whose skip made too many in a row; the run goes back then."""
+        self.watch = Watch(optim, peak=peak_rate(job), fp16=run.precision == "fp16")
         self.metrics: Metrics | None = None
         """Of the newest evaluation of this attempt."""
 
@@ -134,17 +138,10 @@ class Training:
         job = self.job
         with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
             self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
-            if self.eval_due.now(job.step) and job.evaluated_step != job.step and self.progress() < 1:
-                self.score()  # a signal or a kill had come between the checkpoint of this step and its evaluation
-            while self.progress() < 1 and not self.stalled():
-                self.step()
-                self.read()
-                if self.stop.requested:
-                    self.preempt()
-                if self.save_due.now(job.step):
-                    self.save()
-                if self.eval_due.now(job.step) and self.progress() < 1:
-                    self.score()
+            self.learn()
+            while self.hopeless_at is not None:
+                self.go_back(self.hopeless_at)
+                self.learn()
             if self.stalled() and self.progress() < 1:
                 self.say("note", f"stopped at step {job.step:,}: {job.stale} evaluations without an AP above "
                          f"{job.best_ap:.3f}, whose weights are {BEST}")  # fmt: skip
@@ -163,6 +160,38 @@ class Training:
         job.folder.event("finished", f"{job.step:,} steps", step=job.step, metrics=msgspec.to_builtins(metrics))
         return metrics
 
+    def learn(self) -> None:
+        """Steps, and what is due after each, until the length is reached or too many in a row were skipped."""
+        job = self.job
+        if job.evaluated_step != job.step and self.evaluation_due():
+            self.score()  # what had come between the checkpoint of this step and its evaluation: a signal, a kill
+        while self.hopeless_at is None and self.progress() < 1 and not self.stalled():
+            self.step()
+            self.read()
+            if self.stop.requested:
+                self.preempt()
+            if self.save_due.now(job.step):
+                self.save()
+            if self.evaluation_due():
+                self.score()
+        self.catch_up()
+
+    def evaluation_due(self) -> bool:
+        """Whether to evaluate now: in the middle of the length, and not on a way that leads back."""
+        if not self.eval_due.now(self.job.step) or self.progress() >= 1:
+            return False
+        self.catch_up()  # also so that an evaluation has windows of its own
+        return self.hopeless_at is None
+
+    def go_back(self, failed_at: int) -> None:
+        """Begins again from the last sound state, at a lower rate."""
+        with self.ledger.phase("recovery"):
+            go_back(self.job, failed_at, self.rate, self.say)
+        self.read_steps, self.hopeless_at = self.job.step, self.job.hopeless_at
+        self.copying = self.metrics = None
+        optim, precision = self.job.config.optim, self.job.config.run.precision
+        self.watch = Watch(optim, peak=peak_rate(self.job), fp16=precision == "fp16")
+
     def step(self) -> None:
         """One optimizer step: its pictures, forward, losses, backward, the weights' move."""
         job, config = self.job, self.job.config
@@ -177,7 +206,7 @@ class Training:
             losses = forward_backward(
                 job.model, job.stepper, batch, self.parts, job.device.autocast(config.run.precision)
             )
-            self.rate = rate_at(config.optim, job.step, self.progress())
+            self.rate = rate_at(config.optim, job.step, self.progress()) / SLOWDOWN**job.slowed
             norm, bad = job.stepper.step(self.rate, job.step)
             job.meter.add(losses, norm, bad, job.step)
         job.step += 1
@@ -210,7 +239,8 @@ class Training:
         self.reading = None
         reading = job.meter.read(tensors, steps)
         self.write_window(self.ledger.window(0.0), reading, steps)
-        self.judge(reading)
+        if reading.hopeless_at is not None:
+            self.hopeless_at = reading.hopeless_at
 
     def catch_up(self) -> None:
         """Writes the lines of all steps so far: waits for the device, so only where it is waited for anyway."""
@@ -247,14 +277,8 @@ class Training:
         self.board.window(window)
         if steps:
             self.show(window)
-
-    def judge(self, reading: Reading) -> None:
-        """Ends a run that no longer learns anything."""
-        alone = 1 if self.job.config.run.precision == "fp16" else 0  # loss scaling finds its limit by overflowing
-        if reading.skipped > alone:
-            self.say("warning", f"{reading.skipped} steps skipped: their gradients were not finite")
-        if reading.hopeless_at is not None:
-            raise diverged(self.job, reading.hopeless_at, self.rate)
+            for alarm in self.watch.see(window, self.progress()):
+                self.say(alarm.kind, alarm.text, **alarm.data)
 
     def show(self, window: StepWindow) -> None:
         done = self.progress()
@@ -272,16 +296,7 @@ class Training:
             job.writer.wait()
             if job.writer.saved_step == job.step:
                 return
-            state: dict[str, Any] = {
-                "stepper": job.stepper.state_dict(),
-                "loader": job.loader.state_dict(),
-                "trained_s": job.trained_s,
-                "best_ap": job.best_ap,
-                "stale": job.stale,
-                "evaluated_step": job.evaluated_step,
-                "data": start.fingerprint(job),
-            }
-            snapshot = self.snapshot(state, ap=None)
+            snapshot = self.snapshot(start.state_of(job), ap=None)
             job.writer.save(snapshot)
         self.copying = snapshot.ready
         self.save_due.done()
@@ -300,22 +315,8 @@ class Training:
         if self.metrics is not None and job.evaluated_step == job.step:  # patience has ended the run after a score
             self.keep(self.metrics, names)
             return self.metrics
-        self.catch_up()  # so that an evaluation has windows of its own, and the rates are those of steps
         with self.ledger.phase("eval"):
-            batches = Loader(
-                job.index,
-                job.val_rows,
-                device=job.device,
-                batch=max(1, config.run.batch // self.parts),
-                canvas=config.data.canvas,
-                resize=config.data.resize,
-                boxes=box_slots(job.index, job.val_rows),
-                seed=config.run.seed,
-                threads=config.run.threads,
-                train=False,
-                max_bad=config.data.max_bad,
-                on_quarantine=job.quarantine,
-            )
+            batches = start.validation_loader(job)
             with contextlib.closing(batches):
                 pictures = self.until_stopped(batches)
                 found = detect(job.stepper.averaged, pictures, job.device, precision=config.run.precision)
@@ -382,8 +383,8 @@ def forward_backward(
     for n in range(parts):
         part = batch if parts == 1 else Batch(*(tensor[n * size : (n + 1) * size] for tensor in batch))
         with autocast:
-            raw = model(part.images)
-            losses = {name: loss / parts for name, loss in model.loss(raw, part).items()}
+            # What the model predicts is dropped here: the losses keep what the backward pass needs of it.
+            losses = {name: loss / parts for name, loss in model.loss(model(part.images), part).items()}
         stepper.backward(torch.stack(list(losses.values())).sum())
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()

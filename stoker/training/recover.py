@@ -1,5 +1,9 @@
-"""How a training ends before its end: told to stop by a signal, which only sets a flag, so that the loop saves at the
-next step and leaves with exit code 75; or diverged, with the pictures and the way on named.
+"""What a training does that cannot simply go on. A signal only sets a flag: the loop saves at the next step and leaves
+with exit code 75. Gradients that stay non-finite send it back to a sound state, and on from there at a third of the
+rate, twice; then it ends with exit code 6, with the pictures and the way on named.
+
+A setback is the line of kind `slowed` in events.jsonl, which is written before anything is undone. So a run that is
+killed at any moment either diverges once more at the same step, or continues from the state that the line names.
 """
 
 import contextlib
@@ -9,11 +13,18 @@ from collections.abc import Iterator
 from types import FrameType
 
 from stoker.errors import DivergedError, Preempted, StokerError, StorageError
-from stoker.training.checkpoint import newest_weights
-from stoker.training.start import Job
+from stoker.training import checkpoint, start
+from stoker.training.optim import Stepper
+from stoker.training.start import Job, Say
 
 NAMED = 8
 """Pictures that an error names at most."""
+
+SETBACKS = 2
+"""A third and a ninth of the rate: what diverges there too is not cured by its rate. Our judgment."""
+
+SLOWDOWN = 3.0
+"""Divides the rate at each setback. About half a decade, the usual grid of rates; our judgment."""
 
 
 class Stop:
@@ -68,16 +79,62 @@ def stopped(job: Job, stop: Stop) -> StokerError:
     )
 
 
+def peak_rate(job: Job) -> float:
+    """The peak of the rate after the setbacks so far."""
+    return job.config.optim.rate / SLOWDOWN**job.slowed
+
+
+def go_back(job: Job, failed_at: int, rate: float, say: Say) -> None:
+    """Puts the job back into its last sound state, from which on the rate is a third.
+
+    failed_at: the step, counted from 0, whose skip made too many in a row; rate: of the last step. Without a checkpoint
+    it is the state of step 0. Where the run has diverged twice from the same checkpoint, it is the one before: the
+    weights may have been spoilt before a gradient showed it. Raises DivergedError after SETBACKS times.
+    """
+    if job.slowed >= SETBACKS:
+        raise diverged(job, failed_at, rate)
+    job.writer.wait()
+    run, config = job.folder.path, job.config
+    back_to, count = _way_back(job), job.slowed + 1
+    lower = peak_rate(job) / SLOWDOWN
+    say(
+        "slowed",
+        f"{config.optim.max_skipped} steps in a row had gradients that are not finite (step {failed_at + 1:,}): "
+        f"back to step {back_to:,}, and on from there at a third of the rate ({lower:.3g})",
+        failed_at=failed_at, back_to=back_to, count=count, rate=lower, best_ap=job.best_ap,
+    )  # fmt: skip
+    job.slowed = count
+    checkpoint.discard(run, after=back_to, slowed=count)
+    loaded = checkpoint.load_newest(run, say)
+    if loaded is None:
+        model = start.start_model(config, job.index, job.device, say)
+        fresh = Stepper(model, config.optim, job.device, precision=config.run.precision)
+        job.stepper.load_state_dict(fresh.state_dict(), fresh.averaged.state_dict())
+    start.restore(job, loaded, say)
+    job.writer.saved_step = -1 if loaded is None else loaded.step
+
+
+def _way_back(job: Job) -> int:
+    """The step to go back to."""
+    steps = checkpoint.sound_steps(job.folder.path)
+    used = [event.data["back_to"] for event in start.read_setbacks(job.folder.path)]
+    if len(steps) > 1 and used[-1:] == steps[:1]:
+        return steps[1]
+    return steps[0] if steps else 0
+
+
 def diverged(job: Job, step: int, rate: float) -> DivergedError:
     """The error of a run whose last allowed step in a row, `step`, had gradients that are not finite, at `rate`."""
     batch = job.config.run.batch
     names = [str(job.index.path(row)) for row in job.loader.rows_of(step * batch, batch)]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    sound = newest_weights(job.folder.path)
+    sound = checkpoint.newest_weights(job.folder.path)
     restart = "" if sound is None else f"; it can start from --weights {sound}, which are sound"
+    tried = f", also at a {'third' if job.slowed == 1 else 'ninth'} of the rate" if job.slowed else ""
     return DivergedError(
-        f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step {step + 1:,}).",
+        f"{job.config.optim.max_skipped} steps in a row had gradients that are not finite (step {step + 1:,}){tried}.",
         place=f"the pictures of that step: {', '.join(names[:NAMED])}{more}",
-        cause=f"a learning rate that is too high (it was {rate:.3g}), or broken boxes in these pictures",
-        fix=f"a new run with --rate {job.config.optim.rate / 3:.2g}, --clip 1 or --precision fp32{restart}",
+        cause=f"broken boxes in these pictures, or a learning rate that is too high (it was {rate:.3g})",
+        fix=f"`stoker data check` for the boxes; a new run with --rate {peak_rate(job) / SLOWDOWN:.2g}, --clip 1 or "
+        f"--precision fp32{restart}",
     )

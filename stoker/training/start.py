@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,15 @@ from stoker.device import Device, pick
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluate import ground_truth, require_boxes
 from stoker.models.saved import Card
+from stoker.models.table import check_canvas
 from stoker.models.weights import load_weights
 from stoker.records import (
     BEST,
     CONFIG,
+    EVENTS,
     QUARANTINE,
     STEPS,
+    Event,
     Quarantined,
     RunFolder,
     StepWindow,
@@ -40,8 +43,11 @@ from stoker.training.optim import Meter, Stepper
 EXAMPLES = 2
 """Places of each kind of problem that are said at the start; `stoker data check` has all."""
 
-Say = Callable[[str, str], None]
-"""(kind of event, line for a person)."""
+
+class Say(Protocol):
+    """Says a line to the person and writes it into the run's events, with the numbers that belong to it."""
+
+    def __call__(self, kind: str, text: str, /, **data: Any) -> None: ...
 
 
 @dataclasses.dataclass
@@ -77,7 +83,11 @@ class Job:
     evaluated_step: int = -1
     """Step of the last evaluation."""
     redo_until: int = 0
-    """Steps up to this one were done by an earlier attempt and lost with it."""
+    """Steps up to this one were done before and lost, with an earlier attempt or by going back."""
+    slowed: int = 0
+    """How often the run has gone back to an earlier state and on from there at a lower rate (`recover.py`)."""
+    hopeless_at: int | None = None
+    """The step whose skip made too many in a row, where the state was saved after it and before anybody read that."""
 
 
 @dataclasses.dataclass
@@ -102,6 +112,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
             fix=f"continue with the version that started it, or start a new run with --weights {path / BEST}",
         )
     check(wanted)
+    check_canvas(wanted)
     device = pick(wanted.run.device)
     data = wanted.data
     index = open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
@@ -129,13 +140,8 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         said = ", ".join(problem.examples[:EXAMPLES]) + (", …" if problem.count > EXAMPLES else "")
         say("note" if KINDS[problem.kind].action == "kept" else "warning", f"data: {what} ({said})")
     say("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
-    loaded = checkpoint.load_newest(folder.path, say)
-    torch.manual_seed(config.run.seed)
-    model = models.build(config.model, len(index.class_names))
-    if loaded is None:
-        for sentence in load_weights(model, config.model, class_names=index.class_names):
-            say("note", f"weights: {sentence}")
-    model = model.to(device.torch_device).train()
+    loaded = load_state(folder.path, say)
+    model = start_model(config, index, device, say if loaded is None else None)
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows, mosaic=config.data.mosaic)
     quarantine = _quarantine_reporter(folder, say)
@@ -177,8 +183,31 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         total_steps=total_steps(parse_duration(config.run.for_), len(rows), config.run.batch),
         slots=slots,
     )
-    _restore(job, loaded, say)
+    restore(job, loaded, say)
     return job
+
+
+def start_model(config: Config, index: Index, device: Device, say: Say | None) -> models.Detector:
+    """The model with the weights that a run starts from, said by `say`; None: without them, as a state will fill it."""
+    torch.manual_seed(config.run.seed)
+    model = models.build(config.model, len(index.class_names))
+    if say is not None:
+        for sentence in load_weights(model, config.model, class_names=index.class_names):
+            say("note", f"weights: {sentence}")
+    return model.to(device.torch_device).train()
+
+
+def load_state(run: Path, say: Say) -> checkpoint.Loaded | None:
+    """The newest checkpoint of the way that the run is on: one that it went back behind is not looked at again."""
+    if setbacks := read_setbacks(run):
+        checkpoint.discard(run, after=setbacks[-1].data["back_to"], slowed=setbacks[-1].data["count"])
+    return checkpoint.load_newest(run, say)
+
+
+def read_setbacks(run: Path) -> list[Event]:
+    """The times that the run went back to go on at a lower rate. What makes it so is this line of its events: a kill
+    before it leaves a run that will diverge again, one after it a run that goes on from there."""
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "slowed"]
 
 
 def _quarantine_reporter(folder: RunFolder, say: Say) -> Callable[[Quarantine], None]:
@@ -221,15 +250,37 @@ def fingerprint(job: Job) -> dict[str, Any]:
     return {"pictures": len(job.rows), "classes": list(job.index.class_names), "slots": job.slots}
 
 
-def _restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
-    """Puts a checkpoint's state into the job; leaves it at step 0 when there is none."""
+def state_of(job: Job) -> dict[str, Any]:
+    """What `restore` needs beside the averaged weights: tensors that are still on the device, and plain numbers."""
+    return {
+        "stepper": job.stepper.state_dict(),
+        "loader": job.loader.state_dict(),
+        "trained_s": job.trained_s,
+        "best_ap": job.best_ap,
+        "stale": job.stale,
+        "evaluated_step": job.evaluated_step,
+        "data": fingerprint(job),
+        "streak": job.meter.streak(),
+        "slowed": job.slowed,
+    }
+
+
+def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
+    """Puts a checkpoint's state into the job, or that of step 0 when there is none. Weights are left alone then."""
     windows = read_lines(job.folder.path, STEPS, StepWindow)
     job.redo_until = max((window.step for window in windows), default=0)
+    setbacks = read_setbacks(job.folder.path)
+    job.slowed = max([job.slowed, *(event.data["count"] for event in setbacks)])
+    job.meter = Meter(job.device, limit=job.config.optim.max_skipped)
+    job.hopeless_at = None
+    # The best weights stay the best, also where training went back behind them.
+    best_ap = max([-1.0, *(event.data["best_ap"] for event in setbacks)])
     if loaded is None:
-        if job.folder.attempt > 1:
+        if job.folder.attempt > 1 or job.slowed:
             say("note", "no checkpoint yet: starting from the first step")
         bad = _known_bad(job.folder.path, {})
-        job.loader.load_state_dict(job.loader.state_dict() | {"quarantined": bad})
+        job.loader.load_state_dict(job.loader.state_dict() | {"position": 0, "quarantined": bad})
+        job.step, job.trained_s, job.best_ap, job.stale, job.evaluated_step = 0, 0.0, best_ap, 0, -1
         return
     if loaded.state["data"] != fingerprint(job):
         raise CheckpointError(
@@ -241,13 +292,34 @@ def _restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     job.stepper.load_state_dict(loaded.state["stepper"], loaded.weights)
     stream = loaded.state["loader"]
     job.loader.load_state_dict(stream | {"quarantined": _known_bad(job.folder.path, stream["quarantined"])})
+    job.hopeless_at = job.meter.go_on(loaded.state["streak"])
+    job.slowed = max(job.slowed, loaded.state["slowed"])
     job.step = loaded.step
     job.trained_s = loaded.state["trained_s"]
-    job.best_ap = loaded.state["best_ap"]
+    job.best_ap = max(best_ap, loaded.state["best_ap"])
     job.stale = loaded.state["stale"]
     job.evaluated_step = loaded.state["evaluated_step"]
     lost = max(0, job.redo_until - job.step)
     say("note", f"continuing from step {job.step:,}" + (f"; {lost:,} steps are done again" if lost else ""))
+
+
+def validation_loader(job: Job) -> Loader:
+    """One pass over the validation split, in batches of the size that training has in memory at once."""
+    run, data = job.config.run, job.config.data
+    return Loader(
+        job.index,
+        job.val_rows,
+        device=job.device,
+        batch=max(1, run.batch // job.config.optim.accumulate),
+        canvas=data.canvas,
+        resize=data.resize,
+        boxes=box_slots(job.index, job.val_rows),
+        seed=run.seed,
+        threads=run.threads,
+        train=False,
+        max_bad=data.max_bad,
+        on_quarantine=job.quarantine,
+    )
 
 
 def _brief(data: dict[str, Any]) -> str:

@@ -99,18 +99,23 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path):
-    config = settings(data, optimizer="sgd", rate=90.0, clip=0.0, warmup=0, max_skipped=5, for_="400", momentum=0.99)
+def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path, monkeypatch):
+    """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    config = settings(data, optimizer="sgd", rate=90.0, clip=0.0, warmup=0, max_skipped=5, for_="400", weight_decay=10.0)
     with pytest.raises(DivergedError) as caught:
         train(config, run=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert "5 steps in a row" in text
+    assert "also at a ninth of the rate" in text
     assert text.count("train-") == 4
-    assert "--rate 30" in text
+    assert "--rate 3.3" in text
     assert "--weights" not in text  # there is no checkpoint yet
-    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
-    assert (last.kind, last.data["exit_code"]) == ("failed", 6)
+    events = list(read_lines(tmp_path / "run", EVENTS, Event))
+    setbacks = [event.data for event in events if event.kind == "slowed"]
+    assert [(one["count"], one["back_to"], one["rate"]) for one in setbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
+    assert (events[-1].kind, events[-1].data["exit_code"]) == ("failed", 6)
 
 
 def test_one_broken_picture_is_left_out_and_named_and_more_end_the_run(tmp_path: Path):
