@@ -39,8 +39,8 @@ class Detector(nn.Module):
     iou_threshold: ClassVar[float] = 0.5
     """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
 
-    body: ClassVar[str] = "backbone.body."
-    """Beginning of the names of what a classifier's weights fill."""
+    body: ClassVar[tuple[str, ...]] = ("backbone.body.",)
+    """Beginnings of the names of what a classifier's weights fill."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -60,7 +60,8 @@ class Detector(nn.Module):
 
     def pixels(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] RGB → float32 of the same shape in channels-last memory, as pretrained weights want it."""
-        return ((images / 255 - self.pixel_mean) / self.pixel_std).contiguous(memory_format=torch.channels_last)
+        shift, scale = -self.pixel_mean / self.pixel_std, 1 / (255 * self.pixel_std)
+        return torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Any:
         """images: uint8 [B, 3, H, W], RGB. What it returns goes to `loss`, `candidates` and `decode`, nowhere else."""
@@ -80,7 +81,7 @@ class Detector(nn.Module):
 
     def body_name(self, name: str) -> str:
         """Our name of the tensor that torchvision's classifier on the same body calls `name`."""
-        return self.body + name.removeprefix("features.")
+        return self.body[0] + name.removeprefix("features.")
 
     def decode(
         self,

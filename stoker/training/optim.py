@@ -63,14 +63,11 @@ class Stepper(Generic[Model]):
         if self.scale is not None:
             norm = norm / self.scale
         bad = (~torch.isfinite(norm)).float()
-        factor = None
+        divisor = self.scale
         if self.settings.clip:
-            factor = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        if self.scale is not None:
-            factor = 1 / self.scale if factor is None else factor / self.scale
-        if factor is not None:
-            torch._foreach_mul_(gradients, factor)
-        self._move(rate, bad, gradients)
+            clipping = ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)
+            divisor = clipping if divisor is None else clipping * divisor
+        self._move(rate, bad, gradients, divisor)
         if self.scale is not None and self._growth is not None:
             torch._amp_update_scale_(self.scale, self._growth, bad, 2.0, 0.5, 2000)
         # A forward pass that overflowed has poisoned the running statistics too: back to those of the last good step.
@@ -84,14 +81,18 @@ class Stepper(Generic[Model]):
         self._optimizer.zero_grad(set_to_none=True)
         return norm, bad
 
-    def _move(self, rate: float, bad: Tensor, gradients: list[Tensor]) -> None:
+    def _move(self, rate: float, bad: Tensor, gradients: list[Tensor], divisor: Tensor | None) -> None:
+        """divisor: what the gradients are divided by, to clip them and to undo the scale of the loss."""
         for group, factor in zip(self._optimizer.param_groups, self._rate_factors, strict=True):
             group["lr"] = rate * factor
         if self.fused:
-            self._optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused step()
+            # Read by the fused kernels, which so divide and skip while they move: no pass of its own for either.
+            self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = bad  # type: ignore[attr-defined]
             self._optimizer.step()
             return
+        if divisor is not None:
+            torch._foreach_div_(gradients, divisor)
         # No fused kernel here: the weights of a skipped step are put back; only the moments fade by one step.
         for gradient in gradients:
             gradient.copy_(torch.where(bad > 0, 0.0, gradient))
