@@ -1,0 +1,229 @@
+"""How fast whole training steps are on a GPU, eager and compiled, how much memory they take, and what they wait for.
+
+Unattended, in a limited time: every measurement is a process of its own (gpu_case.py), first all models eager, then
+compiled beside eager, as far as the time goes; the results file is written after each. Peak memory is compared with
+what the fake accelerator of the tests predicts for the same step. `--device cpu` rehearses all of it with tiny shapes;
+its numbers mean nothing.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpu_case import Case
+from processes import ROOT
+from report import Bar, Report, options, publish, table
+
+from stoker.device import pick
+from stoker.models import MODELS
+from tests import fakes
+
+CASES = [
+    Case("retinanet_resnet50_fpn", 80, 32, (800, 800), goal=500),
+    Case("retinanet_resnext50_32x4d_fpn", 264, 32, (800, 800), goal=312),
+    Case("faster_rcnn_resnet50_fpn", 80, 16, (800, 1344), goal=262),
+    Case("fcos_resnet50_fpn", 80, 32, (800, 800)),
+    Case("ssd300_vgg16", 80, 64, (300, 300)),
+    Case("ssdlite320_mobilenet_v3_large", 80, 128, (320, 320), optimizer="adamw"),
+    Case("retinanet_mobilenet_v2_fpn", 80, 128, (320, 320), optimizer="adamw"),
+]
+"""In the order in which they are measured; the goals are for an H200."""
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 of the SXM parts, from NVIDIA's data sheets."""
+MEMORY_GOAL = 0.1
+LIMIT_S = {"eager": 100.0, "compiled": 200.0}
+"""Of one process."""
+GIB = 2**30
+
+
+@dataclasses.dataclass
+class StepReport(Report):
+    """A report with a second table."""
+
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """What takes the device's time: rows of their own in the file."""
+
+    def show(self) -> None:
+        super().show()
+        print(f"\n{table(self.kernels)}")
+
+    def write(self, path: Path | None) -> None:
+        Report(self.what, self.n, self.packages, [*self.rows, *self.kernels], self.bars).write(path)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    ends = time.monotonic() + 60 * arguments.minutes
+    device = pick(arguments.device)
+    wanted = [case for case in CASES if not arguments.only or case.model in arguments.only]
+    for case in wanted:
+        if case.model not in MODELS:
+            print(f"{case.model}: not a model of this version, skipped", file=sys.stderr)
+    cases = [case for case in wanted if case.model in MODELS]
+    if not cases:
+        raise RuntimeError(f"no such case; there are {', '.join(case.model for case in CASES)}")
+    tiny = device.is_cpu or arguments.quick
+    if tiny:
+        cases = [shrunk(case) for case in cases]
+    windows, steps = (2, 1) if tiny else (7, 10)
+    report = StepReport(
+        f"Training steps on {device.name}, random pictures on the device, {cases[0].precision}", windows
+    )
+    report.packages = ("torch", "torchvision")
+    found: dict[str, dict[str, Any]] = {case.model: {} for case in cases}
+    with ThreadPoolExecutor(1) as pool:
+        predicted = {case.model: pool.submit(predict, case) for case in cases}
+        for how in ("eager", "compiled"):
+            for case in cases:
+                limit_s = min(LIMIT_S[how], ends - time.monotonic())
+                if limit_s <= 5:
+                    found[case.model][f"{how} error"] = "no time was left"
+                    continue
+                asked = {"case": dataclasses.asdict(case), "how": how, "device": str(device.torch_device),
+                         "windows": windows, "steps": steps}  # fmt: skip
+                found[case.model] |= measure(asked, how, limit_s)
+                print(f"{case.model}, {how}: {brief(found[case.model], how)}", file=sys.stderr, flush=True)
+                conclude(report, cases, found, predicted, device.name)
+                report.write(arguments.json)
+        pool.shutdown(cancel_futures=time.monotonic() > ends)
+    conclude(report, cases, found, predicted, device.name)
+    return report
+
+
+def shrunk(case: Case) -> Case:
+    """The same with few and small pictures. Not smaller: at 64 pixels a level is a single place, for which bf16
+    convolutions on a CPU leave parts of the weight's gradient uninitialised (torch 2.15)."""
+    side = 128 if "ssd" not in case.model else case.canvas[0]
+    return dataclasses.replace(case, batch=4, canvas=(side, side), classes=5, slots=8)
+
+
+def predict(case: Case) -> fakes.Outcome:
+    return fakes.run(case.trial(), timeout_s=120)[0]
+
+
+def measure(asked: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
+    """What a process of gpu_case.py said, up to an error or the limit, which it says too."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(Path(__file__).with_name("gpu_case.py")), json.dumps(asked)]
+    error = None
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=messages, start_new_session=True
+        )
+        try:
+            if process.wait(limit_s):
+                messages.seek(0)
+                said = messages.read().strip()
+                print(said[-2000:], file=sys.stderr)
+                error = (said.splitlines() or [f"exit code {process.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            error = f"not done in {limit_s:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)  # with the compiler's workers
+            process.wait()
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.startswith("{") and line.endswith("}")]
+    result: dict[str, Any] = {} if error is None else {f"{how} error": error}
+    for line in lines:
+        result |= json.loads(line)
+    return result
+
+
+def brief(found: dict[str, Any], how: str) -> str:
+    rates = found.get(how)
+    said = "" if rates is None else f"{statistics.median(rates):.1f} img/s"
+    return " ".join(filter(None, (said, found.get(f"{how} error"))))
+
+
+def conclude(
+    report: StepReport,
+    cases: list[Case],
+    found: dict[str, dict[str, Any]],
+    predicted: dict[str, Future[fakes.Outcome]],
+    device_name: str,
+) -> None:
+    """Fills the report with what is known by now: a row for each case and one for each kernel, and the bars."""
+    report.rows, report.bars, report.kernels = [], [], []
+    for case in cases:
+        known = found[case.model]
+        row, bars = row_of(case, known, peak_of(predicted[case.model]), device_name)
+        report.rows.append(row)
+        report.bars += bars
+    for case in cases:
+        for how in ("", "compiled "):
+            for kernel in found[case.model].get(f"{how}kernels", ()):
+                what = f"{case.model}, {how or 'eager '}kernel"
+                report.kernels.append({"what": what, **kernel})
+
+
+def peak_of(future: Future[fakes.Outcome]) -> tuple[int | None, str | None]:
+    """(bytes, why there are none) of a prediction."""
+    if not future.done() or future.cancelled():
+        return None, None
+    error = future.exception()
+    if isinstance(error, fakes.FakeAcceleratorBroken | subprocess.TimeoutExpired):
+        return None, str(error).splitlines()[-1]
+    outcome = future.result()
+    return (None, outcome.error) if outcome.error else (outcome.peak, None)
+
+
+def row_of(
+    case: Case, known: dict[str, Any], predicted: tuple[int | None, str | None], device_name: str
+) -> tuple[dict[str, Any], list[Bar]]:
+    height, width = case.canvas
+    row: dict[str, Any] = {"what": case.model, "classes": case.classes, "canvas": f"{height}×{width}",
+                           "batch": case.batch, "optimizer": case.optimizer}  # fmt: skip
+    bars = []
+    for how in ("eager", "compiled"):
+        if how in known:
+            rates = known[how]
+            row |= {f"{how} img/s": statistics.median(rates), f"{how} min": min(rates), f"{how} max": max(rates)}
+            if case.goal is not None:
+                bars.append(Bar.at_least(f"{case.model}, {how}: img/s", statistics.median(rates), case.goal))
+        for name in ("idle", "waits", "wait"):
+            value = known.get(name if how == "eager" else f"{how} {name}")
+            if value is not None:
+                row[f"{how} {name}"] = value
+        if f"{how} waits" in row:
+            bars.append(Bar.at_most(f"{case.model}, {how}: steps that wait", row[f"{how} waits"], 0))
+    for name in ("compile_s", "graphs", "speedup", "skipped", "eager error", "compiled error"):
+        if name in known:
+            row[name] = known[name]
+    if "flops" in known:
+        row["GFLOP a picture"] = known["flops"] / 1e9
+        best = max((row[name] for name in ("eager img/s", "compiled img/s") if name in row), default=0.0)
+        row["TFLOP/s"] = known["flops"] * best / 1e12
+        peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
+        if peaks:
+            row["share of peak"] = known["flops"] * best / peaks[0]
+    peak, reason = predicted
+    if peak is not None:
+        row["predicted GiB"] = peak / GIB
+    if reason is not None:
+        row["prediction error"] = reason
+    if "peak bytes" in known:
+        row |= {"peak GiB": known["peak bytes"] / GIB, "reserved GiB": known["reserved bytes"] / GIB}
+        if peak is not None:
+            apart = abs(known["peak bytes"] / peak - 1)
+            bars.append(Bar.at_most(f"{case.model}: peak memory apart from predicted", apart, MEMORY_GOAL))
+    return row, bars
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options(__doc__)
+    made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
+    made.add_argument("--only", nargs="+", metavar="MODEL", help="these models alone")
+    made.add_argument("--minutes", type=float, default=9.0, help="measurements that do not fit are left out")
+    return made
+
+
+if __name__ == "__main__":
+    publish(run, parser())

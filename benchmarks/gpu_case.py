@@ -1,0 +1,247 @@
+"""Measures the training step of one model in a process of its own, for gpu.py.
+
+Takes a case as JSON on its command line and prints a line of JSON after each part, so that what was measured before an
+error or a time limit is kept. The step is the training loop's, without the loader: forward, loss, backward, clip,
+optimizer, average of weights, sums for the log; from one batch that lies on the device.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+from stoker.batch import DRAWS, Batch
+from stoker.config import ModelSettings, OptimSettings
+from stoker.data.augment_device import augment_batch
+from stoker.device import Device, pick
+from stoker.models import MODELS, Detector, build
+from stoker.training.optim import Meter, Stepper
+from stoker.training.trial import worst_case
+from tests import fakes
+
+PROFILED, KERNELS, NAME = 3, 8, 60
+"""Steps under the profiler; how many kernels are listed; characters of their names that are kept."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with the shapes of its batch. goal: pictures per second on an H200, None where there is none."""
+
+    model: str
+    classes: int
+    batch: int
+    canvas: tuple[int, int]
+    optimizer: str = "sgd"
+    precision: str = "bf16"
+    slots: int = 100
+    goal: float | None = None
+
+    def trial(self) -> fakes.Trial:
+        """The same step on the fake accelerator. Fused SGD does not run there."""
+        return fakes.Trial(model=self.model, classes=self.classes, batch=self.batch, slots=self.slots,
+                           canvas=self.canvas, precision=self.precision, optimizer=self.optimizer,
+                           fused=self.optimizer == "adamw")  # fmt: skip
+
+
+class Work:
+    """A model on the device with all that its steps need."""
+
+    def __init__(self, case: Case, device: Device, *, ema: float) -> None:
+        torch.manual_seed(0)
+        self.case, self.device = case, device
+        self.model = settled_model(case, device)
+        optim = OptimSettings(optimizer=case.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0,
+                              ema=ema)  # fmt: skip
+        self.stepper = Stepper(self.model, optim, device, precision=case.precision)
+        self.meter = Meter(device, limit=10**6)
+        self.batch = random_batch(case, device)
+        self.compiled = torch.compile(self.losses, backend="eager" if device.is_cpu else "inductor")
+        self.done = 0
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return self.model.loss(self.model(batch.images), batch)
+
+    def step(self, losses_of: Callable[[Batch], dict[str, Tensor]], batch: Batch | None = None) -> None:
+        """`training.loop.forward_backward` for one part, and what follows it."""
+        with self.device.autocast(self.case.precision):
+            losses = losses_of(self.batch if batch is None else batch)
+        self.stepper.backward(torch.stack(list(losses.values())).sum())
+        norm, bad = self.stepper.step(1e-5, self.done)
+        self.meter.add(losses, norm, bad, self.done)
+        self.done += 1
+
+    def per_s(self, losses_of: Callable[[Batch], dict[str, Tensor]], steps: int) -> float:
+        """Pictures per second over some steps."""
+        self.device.wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step(losses_of)
+        self.device.wait()
+        return steps * self.case.batch / (time.perf_counter() - began)
+
+
+def settled_model(case: Case, device: Device) -> Detector:
+    """Random weights, and frozen norms with the statistics of random pictures: without, activations overflow."""
+    settings = ModelSettings(**{**MODELS[case.model].defaults, "model": case.model})
+    learning = build(replace(settings, norm="train"), case.classes).to(device.torch_device).train()
+    for module in learning.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    few = replace(case, batch=2)
+    with torch.no_grad():
+        learning(random_batch(few, device).images)
+    model = build(settings, case.classes).to(device.torch_device)
+    model.load_state_dict(learning.state_dict(), strict=False)  # but for the counts of batches
+    return model.train()
+
+
+def random_batch(case: Case, device: Device) -> Batch:
+    """Every box slot filled, pixels and augmentation drawn."""
+    batch = worst_case(case.batch, canvas=case.canvas, slots=case.slots, classes=case.classes, device=device)
+    pixels = torch.randint(0, 256, (case.batch, *case.canvas, 3), dtype=torch.uint8, device=device.torch_device)
+    draw = torch.rand(case.batch, DRAWS, device=device.torch_device)
+    return batch._replace(images=pixels.permute(0, 3, 1, 2), draw=draw)
+
+
+def memory(case: Case, device: Device) -> dict[str, Any]:
+    """Peak bytes of steps like those of `fakes.try_step`: all augmentations, no average of weights."""
+    if device.is_cpu:
+        return {}
+    work = Work(case, device, ema=0.0)
+    device.release_cache()
+    device.reset_peak()
+    for _ in range(2):
+        work.step(work.losses, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
+    device.wait()
+    return {"peak bytes": device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
+
+
+@contextlib.contextmanager
+def forbidden_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def waits(work: Work, losses_of: Callable[[Batch], dict[str, Tensor]]) -> dict[str, Any]:
+    """Whether a step makes the host wait; the first line of CUDA's own message where it does."""
+    work.step(losses_of)  # what happens once
+    if work.device.is_cpu:
+        return {}
+    try:
+        with forbidden_waits():
+            work.step(losses_of)
+    except RuntimeError as error:
+        work.stepper._optimizer.zero_grad(set_to_none=True)
+        return {"waits": 1, "wait": str(error).splitlines()[0]}
+    return {"waits": 0}
+
+
+def convolution_backward_flops(
+    gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: Any, **_: Any
+) -> int:
+    """The gradients of the input and of the weight cost as much as the convolution itself, each where it is wanted.
+    torch's own formula takes no notice of groups in that of the weight: 7 times too much for SSDlite."""
+    transposed, wanted = others[4], others[7]
+    del out_shape
+    return int(conv_flop_count(x, weight, gradient, transposed=transposed) * (wanted[0] + wanted[1]))
+
+
+def flops(work: Work) -> dict[str, Any]:
+    """FLOPs of a step a picture, of convolutions and matrix products: 2 for a multiply-add."""
+    formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        work.step(work.losses)
+    return {"flops": counter.get_total_flops() / work.case.batch}
+
+
+def kernels(work: Work, losses_of: Callable[[Batch], dict[str, Tensor]]) -> dict[str, Any]:
+    """The kernels that take most of the device's time (operators on a CPU), and the share in which it has nothing."""
+    on_cpu = work.device.is_cpu
+    work.device.wait()
+    with profile(activities=[ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]) as profiler:
+        for _ in range(PROFILED):
+            work.step(losses_of)
+        work.device.wait()
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    spans: list[tuple[float, float]] = []
+    for event in profiler.events():
+        if on_cpu:
+            times[event.name] += event.self_cpu_time_total
+        elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            times[event.name] += event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end))
+        else:
+            continue
+        calls[event.name] += 1
+    total = sum(times.values())
+    top = [{"share": us / total, "calls a step": calls[name] // PROFILED, "name": name[:NAME]}
+           for name, us in times.most_common(KERNELS)]  # fmt: skip
+    return {"kernels": top, "idle": idle_share(spans)}
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float | None:
+    """Share of the time from the first beginning to the last end that is in none of the spans; None without any."""
+    if not spans:
+        return None
+    busy, until = 0.0, min(spans)[0]
+    first = until
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return 1 - busy / (until - first)
+
+
+def say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
+    say(**memory(case, device))
+    device.release_cache()
+    work = Work(case, device, ema=0.999)
+    say(**waits(work, work.losses))
+    say(**flops(work))
+    work.per_s(work.losses, steps)  # what happens in the first steps: algorithms, memory, clocks
+    say(eager=[work.per_s(work.losses, steps) for _ in range(windows)])
+    say(**kernels(work, work.losses))
+    sums = work.meter.take()[0].tolist()
+    say(skipped=round(sums[-1]), steps=work.done)
+
+
+def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> None:
+    work = Work(case, device, ema=0.999)
+    work.step(work.losses)  # makes what the model keeps: anchors
+    began = time.perf_counter()
+    work.step(work.compiled)
+    device.wait()
+    say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    say(**{f"compiled {name}": value for name, value in waits(work, work.compiled).items()})
+    for losses_of in (work.losses, work.compiled):
+        work.per_s(losses_of, steps)
+    pairs = [(work.per_s(work.losses, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
+    eager, compiled = ([pair[place] for pair in pairs] for place in (0, 1))
+    say(compiled=compiled, speedup=statistics.median(compiled) / statistics.median(eager))
+    say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
+
+
+MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    asked = Case(**{**given["case"], "canvas": tuple(given["case"]["canvas"])})
+    MEASURES[given["how"]](asked, pick(given["device"]), given["windows"], given["steps"])
