@@ -128,8 +128,10 @@ def stats(
         raise UsageError(f"--canvas {canvas[0]} {canvas[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"])
     row = architecture(model)
     defaults = row.defaults
-    if "anchor_sizes" not in defaults:
-        raise UsageError(f"--model {model} has no anchors.", fix="name one that has: `--model retinanet_resnet50_fpn`")
+    if "anchor_scales" not in defaults:  # SSD's depend on the level
+        cause = "it has no anchors, or not the same shapes of them at every level"
+        fix = "name another: `--model retinanet_resnet50_fpn`"
+        raise UsageError(f"The anchors of --model {model} cannot be compared with the boxes.", cause=cause, fix=fix)
     own = Anchors(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
     index = open_index(data, format=format, classes=classes or ())
     if out is not None:

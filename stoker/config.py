@@ -40,7 +40,7 @@ class DataSettings:
     max_bad: float = AUTO
     """Share of the pictures that may be unusable before training stops; one always may, unless it is 0."""
     canvas: tuple[int, int] = AUTO
-    """Height and width in pixels of the tensor a picture is resized into; multiples of 32."""
+    """Height and width in pixels of the tensor a picture is resized into; multiples of 32 (SSD300: 20)."""
     resize: Literal["letterbox", "squash"] = AUTO
     """letterbox keeps the aspect and pads; squash stretches to the canvas, as TF's fixed-shape resizer does."""
     augment: Literal["recipe", "none"] = AUTO
@@ -78,7 +78,7 @@ class ModelSettings:
     trainable_stages: int = AUTO
     """How many stages of the backbone are trained, counted from its end; 0 … 5."""
     anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
-    """Base size of the anchors in pixels of the canvas, one per pyramid level."""
+    """Base size of the anchors in pixels of the canvas, one per pyramid level; SSD has one more at the end."""
     anchor_scales: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Factors of the base size, all used at every level."""
     anchor_ratios: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
@@ -93,6 +93,8 @@ class ModelSettings:
     """Focusing exponent of the focal loss, from 0."""
     box_loss: Literal["l1", "giou"] = AUTO
     """Loss of the boxes: L1 of the encoded offsets, or generalised IoU of the decoded boxes."""
+    tail: Literal["half", "full"] = AUTO
+    """Width of the end of SSDlite's MobileNetV3: half, as its COCO weights have it, or full, as ImageNet's have it."""
     checkpoint_activations: bool = AUTO
     """Keep less for the backward pass and compute it again there: a bigger batch in the same memory, slower steps."""
 
@@ -106,7 +108,7 @@ class OptimSettings:
     rate: float = AUTO
     """Peak learning rate."""
     backbone_rate: float = AUTO
-    """Factor of the rate for the weights of the backbone's body, where they are pretrained."""
+    """Factor of the rate for the weights of the backbone's body; below 1 keeps more of what pretrained ones know."""
     momentum: float = AUTO
     """Momentum of sgd; first beta of adamw."""
     weight_decay: float = AUTO
@@ -122,7 +124,7 @@ class OptimSettings:
     accumulate: int = AUTO
     """Micro-batches that one step's batch is split into, to save memory."""
     max_skipped: int = AUTO
-    """Steps in a row that may be skipped for gradients that are not finite, before the run ends with exit code 6."""
+    """Steps in a row with gradients that are not finite until it goes back at a third of the rate; thrice is exit 6."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,12 +347,8 @@ def check(config: Config) -> None:
         if low is not None and high is not None and not low <= value <= high:
             raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=[f"{low:g} … {high:g}"])
     data, model, optim, run = config.data, config.model, config.optim, config.run
-    if data.canvas is not None and (min(data.canvas) < 32 or any(side % 32 for side in data.canvas)):
-        raise ConfigError(
-            f"--canvas {data.canvas[0]} {data.canvas[1]}: both sides must be multiples of 32, at least 32.",
-            cause="the feature pyramid halves the picture five times",
-            choices=[f"{max(32, round(side / 32) * 32)}" for side in data.canvas],
-        )
+    if data.canvas is not None and min(data.canvas) < 32:  # of what else it must be a multiple, its model says
+        raise ConfigError(f"--canvas {data.canvas[0]} {data.canvas[1]}: both sides must be at least 32.")
     if data.zoom is not None and not 0.05 <= data.zoom[0] <= data.zoom[1] <= 20:
         raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
     if data.mosaic is not None and data.mosaic > 0 and run.batch is not None and run.batch % 4:

@@ -57,5 +57,19 @@ def standard() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "light": light, "standard": standard}
+def ssd() -> Config:
+    """SSD300; torchvision's reference: SGD of 0.002 at 32 pictures, a weight decay of 5e-4."""
+    return from_fields(
+        {
+            "optimizer": "sgd",
+            "rate": 0.002,
+            "momentum": 0.9,
+            "weight_decay": 5e-4,
+            "schedule": "cosine",
+            "batch": 32,
+        }
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "light": light, "standard": standard, "ssd": ssd}
 """By name; each row of `models.MODELS` says from which it is trained."""

@@ -38,6 +38,7 @@ class Settings(TypedDict, total=False):
     focal_alpha: float
     focal_gamma: float
     box_loss: Literal["l1", "giou"]
+    tail: Literal["half", "full"]
     checkpoint_activations: bool
     optimizer: Literal["sgd", "adamw"]
     rate: float

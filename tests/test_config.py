@@ -81,7 +81,7 @@ def test_bad_durations_name_the_valid_ones(text: str):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"canvas": (320, 333)}, ["--canvas", "multiples of 32", "320"]),
+        ({"canvas": (320, 16)}, ["--canvas", "at least 32"]),
         ({"flip": 1.5}, ["--flip", "0 … 1"]),
         ({"hue": 0.6}, ["--hue", "0 … 0.5"]),
         ({"mosaic": 0.5, "batch": 6}, ["--mosaic 0.5", "multiple of 4", "--batch 4"]),

@@ -24,22 +24,23 @@ _WORTH_IT = 0.02
 """Gain in coverage, as a share of the boxes, above which other anchor sizes are proposed."""
 
 
-def best_canvas(sizes: NDArray[np.int32], side: int) -> tuple[tuple[int, int], str]:
-    """The canvas, sides multiples of 32, of at most 1.1 × side² pixels, on which letterboxed pictures are largest; and
-    why.
+def best_canvas(sizes: NDArray[np.int32], side: int, multiple: int = 32) -> tuple[tuple[int, int], str]:
+    """The canvas, sides multiples of `multiple` and at least 32, of at most 1.1 × side² pixels, on which letterboxed
+    pictures are largest; and why.
 
     sizes: int32 [N, 2], height and width, 0 where unknown. Pictures are not enlarged beyond the median of their size.
     """
     known = sizes[(sizes > 0).all(1)].astype(np.float64)
     if len(known) == 0:
-        square = round(side / 32) * 32
+        square = round(side / multiple) * multiple
         return (square, square), "the sizes of the pictures are not known beforehand"
     area = float(np.median(known.prod(1)))
-    budget = min(1.1 * side**2, math.ceil(math.sqrt(area) / 32) ** 2 * 32**2)
+    least = math.ceil(32 / multiple) * multiple
+    budget = min(1.1 * side**2, max(least, math.ceil(math.sqrt(area) / multiple) * multiple) ** 2)
     kinds, counts = np.unique(known, axis=0, return_counts=True)
-    best, best_score = (32, 32), -1.0
-    for height in range(32, int(4 * side) + 1, 32):
-        for width in range(32, int(4 * side) + 1, 32):
+    best, best_score = (least, least), -1.0
+    for height in range(least, int(4 * side) + 1, multiple):
+        for width in range(least, int(4 * side) + 1, multiple):
             if height * width > budget:
                 break
             fit_scale = np.minimum(np.minimum(height / kinds[:, 0], width / kinds[:, 1]), 1.0)
@@ -50,7 +51,8 @@ def best_canvas(sizes: NDArray[np.int32], side: int) -> tuple[tuple[int, int], s
                 best, best_score = (height, width), score
     common = kinds[counts.argmax()].astype(int)
     limit = f"{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
-    return best, f"{limit}, in the aspect of the data ({common[1]}x{common[0]} is the most common), multiples of 32"
+    aspect = f"in the aspect of the data ({common[1]}x{common[0]} is the most common)"
+    return best, f"{limit}, {aspect}, multiples of {multiple}"
 
 
 class Sides(NamedTuple):

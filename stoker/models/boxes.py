@@ -28,7 +28,7 @@ def cell_anchors(size: float, scales: Sequence[float], ratios: Sequence[float]) 
     return (torch.stack((-widths, -heights, widths, heights), dim=1) / 2).round()
 
 
-def grid_anchors(cells: Tensor, grid: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+def grid_anchors(cells: Tensor, grid: tuple[int, int], stride: tuple[float, float]) -> Tensor:
     """The anchors `cells` [n, 4] at every place of a `grid` of height × width: float32 [height · width · n, 4].
 
     Neighbouring places are `stride` (y, x) pixels apart, the first is at the origin.
@@ -79,12 +79,13 @@ def area(boxes: Tensor) -> Tensor:
 
 
 def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """Intersection over union of each of `boxes` [..., M, 4] with each of `anchors` [A, 4]: [..., M, A], 0 … 1."""
-    rows, columns = boxes[..., :, None, :], anchors[None, :, :]
+    """Intersection over union of each of `boxes` [..., M, 4] with each of `anchors` [A, 4], the same for all, or
+    [..., A, 4]: [..., M, A], 0 … 1."""
+    rows, columns = boxes[..., :, None, :], anchors[..., None, :, :]
     width = torch.minimum(rows[..., 2], columns[..., 2]) - torch.maximum(rows[..., 0], columns[..., 0])
     height = torch.minimum(rows[..., 3], columns[..., 3]) - torch.maximum(rows[..., 1], columns[..., 1])
     shared = width.clamp(min=0) * height.clamp(min=0)
-    return shared / (area(boxes)[..., :, None] + area(anchors) - shared)
+    return shared / (area(boxes)[..., :, None] + area(anchors)[..., None, :] - shared)
 
 
 def giou(first: Tensor, second: Tensor) -> Tensor:
