@@ -16,6 +16,7 @@ from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, 
 
 _SHOWN = 3
 """Names that a finding's evidence lists at most."""
+_LEARNING = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,6 +46,8 @@ class Records:
     skipped: int = 0
     memory_peak_bytes: int | None = None
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
+    learning: dict[str, list[Event]] = dataclasses.field(default_factory=dict)
+    """Kind → events about the loss and the rate, each of which is news."""
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
     """Path → error."""
     host_memory: float | None = None
@@ -79,6 +82,8 @@ def read(run: Path, price: float | None = None) -> Records:
     for event in records.read_lines(run, records.EVENTS, Event):
         if event.kind == "checkpoint_failed":
             seen.checkpoint_failures.append(event.text)
+        elif event.kind in _LEARNING:
+            seen.learning.setdefault(event.kind, []).append(event)
     for line in records.read_lines(run, records.QUARANTINE, Quarantined):
         seen.quarantined[line.path] = line.error
     for sample in records.read_lines(run, records.DEVICES, DeviceSample):
@@ -177,6 +182,22 @@ def steps_skipped(seen: Records) -> Finding | None:
     return _finding(seen, "steps_skipped", share, evidence, lost_s=share * seen.seconds("compute"))
 
 
+def rate_lowered(seen: Records) -> Finding | None:
+    return _of_events(seen, "rate_lowered", "slowed", rate="rate")
+
+
+def loss_spikes(seen: Records) -> Finding | None:
+    return _of_events(seen, "loss_spikes", "loss_spike", rate="try")
+
+
+def rate_too_high(seen: Records) -> Finding | None:
+    return _of_events(seen, "rate_too_high", "rate_too_high", rate="try")
+
+
+def rate_too_low(seen: Records) -> Finding | None:
+    return _of_events(seen, "rate_too_low", "rate_too_low", rate="try")
+
+
 def checkpoints_failed(seen: Records) -> Finding | None:
     failed = seen.checkpoint_failures
     evidence = [Evidence(text=text, place="events.jsonl: checkpoint_failed") for text in failed[:_SHOWN]]
@@ -227,7 +248,8 @@ def cpu_contention(seen: Records) -> Finding | None:
 
 RULES: tuple[Rule, ...] = (
     input_bound, starved_inside_steps, startup_heavy, evaluation_heavy, checkpoint_heavy, checkpoints_failed,
-    steps_skipped, work_lost_to_restarts, unattributed_time, host_memory_near_limit, gpu_memory_near_limit,
+    steps_skipped, rate_lowered, loss_spikes, rate_too_high, rate_too_low,
+    work_lost_to_restarts, unattributed_time, host_memory_near_limit, gpu_memory_near_limit,
     quarantined_pictures, cpu_contention,
 )  # fmt: skip
 """Named as the causes they look for."""
@@ -255,6 +277,14 @@ def _of_phase(seen: Records, cause: str, phase: str) -> Finding | None:
     return _finding(seen, cause, seen.share(phase), [_phase(seen, phase)], lost_s=seen.seconds(phase))
 
 
+def _of_events(seen: Records, cause: str, kind: str, *, rate: str) -> Finding | None:
+    """rate: the number of the events' data that is the rate to try; the newest event knows best."""
+    events = seen.learning.get(kind, [])
+    evidence = [Evidence(text=event.text, place=f"events.jsonl: {kind}") for event in events[-_SHOWN:]]
+    tried = events[-1].data.get(rate) if events else None
+    return _finding(seen, cause, len(events), evidence, command=None if tried is None else f"--rate {tried:.2g}")
+
+
 def _finding(
     seen: Records,
     cause_id: str,
@@ -263,6 +293,7 @@ def _finding(
     *,
     lost_s: float | None = None,
     more_fix: str = "",
+    command: str | None = None,
 ) -> Finding | None:
     """The finding of a cause, where what was measured reaches its threshold."""
     cause = CATALOGUE[cause_id]
@@ -277,7 +308,7 @@ def _finding(
         lost_device_s=lost_s,
         lost_money=lost_s * seen.price / 3600 if lost_s is not None and seen.price > 0 else None,
         fix=cause.fix + more_fix,
-        command=cause.command,
+        command=command or cause.command,
     )
 
 

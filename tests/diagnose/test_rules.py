@@ -33,7 +33,7 @@ def make_run(
     windows: dict[str, Any] | None = None,
     samples: list[dict[str, Any]] | None = None,
     quarantined: tuple[str, ...] = (),
-    events: tuple[tuple[str, str], ...] = (),
+    events: tuple[tuple[str, str] | tuple[str, str, dict[str, Any]], ...] = (),
     devices: int = 1,
     price: float | None = None,
 ) -> Path:
@@ -51,8 +51,8 @@ def make_run(
     for name in quarantined:
         folder.append(QUARANTINE, Quarantined(t=1.0, attempt=1, row=1, path=name, error="truncated", position=1,
                                               replaced_by=2))  # fmt: skip
-    for kind, text in events:
-        folder.event(kind, text)
+    for kind, text, *data in events:
+        folder.event(kind, text, **(data[0] if data else {}))
     folder.close()
     if price is not None:
         (path / CONFIG).write_text(f"[run]\nprice = {price}\n")
@@ -85,6 +85,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"events": (("checkpoint", "step 100"), ("warning", "the disk is nearly full"))},
     ),
     "steps_skipped": ({"windows": {"skipped": 10}}, {"windows": {"skipped": 4}}),
+    "rate_lowered": ({"events": (("slowed", "back to step 80", {"rate": 0.003}),)}, {"events": (("note", "slowed"),)}),
+    "loss_spikes": (
+        {"events": (("loss_spike", "jumped to 9", {"try": 0.003}),) * 2},
+        {"events": (("loss_spike", "jumped to 9", {"try": 0.003}),)},  # training gets over one
+    ),
+    "rate_too_high": ({"events": (("rate_too_high", "it rises", {"try": 0.003}),)}, {"events": ()}),
+    "rate_too_low": ({"events": (("rate_too_low", "it stalls", {"try": 0.003}),)}, {"events": ()}),
     "work_lost_to_restarts": ({"phases": with_phase("recovery", 30)}, {"phases": with_phase("recovery", 10)}),
     "unattributed_time": ({"phases": with_phase("unattributed", 31)}, {"phases": with_phase("unattributed", 29)}),
     "host_memory_near_limit": (
@@ -169,6 +176,13 @@ def test_a_finding_says_what_was_lost_where_it_is_written_and_what_to_do(tmp_pat
 def test_the_fix_for_input_depends_on_the_cores(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", with_phase("input_wait", 360), samples=[{"cpu": [0.9, 1.0]}])
     assert "more --threads do not help" in diagnose(run)[0].fix
+
+
+@pytest.mark.parametrize("cause", ["rate_lowered", "loss_spikes", "rate_too_high", "rate_too_low"])
+def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> None:
+    (finding,) = diagnose(make_run(tmp_path / "run", HEALTHY, **CASES[cause][0]))
+    assert finding.command == "--rate 0.003"
+    assert finding.evidence[0].text == CASES[cause][0]["events"][0][1]
 
 
 def test_without_a_price_there_is_no_money(tmp_path: Path) -> None:
