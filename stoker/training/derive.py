@@ -5,6 +5,7 @@ device by `fit.py`; everything else is arithmetic on what the index says.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 from stoker.config import Config, Duration, check, parse_duration
@@ -12,9 +13,11 @@ from stoker.data.index import Index
 from stoker.data.problems import MAX_BAD
 from stoker.data.shapes import best_canvas, box_sides, spread_sizes
 from stoker.device import Device, host_cores, untried
+from stoker.errors import ConfigError
 from stoker.models import MODELS, Architecture, architecture
-from stoker.models.table import check_settings
-from stoker.models.weights import architecture_of
+from stoker.models.ssd_bodies import tail_of
+from stoker.models.table import check_canvas, check_settings
+from stoker.models.weights import architecture_of, read
 from stoker.recipes import RECIPES
 from stoker.training import fit
 
@@ -42,8 +45,8 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "price": (0.0, "unknown"),
     "patience": (0, "the rate's course is laid out for the whole length"),
     "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
-    "momentum": (0.9, "usual"),
-    "backbone_rate": (1.0, "every weight at the same rate"),
+    "momentum": (0.9, "usual, whatever the batch"),
+    "backbone_rate": (1.0, "every weight at the same rate, as torchvision's and Detectron2's recipes"),
     "fit": (False, "the recipe's batch, or less where it does not fit"),
     "eager": (True, "compiling was not measured to pay here"),
     "checkpoint_activations": (False, "the batch fits without"),
@@ -82,6 +85,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     rows = index.rows("train")
     row = architecture(get("model"))
     check_settings(asked.replace(model=get("model")).model)
+    if "tail" in row.defaults:
+        put("tail", *_tail(get("weights"), get("tail")))
     if get("weights") == "none":
         put("norm", "train", "there are no statistics to freeze: the weights are random")
         put("trainable_stages", 5, "the weights are random")
@@ -89,6 +94,10 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
             canvas = get("canvas")
             put("anchor_sizes", *spread_sizes(box_sides(index, rows, canvas, get("resize")).canvas, canvas,
                                              len(row.defaults["anchor_sizes"])))  # fmt: skip
+    if row.anchors_follow_canvas:
+        factor = math.sqrt(math.prod(get("canvas"))) / row.canvas_side
+        sizes = tuple(float(f"{size * factor:.4g}") for size in row.defaults["anchor_sizes"])
+        put("anchor_sizes", sizes, f"{row.reasons['anchor_sizes']}, on this canvas {factor:.3g} times as large")
     for name, value in row.defaults.items():
         put(name, value, row.reasons[name])
     put("precision", *device.best_precision())
@@ -124,7 +133,8 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     put("weights", "none", "there are none for this model")
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
-    put("canvas", *best_canvas(index.size[index.rows("train")], row.canvas_side))
+    put("canvas", *best_canvas(index.size[index.rows("train")], row.canvas_side, row.canvas_multiple))
+    check_canvas(filling.config)
 
 
 def _why_device(device: Device) -> str:
@@ -150,6 +160,16 @@ def _model(filling: _Filling, device: Device) -> Architecture:
     return architecture(filling.get("model"))
 
 
+def _tail(weights: str, asked: str | None) -> tuple[str, str]:
+    """The width that the weights have, and why. Raises ConfigError where another is asked for."""
+    if weights == "none":
+        return "half", "table 6 of the MobileNetV3 paper"
+    found = {"coco": "half", "imagenet": "full"}.get(weights) or tail_of(read(Path(weights)).tensors)
+    if asked not in (None, found):
+        raise ConfigError(f"--tail {asked} does not fit --weights {weights}.", fix=f"--tail {found}, or leave it out")
+    return found, f"as the weights ({weights}) have it"
+
+
 def _threads(device: Device) -> tuple[int, str]:
     cores = host_cores()
     if device.is_cpu:
@@ -165,17 +185,49 @@ def _batch(filling: _Filling, pictures: int, index: Index, device: Device) -> No
     batch, accumulate, reason = fit.batch(filling.config, index, device, wanted=usual.run.batch, pictures=pictures)
     filling.put("batch", batch, reason)
     filling.put("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
-    chosen = filling.get("batch")
-    base, base_batch = usual.optim.rate, usual.run.batch
+    base, base_batch, source = _usual_rate(recipe, optimizer)
+    power, rule = RATE_RULES[optimizer]
+    rate = base * (filling.get("batch") / base_batch) ** power
+    filling.put("rate", float(f"{rate:.3g}"), f"{source}: {base:g} at {base_batch} pictures, {rule}")
+
+
+RATE_RULES = {"sgd": (1.0, "linear rule (Goyal et al. 2017)"), "adamw": (0.5, "root rule (Malladi et al. 2022)")}
+"""Optimizer → power of the batch with which the rate grows, and its name.
+
+SGD: a step of k times the pictures goes as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). AdamW
+divides by the gradient's size, so noise, which falls with the root of the batch, is what must stay the same (Malladi et
+al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014 has the root for all).
+Momentum and the betas stay: the linear rule is derived for a fixed momentum, and Malladi's rule for the betas,
+1 - k (1 - beta), has no value for k of 10 and more. The averaged weights follow by themselves: their horizon is a share
+of the length, so the same number of pictures at any batch."""
+
+
+def _usual_rate(recipe: str, optimizer: str) -> tuple[float, int, str]:
+    """(rate, the batch that it is for, whose it is)."""
+    usual = RECIPES[recipe]()
     if optimizer == usual.optim.optimizer:
-        power, rule = (0.5, "root") if optimizer == "adamw" else (1.0, "linear")
-        rate = base * (chosen / base_batch) ** power
-        reason = f"recipe {recipe}: {base:g} at {base_batch} pictures, {rule} rule"
-    elif optimizer == "adamw":
-        rate, reason = 1e-3 * (chosen / 16) ** 0.5, "1e-3 at 16 pictures, root rule"
+        return usual.optim.rate, usual.run.batch, f"recipe {recipe}"
+    if optimizer == "adamw":
+        return 1e-3, 16, "usual for adamw"
+    return 0.01, 16, "torchvision's reference"
+
+
+def warmup_steps(total: int | None, times: float) -> tuple[int, str]:
+    """Steps of the warm-up and why. total: steps of the run, None when it has a time; times: of the usual batch.
+
+    Goyal et al. need a warm-up that is longer the larger the batch: 5 of 90 epochs, 780 steps, at 32 times theirs. Root
+    of the batch: 500 steps at 16 pictures become 2,000 at 256, a little over four epochs of COCO.
+    """
+    longer = math.sqrt(max(1.0, times))
+    most, share = round(500 * longer), min(0.1, 0.05 * longer)
+    if total is None:
+        steps, reason = round(100 * longer), "the number of steps is not known beforehand"
     else:
-        rate, reason = 0.01 * chosen / 16, "0.01 at 16 pictures (torchvision's reference), linear rule"
-    filling.put("rate", float(f"{rate:.3g}"), reason)
+        steps = min(most, max(1, int(total * share)))
+        reason = f"{share * 100:.3g} % of the length, at most {most:,} steps"
+    if longer > 1:
+        reason += f"; longer, as the batch is {times:.3g} times the usual one (Goyal et al. 2017)"
+    return steps, reason
 
 
 def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
@@ -190,13 +242,14 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
     filling.put("for_", str(steps), reason)
     length = parse_duration(filling.get("for_"))
     total = total_steps(length, pictures, batch)
+    times = batch / _usual_rate(architecture(filling.get("model")).recipe, filling.get("optimizer"))[1]
     if total is None:
-        filling.put("warmup", 100, "the number of steps is not known beforehand")
+        filling.put("warmup", *warmup_steps(None, times))
         part = Duration(max(0.001, round(length.value / DEFAULT_EPOCHS, 3)), "minutes")
         filling.put("eval_every", str(part), "12 times in all")
         filling.put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
         return
-    filling.put("warmup", min(500, max(1, total // 20)), "a twentieth of the length, at most 500 steps")
+    filling.put("warmup", *warmup_steps(total, times))
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     costs = math.ceil(3.5 * val_pictures / batch)
     every = max(math.ceil(per_epoch), costs, math.ceil(total / DEFAULT_EPOCHS))

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stoker.config import SECTION_OF, Config, from_fields, parse_duration
+from stoker.config import Config, from_fields, parse_duration
 from stoker.data.index import Index, open_index
-from stoker.device import Device, Memory
-from stoker.errors import ConfigError, OutOfMemoryError
+from stoker.device import Device
+from stoker.errors import ConfigError
+from stoker.models import open_fields
 from stoker.training import fit
-from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps
+from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -23,7 +26,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 def test_everything_gets_a_value_and_a_reason(index: Index):
     config, reasons = derive(Config(), index, CPU)
-    assert set(config.set_fields()) == set(SECTION_OF) - {"data"}
+    assert open_fields(config) == ["data"]
     assert set(reasons) == set(config.set_fields())
     assert config.model.model == "retinanet_tiny_fpn"
     assert config.data.canvas == (64, 64)
@@ -107,64 +110,40 @@ def test_patience_needs_evaluations(index: Index):
     derive(from_fields({"patience": 2}), index, CPU)
 
 
+def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index: Index):
+    usual = {"model": "retinanet_resnet50_fpn", "weights": "none", "for_": "90000", "canvas": (64, 64)}
+    found = {n: derive(from_fields(usual | {"batch": n}), index, CPU) for n in (4, 16, 64, 256)}
+    assert [config.optim.rate for config, _ in found.values()] == [0.0025, 0.01, 0.04, 0.16]
+    assert [config.optim.warmup for config, _ in found.values()] == [500, 500, 1000, 2000]
+    assert found[64][1]["rate"] == "recipe standard: 0.01 at 16 pictures, linear rule (Goyal et al. 2017)"
+    assert found[64][1]["warmup"] == (
+        "10 % of the length, at most 1,000 steps; longer, as the batch is 4 times the usual one (Goyal et al. 2017)"
+    )
+    assert found[16][1]["warmup"] == "5 % of the length, at most 500 steps"
+    tiny = derive(from_fields({"batch": 64}), index, CPU)[1]["rate"]
+    assert tiny == "recipe tiny: 0.003 at 16 pictures, root rule (Malladi et al. 2022)"
+
+
+def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_moves(index: Index, monkeypatch):
+    monkeypatch.setattr(fit, "batch", lambda *_, **__: (64, 1, "tried"))
+    assert derive(Config(), index, CPU)[0].optim.rate == pytest.approx(2 * 3e-3)
+    config, reasons = derive(from_fields({"rate": 0.123, "warmup": 7}), index, CPU)
+    assert (config.optim.rate, config.optim.warmup) == (0.123, 7)
+    assert not {"rate", "warmup"} & set(reasons)
+
+
+@given(total=st.none() | st.integers(1, 10**6), times=st.floats(0.01, 1000), more=st.floats(1, 1000))
+def test_a_warm_up_is_never_shorter_for_more_pictures_nor_longer_than_a_tenth(
+    total: int | None, times: float, more: float
+):
+    steps = warmup_steps(total, times)[0]
+    assert steps <= warmup_steps(total, times * more)[0]
+    assert total is None or steps <= max(1, total / 10)
+
+
 def test_rate_follows_the_batch(index: Index):
     small, _ = derive(from_fields({"batch": 4}), index, CPU)
     large, _ = derive(from_fields({"batch": 16}), index, CPU)
     assert large.optim.rate == pytest.approx(2 * small.optim.rate, rel=0.01)
     sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.rate for n in (4, 16)]
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
-
-
-class SmallDevice(Device):
-    """An accelerator whose memory is what a test says."""
-
-    @property
-    def is_cpu(self) -> bool:
-        return False
-
-    def memory(self) -> Memory:
-        return Memory(total=10 * 2**30, free=10 * 2**30, peak=0)
-
-
-@pytest.mark.parametrize(
-    ("fixed_gib", "picture_gib", "batch", "parts"),
-    [(1.0, 0.2, 16, 1), (1.0, 0.9, 16, 2), (1.0, 3.0, 16, 8), (4.0, 4.0, 16, 16)],
-)
-def test_a_batch_that_does_not_fit_is_split(
-    index: Index, monkeypatch: pytest.MonkeyPatch, fixed_gib: float, picture_gib: float, batch: int, parts: int
-):
-    """Nine of ten GiB may be used; the trial's peak is a line, beyond the device's memory it raises."""
-
-    def trial(*arguments: object) -> int:
-        used = (fixed_gib + picture_gib * arguments[-1]) * 2**30  # type: ignore[operator]
-        if used > 10 * 2**30:
-            raise torch.OutOfMemoryError("out of memory")
-        return int(used)
-
-    monkeypatch.setattr(fit, "_trial", trial)
-    monkeypatch.setattr(Device, "release_cache", lambda _: None)
-    monkeypatch.setattr(Device, "reset_peak", lambda _: None)
-    config, _ = derive(Config(), index, CPU)
-    open_batch = config.replace(batch=None)
-    device = SmallDevice(torch.device("cpu"))
-    assert fit.batch(open_batch, index, device, wanted=16, pictures=60)[:2] == (batch, parts)
-
-
-def test_not_even_one_picture(index: Index, monkeypatch: pytest.MonkeyPatch):
-    def trial(*_: object) -> int:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(fit, "_trial", trial)
-    monkeypatch.setattr(Device, "release_cache", lambda _: None)
-    monkeypatch.setattr(Device, "reset_peak", lambda _: None)
-    config, _ = derive(Config(), index, CPU)
-    with pytest.raises(OutOfMemoryError) as caught:
-        fit.batch(config, index, SmallDevice(torch.device("cpu")), wanted=16, pictures=60)
-    assert caught.value.exit_code == 5
-    assert "64x64" in str(caught.value)
-
-
-def test_the_trial_itself_runs(index: Index):
-    """On a CPU, where its figure means nothing: two steps and an evaluation of the worst case."""
-    config, _ = derive(Config(), index, CPU)
-    assert fit._trial(config, 3, 8, CPU, 2) > 0
