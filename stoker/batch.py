@@ -14,7 +14,7 @@ DRAWS = 16
 
 
 class Draw(enum.IntEnum):
-    """What each of the numbers decides (`data/augment_device.py`); the rest are spare."""
+    """What each of the numbers decides, in `data/augment_device.py` unless it says otherwise; the rest are spare."""
 
     FLIP = 0
     BRIGHTNESS = 1
@@ -27,6 +27,8 @@ class Draw(enum.IntEnum):
     CENTRE_X = 7
     TILES = 8
     """8 … 11: the scales of the mosaic's four tiles, in rows."""
+    SAMPLE = 12
+    """Which anchors and regions the loss of a two-stage detector looks at (`models/sampling.py`)."""
 
 
 class Batch(NamedTuple):

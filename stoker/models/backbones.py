@@ -84,12 +84,14 @@ class TopDown(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """maps: finest first, each [B, inputs, h, w] and half the size of the one before it."""
+        """maps: finest first, each [B, inputs, h, w] and of the same or half the size of the one before it."""
         merged = [inner(some) for inner, some in zip(self.inner_blocks, maps, strict=True)]
         for level in reversed(range(len(merged) - 1)):
-            with torch.autocast(merged[0].device.type, enabled=False):
-                larger = functional.interpolate(merged[level + 1], scale_factor=2.0, mode="nearest")
-            merged[level] = merged[level] + larger
+            coarser = merged[level + 1]
+            if coarser.shape[2:] != merged[level].shape[2:]:
+                with torch.autocast(coarser.device.type, enabled=False):
+                    coarser = functional.interpolate(coarser, scale_factor=2.0, mode="nearest")
+            merged[level] = merged[level] + coarser
         levels = [layer(some) for layer, some in zip(self.layer_blocks, merged, strict=True)]
         if self.extra_blocks is not None:
             levels.append(self.extra_blocks["p6"](levels[-1]))
@@ -181,18 +183,20 @@ def pyramid(
     coarser: Coarser = "p6p7",
     fpn_norm: Norm | None = None,
     lite: bool = False,
+    outputs: Mapping[str, int] | None = None,
 ) -> FeaturePyramid:
     """The feature pyramid of `channels` on a body of BODIES with its first stages frozen.
 
-    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; fpn_norm, lite: as in `FeaturePyramid`.
+    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; outputs: the levels instead, as in
+    `FeaturePyramid`; fpn_norm, lite: as there.
     """
     row = BODIES[body]
     network = row.build(NORMS[norm])
     if norm == "frozen":
         fold_frozen_norms(network)
     freeze_first(network, row.stages, trainable_stages)
-    outputs = dict(row.outputs[finest - 1 :])
-    return FeaturePyramid(network, outputs, channels, coarser=coarser, norm=fpn_norm, lite=lite)
+    chosen = dict(row.outputs[finest - 1 :]) if outputs is None else outputs
+    return FeaturePyramid(network, chosen, channels, coarser=coarser, norm=fpn_norm, lite=lite)
 
 
 def freeze_first(body: nn.Module, stages: Sequence[Sequence[str]], trainable: int) -> None:

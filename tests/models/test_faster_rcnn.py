@@ -1,0 +1,201 @@
+"""torchvision's Faster R-CNN is the oracle: same weights, same batch, same lots, same losses, gradients, detections."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_fpn, fasterrcnn_resnet50_fpn
+
+from stoker.models import build, proposals, regions
+from stoker.models.faster_rcnn import FasterRCNN
+from tests.models.samples import make_batch, settings_of
+from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, settled
+
+CLASSES = 7
+pytestmark = pytest.mark.usefixtures("small")
+R18, MOBILENET = "faster_rcnn_resnet18_fpn", "faster_rcnn_mobilenet_v3_large_fpn"
+SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64))}
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
+    if "full" not in request.keywords:
+        monkeypatch.setattr(regions, "HIDDEN", 16)
+        monkeypatch.setattr(regions, "SAMPLED", 96)
+        monkeypatch.setattr(regions, "SAMPLED_POSITIVE", 24)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    scale = theirs.norm().item()
+    return (ours - theirs).norm().item() / (scale if scale > 1e-8 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("faster_rcnn_resnet50_fpn", fasterrcnn_resnet50_fpn), (MOBILENET, fasterrcnn_mobilenet_v3_large_fpn)],
+)
+def test_tensors_have_the_names_and_shapes_of_torchvision(name: str, theirs: type[nn.Module]) -> None:
+    with torch.device("meta"):
+        model = build(settings_of(name), 90)
+        oracle = theirs(weights=None, weights_backbone=None, num_classes=91)
+    expected = {n: t.shape for n, t in oracle.state_dict().items() if not n.endswith("num_batches_tracked")}
+    assert {n: t.shape for n, t in model.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("counts", [(3, 7), (0, 5), (16, 1)])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple[int, ...]) -> None:
+    name, canvas = SETUPS[setup]
+    model = settled(name, CLASSES, canvas).train()
+    oracle = oracle_of(model).train()
+    batch = make_batch(counts, canvas, CLASSES, seed=sum(counts))
+    content = batch.content.clone()
+    content[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second picture does not fill the canvas
+    batch = batch._replace(boxes=batch.boxes.double(), content=content)
+    ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
+    assert ours.keys() == theirs.keys()
+    assert model.nms_unconverged.item() == 0
+    for part, loss in theirs.items():
+        assert relative(ours[part], loss) < 1e-9, part
+        assert loss > 0, part
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    our_gradients, their_gradients = _gradients(model, ours, names), _gradients(oracle, theirs, names)
+    for n, mine, other in zip(names, our_gradients, their_gradients, strict=True):
+        assert relative(mine, other) < 1e-6, n
+
+
+def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) -> list[Tensor]:
+    parameters = [model.get_parameter(name) for name in names]
+    found = torch.autograd.grad(sum(losses.values()), parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def test_a_batch_without_a_box_trains_the_first_stage_and_the_classes() -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    oracle = oracle_of(model).train()
+    batch = make_batch((0, 0), (64, 96), CLASSES)
+    batch = batch._replace(boxes=batch.boxes.double())
+    ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
+    for part, loss in theirs.items():
+        assert relative(ours[part], loss) < 1e-9, part
+        assert (loss > 0) == (part in ("loss_objectness", "loss_classifier"))
+
+
+def test_losses_in_fp32_are_those_in_fp64() -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    batch = make_batch((3, 7), (64, 96), CLASSES)
+    single = model.loss(model(batch.images), batch)
+    model.double().load_state_dict(model.state_dict())
+    double = model.loss(model(batch.images), batch)
+    for part, loss in double.items():
+        assert single[part].dtype == torch.float32
+        assert relative(single[part].double(), loss) < 1e-5, part
+
+
+def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    batch = make_batch((3, 7), (64, 96), CLASSES)
+    with torch.autocast("cpu", torch.bfloat16):
+        raw = model(batch.images)
+        mixed = model.loss(raw, batch)
+    assert raw.levels[0].dtype == torch.bfloat16
+    sum(mixed.values()).backward()
+    for part, loss in model.loss(model(batch.images), batch).items():
+        assert mixed[part].dtype == torch.float32
+        assert relative(mixed[part], loss) < 0.2, part
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_detections_are_those_of_torchvision(setup: str) -> None:
+    name, canvas = SETUPS[setup]
+    model = settled(name, CLASSES, canvas).eval()
+    oracle = oracle_of(model).eval()
+    batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
+    # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
+    content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
+    size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
+    batch = batch._replace(content=content, size=size.int(), scale=content / size)
+    model.per_picture = 7000  # torchvision has no bound
+    with torch.no_grad():
+        theirs = oracle_detections(oracle, model, batch)
+        found = model.decode(model(batch.images), content, batch.scale, batch.size)
+    for picture, expected in enumerate(theirs):
+        valid = found.valid[picture]
+        assert 20 < len(expected["scores"]) <= 100
+        assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]
+        torch.testing.assert_close(found.scores[picture][valid], expected["scores"], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.boxes[picture][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
+        assert torch.equal(found.labels[picture][valid], expected["labels"] - 1)
+
+
+def test_candidates_are_the_best_of_a_picture() -> None:
+    model = settled(R18, CLASSES, (64, 96)).eval()
+    batch = make_batch((0,), (64, 96), CLASSES)
+    with torch.no_grad():
+        raw = model(batch.images)
+        model.per_picture = 50
+        few = model.candidates(raw, batch.content, score_threshold=0.0)
+        model.per_picture = 100
+        more = model.candidates(raw, batch.content, score_threshold=0.0)
+    assert few.boxes.shape == (1, 50, 4)
+    for some, all_of_them in zip(few, more, strict=True):
+        assert torch.equal(some, all_of_them[:, :50])
+
+
+def test_two_halves_average_to_the_whole_batch_where_samples_are_equally_many() -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    batch = make_batch((3, 7, 0, 1), (64, 96), CLASSES)
+    whole = model.loss(model(batch.images), batch)
+    halves = [type(batch)(*(field[half] for field in batch)) for half in (slice(0, 2), slice(2, 4))]
+    parts = [model.loss(model(half.images), half) for half in halves]
+    for part in ("loss_objectness", "loss_rpn_box_reg"):
+        assert relative((parts[0][part] + parts[1][part]) / 2, whole[part]) < 1e-5
+
+
+def test_the_sample_follows_the_draw_alone() -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    batch = make_batch((3, 7), (64, 96), CLASSES)
+    raw = model(batch.images)
+    torch.manual_seed(1)
+    first = model.loss(raw, batch)
+    torch.manual_seed(2)
+    assert all(torch.equal(first[part], loss) for part, loss in model.loss(raw, batch).items())
+    other = model.loss(raw, batch._replace(draw=batch.draw.roll(1, 0)))
+    assert first["loss_objectness"] != other["loss_objectness"]
+    assert first["loss_classifier"] != other["loss_classifier"]
+
+
+def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = settled(R18, CLASSES, (64, 96)).train()
+    batch = make_batch((3, 7), (64, 96), CLASSES)
+    survivors = proposals.survivors
+    monkeypatch.setattr(proposals, "survivors", lambda *a, **named: survivors(*a, **named, rounds=1))
+    for _ in range(2):
+        model.loss(model(batch.images), batch)
+    assert model.nms_unconverged.item() == 4
+    assert "nms_unconverged" not in model.state_dict()
+
+
+def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:
+    model = build(settings_of(R18), CLASSES).train()
+    batch = make_batch((3, 0), (64, 96), CLASSES)
+    with torch.no_grad():
+        model.backbone.fpn.layer_blocks[0][0].weight.fill_(torch.nan)
+    losses = model.loss(model(batch.images), batch)
+    assert not torch.isfinite(sum(losses.values()))
+
+
+@pytest.mark.parametrize("name", [R18, MOBILENET])
+def test_forward_and_loss_are_one_graph(name: str) -> None:
+    model = build(settings_of(name), CLASSES).train()
+    assert isinstance(model, FasterRCNN)
+    batch = make_batch((3, 0), (64, 96), CLASSES)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda some: model.loss(model(some.images), some), fullgraph=True, backend=graphs)
+    losses = compiled(batch)
+    sum(losses.values()).backward()
+    assert graphs.frame_count == 1
+    for part, loss in model.loss(model(batch.images), batch).items():
+        torch.testing.assert_close(losses[part], loss, rtol=1e-3, atol=1e-5)
