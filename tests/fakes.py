@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.batch import DRAWS, Batch
 from stoker.config import DataSettings, ModelSettings, OptimSettings
@@ -35,15 +33,16 @@ from stoker.data.augment_device import augment_batch
 from stoker.device import Device
 from stoker.models import MODELS, build
 from stoker.training import optim
-from stoker.training.loop import forward_backward
+from stoker.training.forward import forward_backward, losses_of
 from stoker.training.optim import Stepper
+from stoker.training.trial import LiveBytes
 from stoker.waits import NoHostWaits
 
 DEVICE = "fakegpu"
 
 # Types that CUDA's autocast gives to the inputs of operators (ATen/autocast_mode.h), as far as detectors use them.
 LOWER = ("conv2d", "linear", "matmul", "bmm", "addmm")
-FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits")
+FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits", "group_norm")
 PROMOTE = ("addcmul", "cat", "stack")
 
 AUGMENTATIONS = DataSettings(flip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
@@ -98,6 +97,7 @@ def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:
 
 
 _autocast_cache: dict[int, Tensor] = {}
+_in_forward: list[bool] = []  # not empty inside `autocast`
 _libraries: list[torch.library.Library] = []  # what they register lives as long as they do
 
 
@@ -146,6 +146,8 @@ def _to_lower(inputs: Any) -> Any:
             return value
         if not (value.is_leaf and value.requires_grad):
             return value.to(wanted)
+        if not _in_forward:  # what is computed again in the backward pass has a context of its own
+            return value.to(wanted)
         if id(value) not in _autocast_cache:  # a parameter's copy serves the whole forward pass
             _autocast_cache[id(value)] = value.to(wanted)
         return _autocast_cache[id(value)]
@@ -170,9 +172,11 @@ def autocast(precision: str) -> Iterator[None]:
     """Mixed precision on the fake device, with the cache of cast parameters that real devices have."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     with torch.autocast(DEVICE, dtype if precision != "fp32" else torch.bfloat16, enabled=precision != "fp32"):
+        _in_forward.append(True)
         try:
             yield
         finally:
+            _in_forward.pop()
             _autocast_cache.clear()
 
 
@@ -210,39 +214,18 @@ def to_fake(module: nn.Module) -> nn.Module:
     return module
 
 
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the fake device's storages from their making to their end."""
+class PeakMemory(LiveBytes):
+    """The bytes of the fake device's storages, and what lives at their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
+        super().__init__(DEVICE, GRANULE)
         self.peak_operator, self.by_type = "", {}
-        self._alive: dict[int, tuple[int, str]] = {}
 
-    def add(self, tensor: Tensor, operator: str = "before") -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if tensor.device.type != DEVICE or key in self._alive:
-            return
-        size = -(-storage.nbytes() // GRANULE) * GRANULE
-        self._alive[key] = (size, str(tensor.dtype))
-        self.now += size
-        weakref.finalize(storage, self._free, key)
-        if self.now > self.peak:
-            self.peak, self.peak_operator = self.now, operator
-            self.by_type = {}
-            for nbytes, dtype in self._alive.values():
-                self.by_type[dtype] = self.by_type.get(dtype, 0) + nbytes
-
-    def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key)[0]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in _pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.add(leaf, str(func))
-        return result
+    def at_peak(self, operator: str) -> None:
+        self.peak_operator = operator
+        self.by_type = {}
+        for nbytes, dtype in self.alive.values():
+            self.by_type[dtype] = self.by_type.get(dtype, 0) + nbytes
 
 
 def fake_batch(trial: Trial) -> Batch:
@@ -270,7 +253,9 @@ def make_stepper(trial: Trial, model: nn.Module) -> Stepper[nn.Module]:
     the copy that averages weights cannot be made of them."""
     if trial.fused:
         optim.FUSED_KINDS = optim.FUSED_KINDS | {DEVICE}
-    settings = OptimSettings(optimizer=trial.optimizer, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0)
+    settings = OptimSettings(
+        optimizer=trial.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0
+    )
     return Stepper(model, settings, Device(torch.device(DEVICE)), precision=trial.precision)
 
 
@@ -301,7 +286,7 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Mod
                     stepper.backward(torch.stack(list(losses.values())).sum())
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
-                    losses = forward_backward(model, stepper, augmented, 1, autocast(trial.precision))  # type: ignore[arg-type]
+                    losses = forward_backward(losses_of(model, eager=True), stepper, augmented, 1, autocast(trial.precision))  # type: ignore[arg-type]
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)
                 del losses

@@ -46,7 +46,7 @@ class FrozenNorm(nn.Module):
             self.shift.copy_(self.bias - self.running_mean * self.scale)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args)
         self._settle()
 
     def forward(self, x: Tensor) -> Tensor:

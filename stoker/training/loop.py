@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from stoker.batch import Batch
@@ -27,16 +26,17 @@ from stoker.evaluate import appraise, detect, ground_truth, score_with_curves, s
 from stoker.measure.ledger import Account, Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
-from stoker.models import Detector
 from stoker.records import BEST, EVALUATION, FINAL, STEPS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
 from stoker.training.cadence import Due
-from stoker.training.optim import NO_STEPS, Reading, Stepper, rate_at
+from stoker.training.forward import compile_now, forward_backward, losses_of
+from stoker.training.optim import NO_STEPS, Reading, rate_at
 from stoker.training.recover import SLOWDOWN, Stop, go_back, peak_rate, stop_on_signals, stopped
 from stoker.training.stability import ALARMS, Watch
 from stoker.training.start import Job
+from stoker.training.trial import worst_case
 
 WINDOW_S = 1.0
 
@@ -122,6 +122,7 @@ class Training:
         self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch)
         self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch)
         self.parts = optim.accumulate
+        self.compute = losses_of(job.model, eager=run.eager)
         self.copying: Ready | None = None
         self.reading: tuple[list[Tensor], Ready, int] | None = None
         self.read_steps = job.step
@@ -137,6 +138,8 @@ class Training:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
         job = self.job
         with Witness(job.folder), contextlib.closing(self.board), contextlib.closing(self):
+            if not job.config.run.eager and self.progress() < 1:
+                self.compile()
             self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
             self.learn()
             while self.hopeless_at is not None:
@@ -192,6 +195,15 @@ class Training:
         optim, precision = self.job.config.optim, self.job.config.run.precision
         self.watch = Watch(optim, peak=peak_rate(self.job), fp16=precision == "fp16")
 
+    def compile(self) -> None:
+        """Makes the program of the step, before its first picture is loaded."""
+        job, run = self.job, self.job.config.run
+        self.screen.note("compiling the model; --eager does without")
+        with self.ledger.phase("compile"):
+            case = worst_case(run.batch // self.parts, canvas=job.config.data.canvas, slots=job.slots,
+                              classes=len(job.index.class_names), device=job.device)  # fmt: skip
+            compile_now(job.model, self.compute, job.stepper, case, job.device.autocast(run.precision))
+
     def step(self) -> None:
         """One optimizer step: its pictures, forward, losses, backward, the weights' move."""
         job, config = self.job, self.job.config
@@ -204,7 +216,7 @@ class Training:
                 self.copying = None
             batch = augment_batch(batch, config.data, self.progress())
             losses = forward_backward(
-                job.model, job.stepper, batch, self.parts, job.device.autocast(config.run.precision)
+                self.compute, job.stepper, batch, self.parts, job.device.autocast(config.run.precision)
             )
             self.rate = rate_at(config.optim, job.step, self.progress()) / SLOWDOWN**job.slowed
             norm, bad = job.stepper.step(self.rate, job.step)
@@ -368,24 +380,3 @@ class Training:
     def close(self) -> None:
         """Lets a write that is under way end, whatever ended the training."""
         self.job.writer.wait()
-
-
-def forward_backward(
-    model: Detector,
-    stepper: Stepper[Detector],
-    batch: Batch,
-    parts: int,
-    autocast: contextlib.AbstractContextManager[Any],
-) -> dict[str, Tensor]:
-    """Adds the gradients of a batch, taken in `parts` micro-batches. Returns the parts of the loss, scalars, summed."""
-    size = batch.images.shape[0] // parts
-    totals: dict[str, Tensor] = {}
-    for n in range(parts):
-        part = batch if parts == 1 else Batch(*(tensor[n * size : (n + 1) * size] for tensor in batch))
-        with autocast:
-            # What the model predicts is dropped here: the losses keep what the backward pass needs of it.
-            losses = {name: loss / parts for name, loss in model.loss(model(part.images), part).items()}
-        stepper.backward(torch.stack(list(losses.values())).sum())
-        for name, loss in losses.items():
-            totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
-    return totals

@@ -78,8 +78,12 @@ class Stepper(Generic[Model]):
             decay = min(self.settings.ema, (1 + done_steps) / (10 + done_steps))
             torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
             self._averaged_statistics.copy_(self._statistics)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.forget()
         return norm, bad
+
+    def forget(self) -> None:
+        """Drops the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _move(self, rate: float, bad: Tensor, gradients: list[Tensor], divisor: Tensor | None) -> None:
         """divisor: what the gradients are divided by, to clip them and to undo the scale of the loss."""

@@ -14,9 +14,10 @@ from stoker.measure.gpu import Gpus
 from stoker.measure.ledger import Ledger
 from stoker.models import build
 from stoker.records import DEVICES, STEPS, DeviceSample, StepWindow, read_lines
-from stoker.training.fit import worst_case
-from stoker.training.loop import forward_backward, train
+from stoker.training.forward import forward_backward, losses_of
+from stoker.training.loop import train
 from stoker.training.optim import Meter, Stepper
+from stoker.training.trial import worst_case
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -24,7 +25,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-OPTIM = OptimSettings(optimizer="adamw", rate=1e-3, momentum=0.9, weight_decay=0.01, clip=1.0, ema=0.9, max_skipped=5)
+OPTIM = OptimSettings(
+    optimizer="adamw", rate=1e-3, backbone_rate=1.0, momentum=0.9, weight_decay=0.01, clip=1.0, ema=0.9, max_skipped=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_the_whole_step_never_waits(device: Device, optimizer: str, precision: s
     for step in range(3):
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            losses = forward_backward(model, stepper, batch, 1, device.autocast(precision))
+            losses = forward_backward(losses_of(model, eager=True), stepper, batch, 1, device.autocast(precision))
             norm, bad = stepper.step(1e-3, step)
             meter.add(losses, norm, bad, step)
         finally:
