@@ -4,22 +4,33 @@
 weights, losses and detections are those of torchvision's RetinaNet, and so are the names in `state_dict`. The class
 head differs in channels: ours has one sigmoid per class and labels 0 … C-1; torchvision's COCO weights have 91, for
 labels 1 … 90 and an unused 0, so its label is our label + 1 where a file follows that custom (`weights.py` converts).
+
+The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
+640x640, which its authors call a mobile RetinaNet): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN
+and head, one tower for classes and boxes, whose weights all levels share while each level has norms of its own. As in
+TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the body
+keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
+the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
+begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5).
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from stoker.batch import Batch
 from stoker.config import ModelSettings
-from stoker.models.backbones import FeaturePyramid, Norm
+from stoker.models.backbones import FeaturePyramid, depthwise, lite_convolution, lite_norm
 from stoker.models.boxes import cell_anchors, grid_anchors
 from stoker.models.detections import CANDIDATES, Candidates, candidates_of
 from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.matching import match
+from stoker.models.norms import Norm
 
 PRIOR = 0.01
 """Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
@@ -41,16 +52,25 @@ class Raw(NamedTuple):
 class Tower(nn.Module):
     """Convolutions of one width, shared by all levels, and a last one to `outputs` numbers for each anchor of a place.
 
-    The last one is the child called `last`, as in torchvision. Levels, each [B, channels, h, w] → [B, A, outputs].
+    blocks: the ones before the last, which is the child called `last`, as in torchvision, and `kernel` wide.
+    Levels, each [B, channels, h, w] → [B, A, outputs].
     """
 
     def __init__(
-        self, last: str, channels: int, depth: int, anchors: int, outputs: int, *, norm: Norm | None, bias: float
+        self,
+        last: str,
+        blocks: Iterable[nn.Module],
+        channels: int,
+        anchors: int,
+        outputs: int,
+        *,
+        kernel: int,
+        bias: float,
     ) -> None:
         super().__init__()
         self.outputs, self.last = outputs, last
-        self.conv = nn.Sequential(*(_block(channels, norm) for _ in range(depth)))
-        final = nn.Conv2d(channels, anchors * outputs, 3, padding=1)
+        self.conv = nn.Sequential(*blocks)
+        final = nn.Conv2d(channels, anchors * outputs, kernel, padding=kernel // 2)
         nn.init.normal_(final.weight, std=0.01)
         assert final.bias is not None
         nn.init.constant_(final.bias, bias)
@@ -76,8 +96,24 @@ def _block(channels: int, norm: Norm | None) -> nn.Sequential:
     return nn.Sequential(convolution, nn.ReLU(inplace=True))
 
 
+class SharedLayer(nn.Module):
+    """A layer of the lite variant's one tower: the convolution is the same for all levels, each has a norm of its own,
+    since the statistics of a fine and a coarse level differ. All levels, finest first, in and out: [B, C, h, w]."""
+
+    def __init__(self, channels: int, levels: int) -> None:
+        super().__init__()
+        self.conv = lite_convolution(channels)
+        self.norms = nn.ModuleList(lite_norm(channels) for _ in range(levels))
+
+    def forward(self, levels: list[Tensor]) -> list[Tensor]:
+        return [functional.relu6(norm(self.conv(x)), inplace=True) for norm, x in zip(self.norms, levels, strict=True)]
+
+
 class RetinaNet(Detector):
-    """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's)."""
+    """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's).
+
+    lite: one tower for both, of `depth` separable convolutions with their own norms, whatever `norm` is.
+    """
 
     per_level = CANDIDATES
     """Boxes of a pyramid level that go into suppression."""
@@ -91,19 +127,25 @@ class RetinaNet(Detector):
         channels: int,
         depth: int,
         norm: Norm | None,
+        lite: bool = False,
     ) -> None:
         super().__init__(settings, class_count)
         anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
         self.backbone = backbone
         prior_logit = -math.log((1 - PRIOR) / PRIOR)
-        self.head = nn.ModuleDict(
-            {
-                "classification_head": Tower(
-                    "cls_logits", channels, depth, anchors, class_count, norm=norm, bias=prior_logit
-                ),
-                "regression_head": Tower("bbox_reg", channels, depth, anchors, 4, norm=norm, bias=0.0),
-            }
-        )
+        self.head = nn.ModuleDict()
+        if lite:
+            levels = len(settings.anchor_sizes)
+            self.head["tower"] = nn.Sequential(*(SharedLayer(channels, levels) for _ in range(depth)))
+        for child, last, outputs, bias in (
+            ("classification_head", "cls_logits", class_count, prior_logit),
+            ("regression_head", "bbox_reg", 4, 0.0),
+        ):
+            # The last layer of the lite variant is separable, too: its first part is all that is before the 1 × 1.
+            blocks: Iterable[nn.Module] = (
+                [depthwise(channels)] if lite else (_block(channels, norm) for _ in range(depth))
+            )
+            self.head[child] = Tower(last, blocks, channels, anchors, outputs, kernel=1 if lite else 3, bias=bias)
         for level, size in enumerate(settings.anchor_sizes):
             cells = cell_anchors(size, settings.anchor_scales, settings.anchor_ratios)
             self.register_buffer(f"cells_{level}", cells, persistent=False)
@@ -114,6 +156,8 @@ class RetinaNet(Detector):
         levels = self.backbone(self.pixels(images))
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors, counts = self.anchors((images.shape[2], images.shape[3]), grids)
+        if "tower" in self.head:
+            levels = self.head["tower"](levels)
         return Raw(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors, counts)
 
     def anchors(self, canvas: tuple[int, int], grids: list[tuple[int, int]]) -> tuple[Tensor, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from stoker.models import MODELS, build, detections
 from stoker.training.optim import Stepper
 from stoker.waits import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
 from tests import fakes
-from tests.models.oracle import oracle_losses, oracle_of
+from tests.models.oracle import ALIKE, oracle_losses, oracle_of
 from tests.models.samples import make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 5
@@ -28,6 +28,7 @@ def make_stepper(model: nn.Module, optimizer: str) -> Stepper:
     settings = OptimSettings(
         optimizer=optimizer,  # type: ignore[arg-type]
         rate=0.01,
+        backbone_rate=1.0,
         momentum=0.9,
         weight_decay=0.01,
         clip=1.0,
@@ -43,10 +44,16 @@ def train_step(losses: Callable[[], dict[str, Tensor]], stepper: Stepper, done: 
         stepper.step(0.01, done)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("box_loss", "optimizer"), [("l1", "sgd"), ("giou", "adamw")])
+def steps_of(name: str) -> list[object]:
+    """Parameters of the test: small models with everything, big ones once, and those like another one as slow tests."""
+    cases = [("giou", "adamw"), ("l1", "sgd")][: 2 if MODELS[name].parameters < 10_000_000 else 1]
+    return [pytest.param(name, *case, marks=[pytest.mark.slow] if name in ALIKE else []) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "box_loss", "optimizer"), [case for name in MODELS for case in steps_of(name)])
 def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str, optimizer: str) -> None:
-    model = build(settings_of(name, box_loss=box_loss), CLASSES).train()
+    changes = {"box_loss": box_loss} if "box_loss" in MODELS[name].defaults else {}
+    model = build(settings_of(name, **changes), CLASSES).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)
     stepper = make_stepper(model, optimizer)
     for done in range(2):  # the first step makes the anchors
@@ -92,7 +99,7 @@ def test_anchors_made_in_inference_can_be_trained_with() -> None:
 TRIALS = {
     # The bar of memory: bf16, stem and layer1 frozen, 80 classes, 800 × 800, 32 pictures.
     "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800), optimizer="sgd"),
-    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", optimizer="adamw", fused=True),
+    "lite": fakes.Trial(model="retinanet_mobilenet_v2_fpnlite", optimizer="adamw", fused=True),
     "tiny": fakes.Trial(model="retinanet_tiny_fpn", batch=16, optimizer="adamw", precision="fp16"),
     "torchvision": fakes.Trial(oracle=True),
 }
@@ -105,7 +112,7 @@ def outcomes() -> dict[str, fakes.Outcome]:
     return dict(zip(TRIALS, fakes.run(*TRIALS.values()), strict=True))
 
 
-@pytest.mark.parametrize("name", ["resnet50", "mobilenet", "tiny"])
+@pytest.mark.parametrize("name", ["resnet50", "lite", "tiny"])
 def test_a_mixed_precision_step_on_a_fake_accelerator(name: str, outcomes: dict[str, fakes.Outcome]) -> None:
     assert outcomes[name].error is None
     assert outcomes[name].resting < outcomes[name].peak  # its tensors were counted, and they ended
@@ -125,7 +132,7 @@ def test_the_predicted_peak_of_resnet50_is_below_14_gib(outcomes: dict[str, fake
     assert peak_gib < 9  # 8.30 when this was written
 
 
-@pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn"])
+@pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite"])
 def test_forward_and_loss_are_one_graph(name: str) -> None:
     model = build(settings_of(name), CLASSES).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)
