@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup lock demo test test-slow check bench clean
+.PHONY: setup lock demo test test-slow check bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -41,6 +41,11 @@ bench: setup
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
 	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
+	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
+	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
+
+bench-gpu:  ## under 10 minutes; takes the machine's own Python where there is no .venv
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 clean:
 	rm -rf .venv .uv

@@ -11,12 +11,12 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
@@ -26,6 +26,8 @@ from stoker.config import ModelSettings, OptimSettings
 from stoker.data.augment_device import augment_batch
 from stoker.device import Device, pick
 from stoker.models import MODELS, Detector, build
+from stoker.training import forward
+from stoker.training.forward import LossesOf, forward_backward, losses_of
 from stoker.training.optim import Meter, Stepper
 from stoker.training.trial import worst_case
 from tests import fakes
@@ -66,27 +68,24 @@ class Work:
         self.stepper = Stepper(self.model, optim, device, precision=case.precision)
         self.meter = Meter(device, limit=10**6)
         self.batch = random_batch(case, device)
-        self.compiled = torch.compile(self.losses, backend="eager" if device.is_cpu else "inductor")
+        self.eager = losses_of(self.model, eager=True)
+        self.compiled = losses_of(self.model, eager=False)
         self.done = 0
 
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.model.loss(self.model(batch.images), batch)
-
-    def step(self, losses_of: Callable[[Batch], dict[str, Tensor]], batch: Batch | None = None) -> None:
-        """`training.loop.forward_backward` for one part, and what follows it."""
-        with self.device.autocast(self.case.precision):
-            losses = losses_of(self.batch if batch is None else batch)
-        self.stepper.backward(torch.stack(list(losses.values())).sum())
+    def step(self, compute: LossesOf, batch: Batch | None = None) -> None:
+        """What `training.loop.Training.step` does with a batch."""
+        used = self.batch if batch is None else batch
+        losses = forward_backward(compute, self.stepper, used, 1, self.device.autocast(self.case.precision))
         norm, bad = self.stepper.step(1e-5, self.done)
         self.meter.add(losses, norm, bad, self.done)
         self.done += 1
 
-    def per_s(self, losses_of: Callable[[Batch], dict[str, Tensor]], steps: int) -> float:
+    def per_s(self, compute: LossesOf, steps: int) -> float:
         """Pictures per second over some steps."""
         self.device.wait()
         began = time.perf_counter()
         for _ in range(steps):
-            self.step(losses_of)
+            self.step(compute)
         self.device.wait()
         return steps * self.case.batch / (time.perf_counter() - began)
 
@@ -122,7 +121,7 @@ def memory(case: Case, device: Device) -> dict[str, Any]:
     device.release_cache()
     device.reset_peak()
     for _ in range(2):
-        work.step(work.losses, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
+        work.step(work.eager, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
     device.wait()
     return {"peak bytes": device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
 
@@ -136,14 +135,14 @@ def forbidden_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def waits(work: Work, losses_of: Callable[[Batch], dict[str, Tensor]]) -> dict[str, Any]:
+def waits(work: Work, compute: LossesOf) -> dict[str, Any]:
     """Whether a step makes the host wait; the first line of CUDA's own message where it does."""
-    work.step(losses_of)  # what happens once
+    work.step(compute)  # what happens once
     if work.device.is_cpu:
         return {}
     try:
         with forbidden_waits():
-            work.step(losses_of)
+            work.step(compute)
     except RuntimeError as error:
         work.stepper._optimizer.zero_grad(set_to_none=True)
         return {"waits": 1, "wait": str(error).splitlines()[0]}
@@ -164,17 +163,17 @@ def flops(work: Work) -> dict[str, Any]:
     """FLOPs of a step a picture, of convolutions and matrix products: 2 for a multiply-add."""
     formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        work.step(work.losses)
+        work.step(work.eager)
     return {"flops": counter.get_total_flops() / work.case.batch}
 
 
-def kernels(work: Work, losses_of: Callable[[Batch], dict[str, Tensor]]) -> dict[str, Any]:
+def kernels(work: Work, compute: LossesOf) -> dict[str, Any]:
     """The kernels that take most of the device's time (operators on a CPU), and the share in which it has nothing."""
     on_cpu = work.device.is_cpu
     work.device.wait()
     with profile(activities=[ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]) as profiler:
         for _ in range(PROFILED):
-            work.step(losses_of)
+            work.step(compute)
         work.device.wait()
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -214,26 +213,26 @@ def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
     say(**memory(case, device))
     device.release_cache()
     work = Work(case, device, ema=0.999)
-    say(**waits(work, work.losses))
+    say(**waits(work, work.eager))
     say(**flops(work))
-    work.per_s(work.losses, steps)  # what happens in the first steps: algorithms, memory, clocks
-    say(eager=[work.per_s(work.losses, steps) for _ in range(windows)])
-    say(**kernels(work, work.losses))
+    work.per_s(work.eager, steps)  # what happens in the first steps: algorithms, memory, clocks
+    say(eager=[work.per_s(work.eager, steps) for _ in range(windows)])
+    say(**kernels(work, work.eager))
     sums = work.meter.take()[0].tolist()
     say(skipped=round(sums[-1]), steps=work.done)
 
 
 def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> None:
     work = Work(case, device, ema=0.999)
-    work.step(work.losses)  # makes what the model keeps: anchors
+    work.step(work.eager)  # makes what the model keeps: anchors
     began = time.perf_counter()
     work.step(work.compiled)
     device.wait()
     say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
     say(**{f"compiled {name}": value for name, value in waits(work, work.compiled).items()})
-    for losses_of in (work.losses, work.compiled):
-        work.per_s(losses_of, steps)
-    pairs = [(work.per_s(work.losses, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
+    for compute in (work.eager, work.compiled):
+        work.per_s(compute, steps)
+    pairs = [(work.per_s(work.eager, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
     eager, compiled = ([pair[place] for pair in pairs] for place in (0, 1))
     say(compiled=compiled, speedup=statistics.median(compiled) / statistics.median(eager))
     say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
@@ -244,4 +243,7 @@ MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     asked = Case(**{**given["case"], "canvas": tuple(given["case"]["canvas"])})
-    MEASURES[given["how"]](asked, pick(given["device"]), given["windows"], given["steps"])
+    where = pick(given["device"])
+    if where.is_cpu:
+        forward.BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
+    MEASURES[given["how"]](asked, where, given["windows"], given["steps"])

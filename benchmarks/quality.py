@@ -63,11 +63,10 @@ def main_run(arguments: argparse.Namespace) -> Report:
     report = Report("AP on BCCD's test split: the shipped recipe, and torchvision's training", len(seeds))
     report.packages = ("stoker", "torch", "torchvision", "faster-coco-eval")
     done = cached(arguments.json)
+    missing = [run for run in runs if (run.kind, run.seed, run.steps) not in done]
     writing = threading.Lock()
 
     def make(run: Run) -> None:
-        if (run.kind, run.seed, run.steps) in done:
-            return
         row = measure(run, arguments, Path(folder))
         print({name: value for name, value in row.items() if name != "command"}, file=sys.stderr, flush=True)
         with writing:
@@ -76,8 +75,9 @@ def main_run(arguments: argparse.Namespace) -> Report:
             report.write(arguments.json)
 
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        trainval(arguments.shared / "bccd" / "BCCD", Path(folder) / "trainval")
-        list(pool.map(make, runs))
+        if missing:
+            trainval(arguments.shared / "bccd" / "BCCD", Path(folder) / "trainval")
+        list(pool.map(make, missing))
     conclude(report, done, lengths)
     return report
 

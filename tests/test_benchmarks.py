@@ -1,0 +1,113 @@
+"""The benchmarks run, and write what they promise. Their numbers are nobody's business here."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def quick(script: str, result: Path, *arguments: str) -> dict[str, Any]:
+    """The results file of a quick run."""
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--json", str(result), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = json.loads(result.read_text())
+    assert list(content) == ["what", "command", "machine", "versions", "n", "rows", "bars"]
+    assert content["command"].startswith(f"python benchmarks/{script}.py --quick")
+    assert content["rows"]
+    assert all("what" in row for row in content["rows"])
+    for bar in content["bars"]:
+        assert list(bar) == ["name", "value", "goal", "ok"]
+    return content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["index", "check", "ledger"])
+def test_a_quick_run_writes_its_results(script: str, tmp_path: Path) -> None:
+    assert quick(script, tmp_path / "result.json")["bars"]
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
+    content = quick("startup", tmp_path / "result.json")
+    rows = {row["what"]: row["s"] for row in content["rows"]}
+    parts = [s for what, s in rows.items() if what.startswith("second start") and not what.endswith("all")]
+    assert sum(parts) == pytest.approx(rows["second start, all"])
+    assert all(s > 0 for s in parts)
+    assert [bar["value"] for bar in content["bars"]] == [rows["second start, all"]]
+
+
+@pytest.mark.slow
+def test_the_quality_benchmark_names_no_place_and_measures_nothing_twice(tmp_path: Path, real_data: Path) -> None:
+    result = tmp_path / "result.json"
+    first = quick("quality", result, "--only", "theirs", "--shared", str(real_data))
+    runs = [row for row in first["rows"] if "seed" in row]
+    assert [row["what"] for row in runs] == ["theirs"]
+    assert "../shared/data/weights" in runs[0]["command"]
+    assert str(real_data) not in json.dumps(first["rows"])
+    second = quick("quality", result, "--only", "theirs", "--shared", str(tmp_path / "absent"))
+    assert second["rows"] == first["rows"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_can_be_rehearsed(tmp_path: Path) -> None:
+    content = quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "retinanet_mobilenet_v2_fpn")
+    row, *kernels = content["rows"]
+    assert row["what"] == "retinanet_mobilenet_v2_fpn"
+    assert not {"eager error", "compiled error", "prediction error"} & row.keys()
+    assert row["skipped"] == 0
+    assert row["compiled img/s"] > 0
+    assert row["predicted GiB"] > 0
+    assert sum(kernel["share"] for kernel in kernels) > 1  # eager's and the compiled step's
+
+
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("quality")
+
+
+def a_run(what: str, seed: int, ap: float, *, steps: int = 512) -> dict[str, Any]:
+    return {"what": what, "seed": seed, "steps": steps, "AP": ap, "AP50": ap + 0.3, "CPU s": 1000.0 + seed}
+
+
+def conclude(quality: ModuleType, rows: list[dict[str, Any]]) -> Any:
+    report = quality.Report("", 1)
+    done = {(row["what"], row["seed"], row["steps"]): row for row in rows}
+    quality.conclude(report, done, {"budget": 1800, "ours": 512, "theirs": 512})
+    return report
+
+
+def test_the_bar_at_equal_steps_is_in_pooled_deviations(quality: ModuleType) -> None:
+    ours = [a_run("ours", seed, 0.50 + 0.01 * seed) for seed in range(3)]
+    theirs = [a_run("theirs", seed, 0.53 + 0.01 * seed) for seed in range(3)]
+    (bar,) = conclude(quality, ours + theirs).bars
+    assert bar.value == pytest.approx(-3)
+    assert not bar.ok
+    assert conclude(quality, ours[:1] + theirs).bars == []
+
+
+def test_means_are_of_the_trainings_of_one_length(quality: ModuleType) -> None:
+    runs = [
+        a_run("budget", 0, 0.56, steps=1800),
+        a_run("budget", 1, 0.58, steps=1800),
+        a_run("budget", 0, 0.1, steps=4),
+    ]
+    report = conclude(quality, runs)
+    (mean,) = [row for row in report.rows if "mean" in row["what"]]
+    assert mean["AP"] == pytest.approx(0.57)
+    assert [(bar.value, bar.ok) for bar in report.bars] == [
+        (1001.0, True),
+        (pytest.approx(0.57), True),
+        (pytest.approx(0.87), True),
+    ]
+    assert [row for row in report.rows if row["what"].startswith("before")] == quality.BEFORE
