@@ -80,22 +80,36 @@ def candidates_of(
     logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; levels: how many of the A anchors each level
     has. Logits are ranked as they are, since the sigmoid keeps their order: no fp32 copy of all of them is made.
     """
-    classes = logits.shape[2]
-    values, indices, start = [], [], 0
+    values, place, labels = best_of_levels(logits, levels, per_level)
+    chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
+    boxes = decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4))
+    return candidates_in(content, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold)
+
+
+def best_of_levels(values: Tensor, levels: tuple[int, ...], per_level: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `per_level` largest `values` [B, A, C] of each pyramid level: (themselves, places 0 … A-1, labels), each
+    [B, N], a level's best first; levels: how many of the A places each has."""
+    classes = values.shape[2]
+    chosen, indices, start = [], [], 0
     for count in levels:
-        flat = logits[:, start : start + count].flatten(1)
+        flat = values[:, start : start + count].flatten(1)
         value, index = flat.topk(min(per_level, flat.shape[1]), dim=1)
-        values.append(value)
+        chosen.append(value)
         indices.append(index + start * classes)
         start += count
-    scores, index = at_least_fp32(torch.cat(values, dim=1)).sigmoid(), torch.cat(indices, dim=1)
+    index = torch.cat(indices, dim=1)
     # Not torch.div(…, rounding_mode="floor"): as ONNX that goes through float32, which is wrong from 2^24 on.
-    place = index // classes
-    chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
-    boxes = clip(decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4)), content)
+    return torch.cat(chosen, dim=1), index // classes, index % classes
+
+
+def candidates_in(
+    content: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
+) -> Candidates:
+    """Boxes [B, N, 4] clipped to `content` [B, 2], with the scores [B, N] of those that count, zero for the others."""
+    inside = clip(boxes, content)
     # What was found in the padding alone is clipped to a line along the picture's edge, which no other box suppresses.
-    is_box = (boxes[..., 2:] > boxes[..., :2]).all(-1)
-    return Candidates(boxes, torch.where((scores > score_threshold) & is_box, scores, 0.0), index % classes)
+    is_box = (inside[..., 2:] > inside[..., :2]).all(-1)
+    return Candidates(inside, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
 
 
 def suppress(candidates: Candidates, *, iou_threshold: float, slots: int) -> Detections:

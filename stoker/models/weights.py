@@ -159,18 +159,24 @@ _OLD_TOWER = re.compile(r"^(head\.\w+\.conv)\.(\d+)\.(weight|bias)$")
 _CLASSIFIER = re.compile(r"^(fc|classifier(\.\d+)*)\.(weight|bias)$")
 
 
-def _newer_name(name: str) -> str:
-    name = _OLD_FPN.sub(r"\1.0.\2", name)
-    if old := _OLD_TOWER.match(name):  # a tower was convolution, ReLU, convolution, ReLU …
-        name = f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"
-    return name
+def _newer_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    towers = {name: old for name in tensors if (old := _OLD_TOWER.match(name))}
+    # An old tower was convolution, ReLU, convolution, ReLU … Where odd numbers have tensors they are FCOS's norms, and
+    # its towers are named so to this day.
+    has_norms = any(int(old[2]) % 2 for old in towers.values())
+    newer = {}
+    for name, tensor in tensors.items():
+        if (old := towers.get(name)) and not has_norms:
+            newer[f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"] = tensor
+        else:
+            newer[_OLD_FPN.sub(r"\1.0.\2", name)] = tensor
+    return newer
 
 
 def _fit(tensors: Mapping[str, Tensor], model: Detector) -> Fit:
     """The best way to see a file's tensors as the model's; `Fit.alike` says how good it is."""
     own = {name: tensor.shape for name, tensor in _without_wrappers(model.state_dict()).items()}
     of_classes = tensors_of(model.class_layers())
-    newer = {_newer_name(name): tensor for name, tensor in tensors.items()}
     body = {model.body_name(name): tensor for name, tensor in tensors.items() if not _CLASSIFIER.match(name)}
     body_names = {name for name in own if name.startswith(model.body)}
 
@@ -178,7 +184,8 @@ def _fit(tensors: Mapping[str, Tensor], model: Detector) -> Fit:
         same = sum(name in some and some[name].shape == own[name] for name in wanted)
         return same / max(1, len(wanted | (some.keys() - of_classes.keys())))
 
-    fits = [Fit(alike(some, own.keys() - of_classes.keys()), dict(some), True) for some in (tensors, newer)]
+    seen = (tensors, _newer_names(tensors))
+    fits = [Fit(alike(some, own.keys() - of_classes.keys()), dict(some), True) for some in seen]
     fits.append(Fit(alike(body, body_names), body, False))
     return max(fits, key=lambda fit: fit.alike)
 

@@ -1,0 +1,95 @@
+"""docs/add-a-model.md, followed step by step: its file, its row, its checks; then saved, loaded and recognised."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stoker.models import MODELS, architecture_of, build, saved, table
+from stoker.models.boxes import iou
+from tests.models import test_boxes, test_no_waits
+from tests.models.samples import make_batch, settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "add-a-model.md").read_text()
+FILE, ROW, CHECK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+NAME = "spot_tiny"
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the page, as it would be in the package and in the table."""
+    path = tmp_path / "spot.py"
+    path.write_text(FILE)
+    spec = importlib.util.spec_from_file_location("stoker.models.spot", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "stoker.models.spot", module)
+    spec.loader.exec_module(module)
+    rows = eval("{" + ROW + "}", {**vars(table), "Spot": module.Spot})
+    assert list(rows) == [NAME]
+    monkeypatch.setitem(MODELS, NAME, rows[NAME])
+
+
+@pytest.mark.usefixtures("added")
+def test_the_checks_of_the_page_pass() -> None:
+    torch.manual_seed(0)
+    space: dict[str, Any] = {}
+    exec(compile(CHECK, "docs/add-a-model.md", "exec"), space)
+    assert len(space["history"]) == 20
+
+
+@pytest.mark.usefixtures("added")
+def test_the_tests_of_every_row_pass() -> None:
+    test_boxes.test_the_table_says_what_is_built(NAME)
+    test_no_waits.test_a_step_on_the_cpu_makes_no_wait(NAME, "l1", "adamw")
+
+
+def test_the_page_names_the_tests_of_every_row() -> None:
+    over_models = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^@pytest.mark.parametrize\([^\n]*\bMODELS\b", path.read_text(), re.MULTILINE)
+    ]
+    assert "tests/models/test_no_waits.py" in over_models
+    assert [path for path in over_models if f"`{path}`" not in PAGE] == []
+
+
+@pytest.mark.usefixtures("added")
+def test_it_finds_what_it_has_learned() -> None:
+    """Overfitted to a batch, it puts a box where each box is; the random pixels tell the pictures apart."""
+    torch.manual_seed(0)
+    model = build(settings_of(NAME), 2).train()
+    batch = make_batch((2, 1), (64, 64), 2, seed=2, slots=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        sum(model.loss(model(batch.images), batch).values()).backward()
+        optimizer.step()
+    found = model.decode(model(batch.images), batch.content, batch.scale, batch.size, score_threshold=0.3)
+    for picture in range(2):
+        of_picture = batch.valid[picture]
+        overlap = iou(batch.boxes[picture, of_picture], found.boxes[picture][found.valid[picture]])
+        assert (overlap.amax(1) > 0.5).all()
+
+
+@pytest.mark.usefixtures("added")
+def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
+    settings = settings_of(NAME)
+    model = build(settings, 2).eval()
+    card = saved.Card(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "best.safetensors", card.header())
+    save_file(tensors, tmp_path / "bare.safetensors")
+    again, its_card = saved.load(tmp_path / "best.safetensors")
+    assert its_card == card
+    images = make_batch((0,), (64, 96), 2).images
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(model(images)[:3], again(images)[:3], strict=True))
+    assert architecture_of(tmp_path / "bare.safetensors") == NAME

@@ -1,0 +1,302 @@
+"""FCOS, with torchvision's as the oracle: same weights, same batch, same losses, gradients and detections."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torchvision.models import resnet18, resnet50
+from torchvision.models.detection import FCOS, FCOS_ResNet50_FPN_Weights, fcos_resnet50_fpn
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.fcos import FCOSHead
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+from stoker import onnx_graph, parity
+from stoker.batch import Batch
+from stoker.errors import WeightsError
+from stoker.models import MODELS, Detector, architecture_of, build, load_weights, saved, table
+from stoker.models.fcos import assign, points_of
+from stoker.onnx_model import OnnxModel
+from stoker.waits import NoHostWaits
+from tests import fakes
+from tests.models.samples import make_batch, settings_of, settled_model
+
+CLASSES = 7
+CLASS_HEAD = "head.classification_head.cls_logits."
+SETUPS = {
+    "resnet18": ("fcos_resnet18_fpn", "train", (128, 96)),
+    "resnet18-tall": ("fcos_resnet18_fpn", "frozen", (224, 96)),
+    "resnet50": ("fcos_resnet50_fpn", "frozen", (64, 96)),
+}
+
+
+def exact_model(name: str, norm: str, canvas: tuple[int, int]) -> Detector:
+    """In float64: in fp32 the last bit of an activation carries some over the kink of a ReLU, and gradients jump."""
+    model = settled_model(settings_of(name, norm=norm), CLASSES, canvas).double()
+    model.load_state_dict(model.state_dict())  # so that nothing is left that was computed from the weights in fp32
+    return model
+
+
+def oracle_of(model: Detector, canvas: tuple[int, int]) -> FCOS:
+    """torchvision's FCOS with the weights of ours, for pixels that are normalised. Its class head has one more channel,
+    which costs nothing here; its labels are ours + 1."""
+    norm = FrozenBatchNorm2d if model.settings.norm == "frozen" else nn.BatchNorm2d
+    is_large = model.settings.model == "fcos_resnet50_fpn"
+    body = (resnet50 if is_large else resnet18)(norm_layer=norm)
+    widths, channels, depth = ([512, 1024, 2048], 256, 4) if is_large else ([128, 256, 512], 128, 2)
+    layers = {f"layer{n}": f"layer{n}" for n in (2, 3, 4)}
+    oracle = FCOS(
+        BackboneWithFPN(body, layers, widths, channels, LastLevelP6P7(channels, channels)),
+        model.class_count + 1,
+        head=FCOSHead(channels, 1, model.class_count + 1, depth),
+        image_mean=[0.0] * 3,
+        image_std=[1.0] * 3,
+        min_size=min(canvas),
+        max_size=max(canvas),
+    ).to(next(model.parameters()).dtype)
+    oracle.load_state_dict({name: to_oracle(name, tensor, -100.0) for name, tensor in model.state_dict().items()})
+    for name, parameter in oracle.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
+    return oracle.to(memory_format=torch.channels_last)
+
+
+def to_oracle(name: str, tensor: Tensor, unused: float = 0.0) -> Tensor:
+    if not name.startswith(CLASS_HEAD):
+        return tensor
+    first = torch.full_like(tensor[:1], unused if name.endswith("bias") else 0.0)
+    return torch.cat((first, tensor))
+
+
+def oracle_losses(oracle: FCOS, pixels: Tensor, batch: Batch) -> dict[str, Tensor]:
+    targets = [
+        {"boxes": boxes[valid], "labels": labels[valid] + 1}
+        for boxes, labels, valid in zip(batch.boxes, batch.labels, batch.valid, strict=True)
+    ]
+    return oracle(list(pixels), targets)
+
+
+def oracle_detections(oracle: FCOS, pixels: Tensor, batch: Batch) -> list[dict[str, Tensor]]:
+    """The oracle's own post-processing, of pictures that fill only `content` of the canvas."""
+    features = list(oracle.backbone(pixels).values())
+    contents = [tuple(content.tolist()) for content in batch.content]
+    anchors = oracle.anchor_generator(ImageList(pixels, contents), features)
+    counts = [feature.shape[2] * feature.shape[3] for feature in features]
+    split = {name: list(output.split(counts, dim=1)) for name, output in oracle.head(features).items()}
+    found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], contents)
+    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.size])
+
+
+def awkward_batch(canvas: tuple[int, int]) -> Batch:
+    """Boxes that are equal, of equal area and overlapping, tiny with a point inside and without, as large as the
+    canvas, and with points on their rim; between slots that are not used."""
+    height, width = canvas
+    batch = make_batch((0, 0), canvas, CLASSES, slots=12)
+    boxes = torch.tensor(
+        [
+            [20.0, 20, 60, 52],
+            [20, 20, 60, 52],
+            [28, 22, 68, 54],
+            [24, 16, 56, 56],
+            [15, 15, 17.5, 17],
+            [33, 33, 35, 36],
+            [0, 0, width, height],
+            [8, 8, 24, 24],
+            [0, 0, 1, 1],
+        ]
+    )
+    slots = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 11])
+    batch.boxes[0, slots] = boxes
+    batch.labels[0, slots] = torch.arange(len(slots)) % CLASSES
+    batch.valid[0, slots] = True
+    batch.boxes[1, slots.flip(0)] = boxes
+    batch.labels[1, slots.flip(0)] = torch.arange(len(slots)) % CLASSES
+    batch.valid[1, slots] = True
+    return batch
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference, relative to theirs; absolute where theirs is nothing."""
+    scale = theirs.norm().item()
+    return (ours - theirs).norm().item() / (scale if scale > 1e-8 else 1.0)
+
+
+@pytest.mark.parametrize("setup", ["resnet18", pytest.param("resnet18-tall", marks=pytest.mark.slow), "resnet50"])
+def test_losses_and_gradients_are_those_of_torchvision(setup: str) -> None:
+    name, norm, canvas = SETUPS[setup]
+    model = exact_model(name, norm, canvas).train()
+    oracle = oracle_of(model, canvas).train()
+    counts = [(0, 0), (0, 5), (16, 1)] if setup == "resnet18" else [(3,)]
+    batches = [make_batch(some, canvas, CLASSES, seed=seed) for seed, some in enumerate(counts)]
+    for batch in (*batches, awkward_batch(canvas)):
+        batch = batch._replace(boxes=batch.boxes.double())
+        ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model.pixels(batch.images), batch)
+        assert ours.keys() == theirs.keys()
+        for part, loss in theirs.items():
+            assert torch.isfinite(loss)
+            assert relative(ours[part], loss) < 1e-7, part
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        our_gradients, their_gradients = _gradients(model, ours, names), _gradients(oracle, theirs, names)
+        whole = torch.cat([gradient.flatten() for gradient in their_gradients]).norm()
+        for n, mine, other in zip(names, our_gradients, their_gradients, strict=True):
+            # A bias before a norm has nothing but rounding for a gradient.
+            assert (to_oracle(n, mine) - other).norm() < 1e-5 * other.norm() + 1e-12 * whole, n
+
+
+def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) -> list[Tensor]:
+    parameters = [model.get_parameter(name) for name in names]
+    found = torch.autograd.grad(sum(losses.values()), parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("setup", "candidates", "threshold"),
+    [("resnet18-tall", 1000, 0.05), ("resnet18-tall", 40, 0.3), ("resnet50", 1000, 0.45)],
+)
+def test_detections_are_those_of_torchvision(setup: str, candidates: int, threshold: float) -> None:
+    name, norm, canvas = SETUPS[setup]
+    model = exact_model(name, norm, canvas).eval()
+    oracle = oracle_of(model, canvas).eval()
+    model.per_level = candidates
+    batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
+    # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
+    content = torch.tensor([canvas, (canvas[0] - 30, canvas[1] - 24), canvas], dtype=torch.int32)
+    size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
+    batch = batch._replace(content=content, size=size.int(), scale=content / size)
+    oracle.topk_candidates, oracle.score_thresh, oracle.detections_per_img = candidates, threshold, 10_000
+    with torch.no_grad():
+        theirs = [_without_lines(one) for one in oracle_detections(oracle, model.pixels(batch.images), batch)]
+        shapes = (batch.content, batch.scale, batch.size)
+        found = model.decode(model(batch.images), *shapes, score_threshold=threshold)
+    assert len(theirs[0]["scores"]) > 5  # else the test shows nothing
+    for picture, expected in enumerate(theirs):
+        valid = found.valid[picture]
+        assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]
+        torch.testing.assert_close(found.scores[picture][valid], expected["scores"], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.boxes[picture][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
+        assert torch.equal(found.labels[picture][valid], expected["labels"] - 1)
+
+
+def _without_lines(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The best 100 without the boxes that lay in the padding alone: torchvision cuts them to lines and keeps them."""
+    is_box = (found["boxes"][:, 2:] > found["boxes"][:, :2]).all(1)
+    return {name: values[is_box][:100] for name, values in found.items()}
+
+
+def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
+    canvas = (128, 160)
+    points = points_of(canvas, [(16, 20), (8, 10), (4, 5), (2, 3), (1, 2)], torch.device("cpu"))
+    some, awkward = make_batch((9, 0, 12, 3), canvas, CLASSES, slots=12), awkward_batch(canvas)
+    boxes, valid = torch.cat((some.boxes, awkward.boxes)), torch.cat((some.valid, awkward.valid))
+    whole = assign(boxes, valid, points)
+    for block in (1, 5 * len(points.unit), 30 * len(points.unit)):
+        assert torch.equal(assign(boxes, valid, points, block=block), whole)
+    assert not (whole[1] >= 0).any()
+    of_equal = whole[4]
+    assert not (of_equal == 1).any(), "of two equal boxes the one in the lower slot has all"
+    at = (points.centre == torch.tensor([32.0, 32.0])).all(1) & (points.unit == 8)
+    assert of_equal[at].tolist() == [0], "of equal areas the lowest slot, and not the box of the whole canvas"
+    rim = (points.centre == torch.tensor([8.0, 16.0])).all(1) & (points.unit == 8)
+    assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
+
+
+def test_forward_and_loss_are_one_graph() -> None:
+    canvas = (64, 96)
+    model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
+    batch = make_batch((3, 0), canvas, CLASSES)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda some: model.loss(model(some.images), some), fullgraph=True, backend=graphs)
+    losses = compiled(batch)
+    sum(losses.values()).backward()
+    assert graphs.frame_count == 1
+    for part, loss in model.loss(model(batch.images), batch).items():
+        torch.testing.assert_close(losses[part], loss, rtol=1e-3, atol=1e-5)
+
+
+def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> None:
+    model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
+    batch = make_batch((0, 0), (64, 96), CLASSES)
+    with NoHostWaits():
+        losses = model.loss(model(batch.images), batch)
+        sum(losses.values()).backward()
+    assert losses["classification"] > 0
+    assert losses["bbox_regression"] == losses["bbox_ctrness"] == 0
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_mixed_precision_steps_on_a_fake_accelerator_and_their_peak() -> None:
+    # bf16, stem and layer1 frozen, 80 classes, 800 × 800, 16 pictures.
+    large = fakes.Trial(model="fcos_resnet50_fpn", batch=16, slots=100, canvas=(800, 800))
+    light = fakes.Trial(model="fcos_resnet18_fpn", optimizer="adamw", fused=True, precision="fp16")
+    of_large, of_light = fakes.run(large, light)
+    for outcome in (of_large, of_light):
+        assert outcome.error is None
+        assert outcome.resting < outcome.peak  # its tensors were counted, and they ended
+    assert "torch.float16" in of_light.by_type
+    assert of_large.by_type["torch.float32"] < 0.2 * of_large.peak, "the norms of the towers stay in bf16"
+    assert of_large.peak / 2**30 < 5  # 4.72 when this was written; 7.3 with norms in fp32
+
+
+def test_the_table_says_what_torchvision_has() -> None:
+    coco = FCOS_ResNet50_FPN_Weights.COCO_V1
+    row = MODELS["fcos_resnet50_fpn"]
+    assert row.urls["coco"] == coco.url
+    per_class = 256 * 9 + 1
+    assert row.parameters + (len(coco.meta["categories"]) - 80) * per_class == coco.meta["num_params"]
+
+
+@pytest.mark.parametrize("fpn", ["old", pytest.param("new", marks=pytest.mark.slow)])
+def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn: str) -> None:
+    """Files like torchvision's: 91 channels, and an FPN that may have the names from before version 0.13."""
+    oracle = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
+    state = {name: tensor for name, tensor in oracle.state_dict().items() if "num_batches" not in name}
+    if fpn == "old":
+        state = {name.replace("blocks.", "blocks-").replace(".0.", ".").replace("blocks-", "blocks.")
+                 if "r_blocks" in name else name: tensor for name, tensor in state.items()}  # fmt: skip
+        assert "backbone.fpn.inner_blocks.0.bias" in state
+    path = tmp_path / "some.pth"
+    torch.save(state, path)
+    assert architecture_of(path) == "fcos_resnet50_fpn"
+    settings = settings_of("fcos_resnet50_fpn", weights=str(path))
+    model = build(settings, 2)
+    _, head = load_weights(model, settings, class_names=("zebra", "Person"))
+    assert head == "class head kept, 91 -> 2 channels; every class is one of the file's, matched by name"
+    categories = FCOS_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
+    ours, theirs = model.state_dict(), oracle.state_dict()
+    chosen = theirs[CLASS_HEAD + "weight"][[categories.index("zebra"), categories.index("person")]]
+    assert torch.equal(ours[CLASS_HEAD + "weight"], chosen)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith(CLASS_HEAD))
+
+    other = settings_of("retinanet_resnet50_fpn", weights=str(path))
+    with pytest.raises(WeightsError, match="belongs to fcos_resnet50_fpn, not to retinanet_resnet50_fpn"):
+        load_weights(build(other, 2), other, class_names=("zebra", "Person"))
+
+
+@pytest.mark.slow
+def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=table._fcos("tiny", channels=64, depth=1))
+    monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
+    canvas = (64, 96)
+    model = settled_model(settings_of("fcos_resnet18_fpn", norm="train"), CLASSES, canvas).eval()
+    names = tuple(str(label) for label in range(CLASSES))
+    card = saved.Card(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
+    thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
+    path = tmp_path / "some.onnx"
+    path.write_bytes(onnx_graph.build(model, card, **thresholds))
+    images = make_batch((0, 0, 0), canvas, CLASSES, seed=3).images.numpy()
+    inside = np.array([canvas, (50, 60), canvas], np.int32)
+    found = OnnxModel(path, threads=1).run(images, inside, **thresholds)
+    for n, count in enumerate(found.count.tolist()):
+        one = parity.Boxes(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
+        compared = parity.compare(
+            "it", parity._of_model(model, images[n], inside[n], slots=100, **thresholds), one, slots=100, **thresholds
+        )
+        parity.require(compared, "it")
+        assert compared.boxes > 20
+        assert compared.box_px < 0.01
