@@ -185,7 +185,7 @@ class Writer:
         else:
             self.saved_step, self.failed = snapshot.step, None
             folders = _folders(self._run)
-            way_back = [folder for folder in folders if _is_sound(folder)][:1]
+            way_back = [folder for folder in folders if _is_sound(folder)][:KEPT]
             for old in folders[KEPT:]:
                 if old not in way_back:
                     shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save

@@ -41,8 +41,8 @@ FIRST_PART = 0.3
 SKIPPED_SHARE, SKIPPED_LEAST = 0.10, 10
 """Share of skipped steps that is too much, and the fewest such steps; as `steps_skipped` of the diagnosis."""
 STALL_SHARE, STALL_FALL, STALL_NORM = 0.2, 0.9, 3.0
-"""After a fifth of the length a loss that learns is far below nine tenths of its beginning; while the gradient is still
-what it was, within a factor of three, the weights have hardly moved."""
+"""After a fifth of the length a loss that learns has long been below nine tenths of its beginning; while the gradient
+is still what it was, within a factor of three, the weights have hardly moved."""
 NOISE_SIGMAS = 8.0
 """Two medians of a course must also differ by this many standard deviations of a median: the lowest of hundreds is
 itself three or four below what is usual."""
@@ -60,10 +60,11 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     """Whether `loss` is far above the losses of the windows before; all positive. False where those are too few."""
     if len(before) < LEAST_BEFORE:
         return False
-    logs = [math.log(value) for value in before]
-    middle = median(logs)
-    deviation = 1.4826 * median(abs(value - middle) for value in logs)  # of a normal distribution, from the MAD
-    return math.log(loss) - middle > max(math.log(SPIKE_RATIO), SPIKE_SIGMAS * deviation)
+    middle = median(before)
+    if loss <= SPIKE_RATIO * middle:
+        return False
+    deviation = 1.4826 * median(abs(math.log(value / middle)) for value in before)  # a normal one's, from the MAD
+    return math.log(loss / middle) > SPIKE_SIGMAS * deviation
 
 
 def noise(values: Iterable[float]) -> float:
@@ -74,32 +75,41 @@ def noise(values: Iterable[float]) -> float:
 
 
 class Course:
-    """The running median of a positive number over GROUP windows: its first value, its lowest and its newest."""
+    """The running median of a positive number over GROUP windows: its first value, its extremes and its newest."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=GROUP)
         self.first: float | None = None
         self.lowest: float | None = None
+        self.highest: float | None = None
         self.now: float | None = None
         """All None until there are GROUP windows."""
+        self.values = 0
 
     def add(self, value: float | None) -> None:
         """Values that are absent or not positive say nothing."""
         if value is None or not 0 < value < math.inf:
             return
         self._last.append(value)
+        self.values += 1
         if len(self._last) == GROUP:
             self.now = median(self._last)
             self.first = self.now if self.first is None else self.first
             self.lowest = self.now if self.lowest is None else min(self.now, self.lowest)
+            self.highest = self.now if self.highest is None else max(self.now, self.highest)
+
+    def stays(self, share: float) -> bool:
+        """Whether it was always within `share` of its first value, which is no longer among the newest values."""
+        if self.first is None or self.lowest is None or self.highest is None or self.values < 2 * GROUP:
+            return False
+        return share * self.first < self.lowest and self.highest < self.first / share
 
     def has_risen(self, factor: float) -> bool:
         """Whether it is `factor` above its lowest point, and by more than noise."""
-        if self.now is None or self.lowest is None:
+        if self.now is None or self.lowest is None or self.now <= factor * self.lowest:
             return False
         # The median of n normal values deviates by 1.25 times as much as their mean.
-        uncertain = NOISE_SIGMAS * 1.25 * noise(self._last) / math.sqrt(GROUP)
-        return math.log(self.now / self.lowest) > max(math.log(factor), uncertain)
+        return math.log(self.now / self.lowest) > NOISE_SIGMAS * 1.25 * noise(self._last) / math.sqrt(GROUP)
 
 
 class Watch:
@@ -185,14 +195,13 @@ class Watch:
 
     def _low(self, window: StepWindow, done: float) -> Alarm | None:
         loss, norm = self._loss, self._norm
-        if "rate_too_low" in self._said or not self._from_start or window.rate is None:
+        if self._said or not self._from_start or window.rate is None:
             return None
         if loss.now is None or loss.first is None or norm.now is None or norm.first is None:
             return None
         late = done >= STALL_SHARE and window.step >= 2 * self._warmup and window.rate >= self._peak / 2
-        stalls = STALL_FALL < loss.now / loss.first < 1 / STALL_FALL
         pushes = 1 / STALL_NORM < norm.now / norm.first < STALL_NORM
-        if not (late and stalls and pushes):
+        if not (late and loss.stays(STALL_FALL) and pushes):
             return None
         self._said.add("rate_too_low")
         text = (

@@ -1,0 +1,402 @@
+"""Gradients that stay non-finite: back at a lower rate, the same after any kill. And alarms that are right about it."""
+
+import dataclasses
+import math
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+
+from stoker.config import Config, OptimSettings, from_fields
+from stoker.diagnose.rules import diagnose
+from stoker.errors import DivergedError
+from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
+from stoker.training import checkpoint, loop
+from stoker.training.loop import train
+from stoker.training.optim import Stepper
+from stoker.training.stability import BEFORE, GROUP, LEAST_BEFORE, SPIKE_RATIO, Alarm, Course, Watch, is_spike
+from tests.drawn import draw
+
+RATE, LENGTH = 0.003, 48
+
+
+def settings(data: Path, **changes: object) -> Config:
+    usual: dict[str, object] = {
+        "data": str(data), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": str(LENGTH),
+        "precision": "fp32", "eval_every": "12", "checkpoint_every": "6", "rate": RATE, "warmup": 0, "flip": 0.5,
+        "schedule": "constant", "ema": 0.9, "max_skipped": 5, "threads": 1,
+    }  # fmt: skip
+    return from_fields(usual | changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+def poison(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
+    """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
+    step = Stepper.step
+
+    def poisoned_step(self: Stepper[Any], rate: float, done_steps: int) -> Any:
+        if poisoned(done_steps, rate):
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+        return step(self, rate, done_steps)
+
+    patch.setattr(Stepper, "step", poisoned_step)
+
+
+def at_the_full_rate(step: int, rate: float) -> bool:
+    """Divergence that a third of the rate cures."""
+    return 20 <= step < 40 and rate > 0.8 * RATE
+
+
+def above_a_ninth(step: int, rate: float) -> bool:
+    """It diverges anew, before a checkpoint is saved."""
+    return 20 <= step < 40 and rate > 0.2 * RATE
+
+
+def events_of(run: Path, kind: str) -> list[Event]:
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == kind]
+
+
+def assert_same_end(one: Path, two: Path) -> None:
+    for name in ("final.safetensors", "best.safetensors"):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    ends = [events_of(run, "finished")[0].data for run in (one, two)]
+    assert ends[0] == ends[1]
+
+
+# --- going back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recovered(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "WINDOW_S", 0.0)
+        poison(patch, at_the_full_rate)
+        return train(settings(data), run=str(tmp_path_factory.mktemp("runs") / "one")).run
+
+
+def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path):
+    (setback,) = events_of(recovered, "slowed")
+    assert setback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
+    assert setback.data["back_to"] == 18, "the checkpoint at 24 is of skipped steps"
+    assert setback.data["rate"] == pytest.approx(RATE / 3)
+    windows = [window for window in read_lines(recovered, STEPS, StepWindow) if window.steps]
+    rates = {window.step: window.rate for window in windows}
+    assert rates[18] == pytest.approx(RATE)
+    assert all(rates[step] == pytest.approx(RATE / 3) for step in range(19, LENGTH + 1))
+    assert any("recovery" in window.phases for window in windows)
+    last = list(read_lines(recovered, EVENTS, Event))[-1]
+    assert (last.kind, last.step) == ("finished", LENGTH)
+    (finding,) = [found for found in diagnose(recovered) if found.cause == "rate_lowered"]
+    assert finding.command == "--rate 0.001"
+
+
+def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_path: Path):
+    """A second behind: more steps, checkpoints of skipped steps and of steps after them are undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "WINDOW_S", 0.0)
+        poison(patch, at_the_full_rate)
+        read = loop.Training.read
+
+        def read_seldom(self: loop.Training, *, wait: bool = False) -> None:
+            if wait or self.job.step % 35 == 0:
+                read(self, wait=wait)
+
+        patch.setattr(loop.Training, "read", read_seldom)
+        late = train(settings(data), run=str(tmp_path / "late")).run
+    assert_same_end(recovered, late)
+
+
+def test_twice_from_the_same_checkpoint_is_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    poison(monkeypatch, above_a_ninth)
+    run = train(settings(data), run=str(tmp_path / "run")).run
+    assert [event.data["back_to"] for event in events_of(run, "slowed")] == [18, 12]
+    last = [window for window in read_lines(run, STEPS, StepWindow) if window.steps][-1]
+    assert last.rate == pytest.approx(RATE / 9)
+
+
+def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    poison(monkeypatch, lambda step, _: step >= 20)
+    with pytest.raises(DivergedError) as caught:
+        train(settings(data), run=str(tmp_path / "run"))
+    assert caught.value.exit_code == 6
+    text = str(caught.value)
+    assert text.count("train-") == 4
+    assert "also at a ninth of the rate" in text
+    assert "step-00000018/weights.safetensors" in text, "sound, and of the last try"
+    assert [event.data["count"] for event in events_of(tmp_path / "run", "slowed")] == [1, 2]
+    with pytest.raises(DivergedError):  # the same command again: its two tries are used up
+        train(settings(data), run=str(tmp_path / "run"))
+    assert len(events_of(tmp_path / "run", "slowed")) == 2
+
+
+def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path, monkeypatch):
+    """As a run that had a third of the rate from the beginning."""
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "for_": "30"}
+    third = train(settings(data, **changes, rate=RATE / 3), run=str(tmp_path / "third")).run
+    with monkeypatch.context() as patch:
+        poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
+        run = train(settings(data, **changes), run=str(tmp_path / "run")).run
+    assert [event.data["back_to"] for event in events_of(run, "slowed")] == [0]
+    assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
+
+
+def test_what_was_best_before_stays_the_best(data: Path, tmp_path: Path, monkeypatch):
+    """An evaluation at step 20 is undone with its steps; its weights are in best.safetensors."""
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    scored, aps = loop.score_with_curves, iter([0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2])
+
+    def score(*args: Any) -> Any:
+        found = scored(*args)
+        return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
+
+    monkeypatch.setattr(loop, "score_with_curves", score)
+    poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
+    run = train(settings(data, eval_every="10", checkpoint_every="18"), run=str(tmp_path / "run")).run
+    assert [event.step for event in events_of(run, "evaluated")][:3] == [10, 20, 20]
+    assert events_of(run, "slowed")[0].data["best_ap"] == 0.5
+    state = checkpoint.load_newest(run, lambda *_: None)
+    assert state is not None
+    assert state.state["best_ap"] == 0.5
+
+
+class Killed(BaseException):
+    """Nothing of the run's own code runs after it but what closes files."""
+
+
+def killing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`call`, at whose n-th use the process dies instead."""
+    calls = iter(range(at + 1))
+
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        if next(calls, None) == at:
+            raise Killed
+        return call(*arguments, **named)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("moment", [
+    "after the line", pytest.param("before the line", marks=pytest.mark.slow),
+    pytest.param("in the streak", marks=pytest.mark.slow), pytest.param("on the lower rate", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_interrupted_and_continued_it_ends_the_same(recovered: Path, data: Path, tmp_path: Path, moment: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "WINDOW_S", 0.0)
+        poison(patch, at_the_full_rate)
+        with patch.context() as kill:
+            if moment == "in the streak":
+                kill.setattr(Stepper, "step", killing(Stepper.step, 24))
+            elif moment == "before the line":
+                kill.setattr(checkpoint, "sound_steps", killing(checkpoint.sound_steps, 0))
+            elif moment == "after the line":
+                kill.setattr(checkpoint, "discard", killing(checkpoint.discard, 0))
+            else:
+                kill.setattr(Stepper, "step", killing(Stepper.step, 25 + 4))
+            with pytest.raises(Killed):
+                train(settings(data), run=str(tmp_path / "run"))
+        run = train(settings(data), run=str(tmp_path / "run")).run
+    assert len(events_of(run, "slowed")) == 1
+    assert_same_end(recovered, run)
+
+
+SCRIPT = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+import pytest
+from stoker.training.loop import train
+from tests.training import test_stability as tests
+with pytest.MonkeyPatch.context() as patch:
+    tests.poison(patch, tests.above_a_ninth)
+    if sys.argv[3] != "never":
+        def kill():
+            run = Path(sys.argv[2])
+            while not list(run.glob("checkpoints/step-*")): time.sleep(0.001)
+            time.sleep(float(sys.argv[3]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=kill, daemon=True).start()
+    train(tests.settings(Path(sys.argv[1])), run=sys.argv[2])
+"""
+
+
+def run_script(data: Path, run: Path, after_s: float | None) -> int:
+    """Trains in a process of its own, which kills itself some time after there is a checkpoint."""
+    arguments = [sys.executable, "-c", SCRIPT, str(data), str(run), "never" if after_s is None else str(after_s)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=root, timeout=240, check=False)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_sigkill_at_random_moments_while_it_goes_back(data: Path, tmp_path: Path, seed: int):
+    """As the slow test of `test_resume.py`, with two setbacks in between."""
+    rng = random.Random(seed)
+    assert run_script(data, tmp_path / "whole", None) == 0
+    kills = sum(run_script(data, tmp_path / "killed", rng.uniform(0, 2.0)) != 0 for _ in range(4) if not
+                events_of(tmp_path / "killed", "finished"))  # fmt: skip
+    assert kills
+    if not events_of(tmp_path / "killed", "finished"):
+        assert run_script(data, tmp_path / "killed", None) == 0
+    assert [event.data["back_to"] for event in events_of(tmp_path / "killed", "slowed")] == [18, 12]
+    assert_same_end(tmp_path / "whole", tmp_path / "killed")
+
+
+# --- alarms -------------------------------------------------------------------------------------------------------
+
+
+def windows_of(
+    losses: list[float], *, norms: list[float] | None = None, rate: float = 0.01, skipped: int = 0, each: int = 10
+) -> Iterator[tuple[StepWindow, float]]:
+    """A window of `each` steps for each loss, and the share of the length at its end."""
+    for n, loss in enumerate(losses, start=1):
+        yield StepWindow(
+            t=0.0, attempt=1, step=n * each, steps=each, pictures=each, wall_s=1.0, devices=1, phases={},
+            losses={"total": loss}, rate=rate, grad_norm=norms[n - 1] if norms else 2.0, skipped=skipped,
+        ), n / len(losses)  # fmt: skip
+
+
+def alarms(losses: list[float], *, warmup: int = 0, clip: float = 10.0, **changes: Any) -> list[Alarm]:
+    watch = Watch(OptimSettings(warmup=warmup, clip=clip), peak=0.01)
+    return [alarm for window, done in windows_of(losses, **changes) for alarm in watch.see(window, done)]
+
+
+positive = st.floats(1e-3, 1e3)
+before = st.lists(positive, min_size=LEAST_BEFORE, max_size=BEFORE)
+
+
+@given(before, positive, st.sampled_from([2.0**-20, 0.5, 2.0**20]), st.randoms(use_true_random=False))
+def test_a_spike_has_no_unit_and_no_order(before: list[float], loss: float, unit: float, rng: random.Random):
+    shuffled = rng.sample(before, len(before))
+    # A hair apart from the threshold, where rounding may decide.
+    assert is_spike(loss * 1.0001, before) >= is_spike(loss * unit, [value * unit for value in shuffled])
+    assert is_spike(loss * unit * 1.0001, [value * unit for value in before]) >= is_spike(loss, before)
+
+
+@given(before, positive, st.floats(1, 1e3))
+def test_what_is_above_a_spike_is_one_and_what_was_seen_before_is_none(before: list[float], loss: float, more: float):
+    assert is_spike(loss * more, before) >= is_spike(loss, before)
+    assert not is_spike(sorted(before)[len(before) // 2] * SPIKE_RATIO * 0.99, before)
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 0.5), st.floats(0.5, 3.0))
+@example_settings(max_examples=40)
+def test_a_loss_that_falls_with_any_noise_alarms_nobody(seed: int, noise: float, fall: float):
+    """From single steps of small batches (half its size) to windows of hundreds of steps."""
+    rng = random.Random(seed)
+    losses = [(1 + 2 * math.exp(-fall * 8 * n / 300)) * rng.lognormvariate(0, noise) for n in range(300)]
+    norms = [3 * rng.lognormvariate(0, noise) * math.exp(-n / 100) for n in range(300)]
+    assert alarms(losses, norms=norms) == []
+
+
+@given(st.integers(0, 10**6), st.floats(0.02, 0.3), st.integers(LEAST_BEFORE, 90))
+@example_settings(max_examples=40)
+def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: int):
+    rng = random.Random(seed)
+    losses = [2 * rng.lognormvariate(0, noise) for _ in range(100)]
+    for n in range(at, min(at + 5, 100)):
+        losses[n] = 200.0
+    (alarm,) = [one for one in alarms(losses) if one.kind == "loss_spike"]
+    assert (alarm.data["at"], alarm.data["loss"], alarm.data["try"]) == (10 * (at + 1), 200.0, 0.0033)
+    assert alarm.data["usual"] == pytest.approx(2, rel=1.5 * noise + 0.01)
+    assert "--rate 0.0033" in alarm.text
+
+
+def test_a_loss_that_rises_after_the_warm_up_is_a_rate_too_high_said_once():
+    course = [3 - n / 10 for n in range(20)] + [1 + n / 10 for n in range(80)]
+    found = alarms(course + [9.0] * 300, warmup=100)
+    assert [(one.kind, one.data["try"]) for one in found if one.kind != "loss_spike"] == [("rate_too_high", 0.0033)]
+    assert not [one for one in alarms(course, warmup=10_000) if one.kind == "rate_too_high"], "the warm-up is not over"
+    late = [3 - n / 500 for n in range(1000)] + [1 + n / 100 for n in range(300)]
+    assert not [one for one in alarms(late) if one.kind == "rate_too_high"], "the rate is not what is new there"
+
+
+def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
+    norms = [1.0] * 40 + [30.0] * 40
+    falling = [3 - n / 200 for n in range(80)] + [2.0] * 400
+    norms += [30.0] * 400
+    assert [one.kind for one in alarms(falling, norms=norms)] == ["rate_too_high"]
+    assert alarms(falling, norms=norms, clip=0.0) == []
+    assert alarms(falling, norms=[n / 5 for n in norms]) == []
+
+
+def test_skipped_steps_are_said_when_they_have_doubled():
+    found = alarms([3 - n / 200 for n in range(400)], skipped=2)
+    said = [one.data["skipped"] for one in found if one.kind == "warning"]
+    assert said == [2 * 2**n for n in range(len(said))]
+    assert len(said) == 9
+    assert [one.kind for one in found].count("rate_too_high") == 1
+    watch = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01, fp16=True)
+    assert [a for window, done in windows_of([1.0] * 4, skipped=1) for a in watch.see(window, done)] == []
+
+
+def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
+    flat = [2.0 - n / 4000 for n in range(200)]
+    (found,) = alarms(flat)
+    assert (found.kind, found.data["try"]) == ("rate_too_low", 0.1)
+    assert found.data["at"] == pytest.approx(0.2 * 2000, abs=10)
+    assert alarms(flat, warmup=1500) == [], "not before twice the warm-up"
+    assert alarms(flat, rate=0.004) == [], "the rate has fallen by itself"
+    assert alarms(flat, norms=[2.0] * 20 + [0.2] * 180) == [], "there is nothing left to learn"
+    watch = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01)
+    continued = [(window, done) for window, done in windows_of(flat) if window.step > 20]
+    assert [alarm for window, done in continued for alarm in watch.see(window, done)] == [], "not the beginning"
+
+
+@given(st.lists(positive, max_size=60))
+def test_a_course_is_between_its_values(values: list[float]):
+    course = Course()
+    for value in values:
+        course.add(value)
+    course.add(math.nan)
+    course.add(None)
+    if len(values) < GROUP:
+        assert course.now is None
+        assert not course.has_risen(1.5)
+    else:
+        assert course.lowest is not None
+        assert course.now is not None
+        assert min(values) <= course.lowest <= course.now <= max(values)
+
+
+def settings_of(rate: float) -> dict[str, object]:
+    return {"rate": rate, "warmup": 8} | ({"optimizer": "sgd", "for_": "200"} if rate > 1 else {})
+
+
+def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object) -> Path:
+    """A run of 90 steps that has a window for each."""
+    patch.setattr(loop, "WINDOW_S", 0.0)
+    usual: dict[str, object] = {"for_": "90", "eval_every": "0", "checkpoint_every": "0", "schedule": "cosine"}
+    return train(settings(data, **(usual | changes)), run=str(run)).run
+
+
+@pytest.mark.parametrize(
+    ("rate", "kinds"),
+    [(RATE, set()), (1e-8, {"rate_too_low"}), pytest.param(3.0, {"rate_too_high"}, marks=pytest.mark.slow)],
+)
+def test_real_trainings_are_judged_right(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
+):
+    run = trained(data, tmp_path / "run", monkeypatch, **settings_of(rate))
+    assert {event.kind for event in read_lines(run, EVENTS, Event)} & {
+        "rate_too_high", "rate_too_low", "slowed"} == kinds  # fmt: skip
+    if not kinds:
+        assert not events_of(run, "loss_spike")
