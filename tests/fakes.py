@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from stoker.batch import DRAWS, Batch
 from stoker.config import DataSettings, ModelSettings, OptimSettings
@@ -70,6 +71,8 @@ class Trial:
     optimizer: Literal["sgd", "adamw"] = "sgd"
     fused: bool = False
     steps: int = 2
+    average: bool = False
+    """Whether averaged weights lie on the device too, as they do in a run."""
     oracle: bool = False
 
 
@@ -83,6 +86,8 @@ class Outcome:
     peak_operator: str
     by_type: dict[str, int]
     """Bytes alive at the peak by the tensors' type."""
+    flop: float
+    """Of a training step, per picture: products and sums of convolutions and matrices, forward and backward."""
 
 
 def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:
@@ -214,6 +219,16 @@ def to_fake(module: nn.Module) -> nn.Module:
     return module
 
 
+def _convolution_backward_flop(grad_out: Any, x: Any, w: Any, *others: Any, out_shape: Any) -> int:  # noqa: ARG001
+    """Each of the two gradients costs what the forward pass did. (torch's own formula forgets the groups.)"""
+    *_, transposed, _, _, wanted = others
+    return (wanted[0] + wanted[1]) * conv_flop_count(x, w, grad_out, transposed=transposed)
+
+
+FLOP = {torch.ops.aten.convolution_backward: _convolution_backward_flop}
+"""Formulas for FlopCounterMode."""
+
+
 class PeakMemory(LiveBytes):
     """The bytes of the fake device's storages, and what lives at their peak."""
 
@@ -270,9 +285,13 @@ def try_step(trial: Trial) -> Outcome:
         stepper = make_stepper(trial, model)
         for tensor in (*model.parameters(), *model.buffers(), *batch):
             memory.add(tensor)
-        with memory:
+        average = [torch.empty_like(tensor) for tensor in model.state_dict().values()] if trial.average else []
+        for tensor in average:
+            memory.add(tensor)
+        with memory, FlopCounterMode(display=False, custom_mapping=FLOP) as counter:
             error = _steps(trial, model, batch, stepper)
-    return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type)
+    flop = counter.get_total_flops() / trial.batch / trial.steps
+    return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type, flop)
 
 
 def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Module]) -> str | None:
@@ -286,7 +305,9 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Mod
                     stepper.backward(torch.stack(list(losses.values())).sum())
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
-                    losses = forward_backward(losses_of(model, eager=True), stepper, augmented, 1, autocast(trial.precision))  # type: ignore[arg-type]
+                    losses = forward_backward(
+                        losses_of(model, eager=True), stepper, augmented, 1, autocast(trial.precision)
+                    )  # type: ignore[arg-type]
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)
                 del losses

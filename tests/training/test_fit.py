@@ -1,0 +1,266 @@
+"""Which batch is chosen: the one that fits, and with --fit the fastest; by real steps on a CPU, and by a device whose
+memory and time are what a test says."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.config import Config, from_fields
+from stoker.data.index import Index, open_index
+from stoker.device import Device, Memory
+from stoker.errors import ConfigError, OutOfMemoryError
+from stoker.training import fit, trial
+from stoker.training.derive import derive
+from stoker.training.trial import LiveBytes, Rehearsal, Tried
+from tests.drawn import draw
+
+CPU = Device(torch.device("cpu"))
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn"), train=60, val=12)
+
+
+@pytest.fixture(scope="module")
+def index(folder: Path) -> Index:
+    return open_index(folder)
+
+
+@pytest.fixture(scope="module")
+def settled(index: Index) -> Config:
+    """Everything but the batch, of a model without norms that learn."""
+    asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "norm": "frozen"})
+    config, _ = derive(asked.replace(canvas=(64, 64), precision="fp32"), index, CPU)
+    return config.replace(batch=None, accumulate=None)
+
+
+class SmallDevice(Device):
+    """An accelerator of 10 GiB, of which nine tenths may be used."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def memory(self) -> Memory:
+        return Memory(total=10 * GIB, free=10 * GIB, peak=0)
+
+
+SMALL = SmallDevice(torch.device("cpu"))
+Cost = Callable[[int], float]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambda _: 1.0) -> list[int]:
+    """Steps of n pictures take `gib(n)` GiB at their peak and `seconds(n)` of time. Returns what is tried."""
+    tried: list[int] = []
+
+    def peak(_: Rehearsal, count: int) -> int:
+        tried.append(count)
+        if gib(count) > 10:
+            raise torch.OutOfMemoryError("out of memory")
+        return int(gib(count) * GIB)
+
+    monkeypatch.setattr(Rehearsal, "peak", peak)
+    monkeypatch.setattr(Rehearsal, "seconds", lambda _, count: seconds(count))
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("fixed_gib", "picture_gib", "batch", "parts"),
+    [(1.0, 0.2, 16, 1), (1.0, 0.9, 16, 2), (1.0, 3.0, 16, 8), (4.0, 4.0, 16, 16)],
+)
+def test_a_batch_that_does_not_fit_is_split(
+    index: Index,
+    settled: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    fixed_gib: float,
+    picture_gib: float,
+    batch: int,
+    parts: int,
+):
+    """The peak is a line; beyond the device's memory it raises."""
+    pretend(monkeypatch, gib=lambda n: fixed_gib + picture_gib * n)
+    assert fit.batch(settled, index, SMALL, wanted=16, pictures=60)[:2] == (batch, parts)
+
+
+@pytest.mark.parametrize("less", [False, True])
+def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
+    pretend(monkeypatch, gib=lambda _: 11.0)
+    with pytest.raises(OutOfMemoryError) as caught:
+        fit.batch(settled.replace(checkpoint_activations=less), index, SMALL, wanted=16, pictures=60)
+    assert caught.value.exit_code == 5
+    assert "64x64" in str(caught.value)
+    assert ("--checkpoint-activations" in str(caught.value)) is not less
+
+
+def saturating(count: int) -> float:
+    """A device that is full at 8 pictures: 9, 5, 3, 2, 2 … ms a picture."""
+    return (8e-3 + 1e-3 * count) if count < 8 else 2e-3 * count
+
+
+@pytest.mark.parametrize(
+    ("gib", "seconds", "batch", "words"),
+    [
+        (lambda n: 0.1 * n, saturating, 8, ["1: 9 ms", "8: 2 ms", "32: 2 ms", "60 pictures"]),
+        (lambda n: 0.1 * n, lambda n: n**0.95, 32, ["32: "]),  # always faster: the largest that the split has
+        (lambda n: 0.1 * n, lambda n: n**0.99, 2, ["2: "]),  # 2.8 % slower than 32, and 1 is 3.5 % slower
+        (lambda n: 1.0 * n, lambda n: n**0.5, 8, ["8: ", "16 do not fit"]),
+        (lambda n: 6.0 * n, lambda n: n**0.5, 1, ["1: ", "2 do not fit"]),
+    ],
+)
+def test_fit_takes_the_smallest_batch_near_the_best_time(
+    index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, gib: Cost, seconds: Cost, batch: int,
+    words: list[str],
+):  # fmt: skip
+    pretend(monkeypatch, gib=gib, seconds=seconds)
+    chosen, parts, reason = fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    assert (chosen, parts) == (batch, 1)
+    for word in words:
+        assert word in reason
+
+
+def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
+    tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
+    fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    assert max(tried) == 8
+
+
+def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
+    """Each takes twice as long as the one before it, which is what is expected of the next."""
+    now = [0.0]
+
+    def seconds(count: int) -> float:
+        now[0] += 7.0 * count
+        return 1.0
+
+    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
+    _, _, reason = fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    assert now[0] == 7 + 14 + 28
+    assert "trials end after 60 s" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "accumulate": 2}, 4), ({"norm": "train"}, 2)],
+)
+def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
+    """least: pictures of the smallest batch."""
+    rehearsal = fit.rehearsal_of(settled.replace(**changes), index, CPU)
+    parts = changes.get("accumulate", 1)
+    found = [size * parts for size in fit.sizes(rehearsal, 60)]
+    assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
+
+
+def test_norms_that_learn_are_never_tried_on_one_value(index: Index):
+    """The coarsest map of SSDlite is 1 × 1 at its usual canvas, the tiny model's at 32 × 32."""
+    asked = from_fields({"model": "retinanet_tiny_fpn", "canvas": (32, 32), "precision": "fp32"})
+    assert derive(asked, index, CPU)[0].run.batch == 16
+    assert derive(asked.replace(fit=True), index, CPU)[0].run.batch >= 2
+
+
+def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
+    asked = from_fields({"fit": True, "optimizer": "sgd", "model": "retinanet_tiny_fpn"})
+    chosen, reasons = derive(asked, index, SMALL)
+    assert chosen.run.batch == 8
+    assert "8: 2 ms" in reasons["batch"]
+    assert chosen.optim.rate == derive(asked.replace(fit=None, batch=8), index, SMALL)[0].optim.rate
+
+
+def test_fit_and_batch_contradict_each_other(index: Index):
+    with pytest.raises(ConfigError, match="--fit chooses the batch, and --batch 8 says it"):
+        derive(from_fields({"fit": True, "batch": 8}), index, CPU)
+
+
+def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
+    """Real steps."""
+    monkeypatch.setattr(trial, "LIMIT_S", 3.0)
+    config, reasons = derive(from_fields({"fit": True, "canvas": (32, 32)}), index, CPU)
+    assert config.run.batch in (1, 2, 4, 8, 16, 32)
+    assert f"{config.run.batch}: " in reasons["batch"]
+    assert " ms" in reasons["batch"]
+
+
+def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled: Config):
+    rehearsal = fit.rehearsal_of(settled, index, CPU)
+    before = [parameter.clone() for parameter in rehearsal.stepper.model.parameters()]
+    rehearsal.peak(1)  # makes the optimizer's state
+    two, four = rehearsal.peak(2), rehearsal.peak(4)
+    weights = sum(parameter.numel() * 4 for parameter in before)
+    assert two > 5 * weights  # themselves, their average, gradients, two moments
+    picture = (four - two) / 2
+    assert picture > 64 * 64 * 3 * 4  # its pixels in fp32, at least
+    for parameter, old in zip(rehearsal.stepper.model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old)
+
+
+def test_less_is_kept_with_checkpointing_on_a_cpu(index: Index, settled: Config):
+    kept = []
+    for less in (False, True):
+        rehearsal = fit.rehearsal_of(settled.replace(checkpoint_activations=less, canvas=(256, 256)), index, CPU)
+        kept.append(fit._largest_on_cpu(rehearsal, 1)[0])
+    assert kept[1] > 1.2 * kept[0]
+
+
+def test_live_bytes_are_those_of_storages_that_live():
+    with LiveBytes("cpu") as live:
+        a = torch.zeros(256)
+        b = a.view(16, 16)
+        assert live.now == 1024
+        c = a + 1
+        assert live.now == live.peak == 2048
+        del a, c
+        assert live.now == 1024  # the view keeps it
+        del b
+    assert (live.now, live.peak) == (0, 2048)
+
+
+def test_fastest():
+    tried = [Tried(1, 0, 2.0), Tried(2, 0, 1.029), Tried(4, 0, 1.0), Tried(8, 0, 1.1)]
+    assert fit.fastest(tried).pictures == 2
+    assert fit.fastest(tried[2:]).pictures == 4
+
+
+def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stoker.training.fit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]):
+    asked = from_fields({"device": "cpu", "canvas": (32, 32), "batch": 4})
+    fit.program(str(folder), config=asked)
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "retinanet_tiny_fpn"
+    assert found["canvas"] == [32, 32]
+    (tried,) = found["tried"]
+    assert tried["pictures"] == found["fastest_batch"] == 4
+    assert tried["peak_bytes"] > 0
+    assert tried["seconds_per_picture"] > 0
+
+
+@pytest.mark.slow
+def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
+    from stoker.config import to_toml
+
+    asked = from_fields({"data": str(folder), "device": "cpu", "canvas": (64, 32), "batch": 8, "accumulate": 2})
+    (tmp_path / "config.toml").write_text(to_toml(asked, {}))
+    done = as_program("--config", tmp_path / "config.toml")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["canvas"] == [64, 32]
+    assert [some["pictures"] for some in found["tried"]][:3] == [1, 2, 4]  # halves of its batches
+
+
+@pytest.mark.slow
+def test_the_program_says_what_is_wrong(tmp_path: Path):
+    done = as_program(tmp_path / "nowhere")
+    assert done.returncode == 4
+    assert "nowhere" in done.stderr
