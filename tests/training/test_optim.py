@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from stoker.config import OptimSettings
 from stoker.device import Device
+from stoker.models import Detector, build
 from stoker.training.optim import FUSED_KINDS, Meter, Stepper, rate_at
 from stoker.waits import NoHostWaits
+from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))
 
@@ -101,6 +103,48 @@ def test_state_continues_exactly():
         assert torch.equal(a, b)
     for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
+    """At a tenth it moves a tenth as far in a first step; the rest moves as without. Norms are never decayed."""
+
+    def moved(factor: float) -> tuple[Stepper[Detector], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = build(settings_of("retinanet_tiny_fpn", norm="train"), 3).train()
+        stepper = Stepper(model, settings(optimizer=optimizer, backbone_rate=factor), CPU, precision="fp32")
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        batch = make_batch((3, 2), (64, 64), classes=3)
+        stepper.backward(torch.stack(list(model.loss(model(batch.images), batch).values())).sum())
+        stepper.step(0.01, 0)
+        return stepper, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+    (stepper, tenth), (_, whole) = moved(0.1), moved(1.0)
+    body = {name for name in whole if name.startswith(Detector.body)}
+    assert set() < body < set(whole)
+    for name, way in whole.items():
+        torch.testing.assert_close(tenth[name], way * (0.1 if name in body else 1.0), rtol=1e-3, atol=2e-7, msg=name)
+    groups = stepper._optimizer.param_groups
+    assert {(g["lr"], g["weight_decay"]) for g in groups} == {(r, d) for r in (0.01, 0.001) for d in (0.01, 0.0)}
+    again, _ = moved(0.1)
+    again.load_state_dict(copy.deepcopy(stepper.state_dict()), copy.deepcopy(stepper.averaged.state_dict()))
+    for one in (stepper, again):
+        batch = make_batch((3, 2), (64, 64), classes=3)
+        one.backward(torch.stack(list(one.model.loss(one.model(batch.images), batch).values())).sum())
+        one.step(0.02, 1)
+    for a, b in zip(stepper.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_streak_goes_on_where_it_was_saved():
+    one, two = Meter(CPU, limit=3), Meter(CPU, limit=3)
+    losses, bad = {"a": torch.tensor(1.0)}, torch.tensor(1.0)
+    for step in range(2):
+        one.add(losses, bad, bad, step)
+    assert two.go_on([tensor.clone() for tensor in one.streak()]) is None
+    two.add(losses, bad, bad, 2)
+    assert two.read(two.take(), 1).hopeless_at == 2
+    assert Meter(CPU, limit=3).go_on(two.streak()) == 2
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
