@@ -6,15 +6,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchvision.models import MobileNet_V2_Weights, ResNet18_Weights, ResNet50_Weights
-from torchvision.models.detection import FCOS_ResNet50_FPN_Weights, RetinaNet_ResNet50_FPN_Weights
+from torchvision.models import (
+    MobileNet_V2_Weights,
+    MobileNet_V3_Large_Weights,
+    ResNet18_Weights,
+    ResNet34_Weights,
+    ResNet50_Weights,
+    ResNet101_Weights,
+    ResNeXt50_32X4D_Weights,
+    VGG16_Weights,
+)
+from torchvision.models.detection import (
+    FasterRCNN_MobileNet_V3_Large_FPN_Weights,
+    FasterRCNN_ResNet50_FPN_Weights,
+    FCOS_ResNet50_FPN_Weights,
+    RetinaNet_ResNet50_FPN_Weights,
+    SSD300_VGG16_Weights,
+    SSDLite320_MobileNet_V3_Large_Weights,
+)
 
 from stoker.config import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
-from stoker.models.backbones import Coarser, Norm, pyramid
+from stoker.models.backbones import Coarser, pyramid
 from stoker.models.detector import Detector
+from stoker.models.faster_rcnn import FasterRCNN
 from stoker.models.fcos import FCOS
+from stoker.models.memory import checkpoint_activations
+from stoker.models.norms import Norm
 from stoker.models.retinanet import RetinaNet
+from stoker.models.ssd import SSD300, SSDLite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +49,18 @@ class Architecture:
     """The starting point in `recipes.RECIPES` that it is trained from."""
     canvas_side: int
     """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
+    canvas_multiple: int = 32
+    """What both sides of the canvas are multiples of; most networks halve the picture five times."""
+    anchors_follow_canvas: bool = False
+    """Whether its default anchor sizes are those of a square of `canvas_side`, and grow and shrink with the canvas."""
     defaults: Mapping[str, Any]
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
     """Why, for each field of `defaults`."""
     urls: Mapping[str, str]
     """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
+    classifier_epsilon: float | None = None
+    """Epsilon of the norms of classifiers on its body, where it is not that of its own norms."""
 
 
 def _row(*, defaults: Mapping[str, tuple[Any, str]], **fields: Any) -> Architecture:
@@ -57,13 +83,23 @@ _PRETRAINED: dict[str, tuple[Any, str]] = {
     "norm": ("frozen", "the backbone is pretrained and a detector's batches are small"),
     "trainable_stages": (3, "the first two stages are general enough as they were pretrained (torchvision's default)"),
 }
+_RETINANET = {**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")}
+_GIOU: dict[str, tuple[Any, str]] = {
+    "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
+}
 
 
 def _retinanet(
-    body: str, *, channels: int = 256, depth: int = 4, coarser: Coarser = "p6p7", norm: Norm | None = None
+    body: str,
+    *,
+    channels: int = 256,
+    depth: int = 4,
+    coarser: Coarser = "p6p7",
+    norm: Norm | None = None,
+    lite: bool = False,
 ) -> Callable[[ModelSettings, int], Detector]:
     """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norm: in FPN
-    and towers, None for none."""
+    and towers, None for none; lite: `retinanet.py` says what it is."""
 
     def build(settings: ModelSettings, class_count: int) -> RetinaNet:
         backbone = pyramid(
@@ -73,8 +109,9 @@ def _retinanet(
             trainable_stages=settings.trainable_stages,
             coarser=coarser,
             fpn_norm=norm,
+            lite=lite,
         )
-        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm)
+        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm, lite=lite)
 
     return build
 
@@ -95,6 +132,41 @@ def _fcos(body: str, *, channels: int = 256, depth: int = 4) -> Callable[[ModelS
     return build
 
 
+_FASTER_RCNN: dict[str, tuple[Any, str]] = {
+    "foreground_iou": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "background_iou": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
+    "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
+    "anchor_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
+}
+
+
+def _faster_rcnn(
+    body: str, *, outputs: Mapping[str, int] | None = None, pooled: int = 4, proposal_score: float = 0.0
+) -> Callable[[ModelSettings, int], Detector]:
+    """Builds Faster R-CNNs on a body of BODIES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
+    proposal_score: as in `FasterRCNN`."""
+
+    def build(settings: ModelSettings, class_count: int) -> FasterRCNN:
+        backbone = pyramid(
+            body,
+            256,
+            norm=settings.norm,
+            trainable_stages=settings.trainable_stages,
+            finest=2,
+            coarser="pool",
+            outputs=outputs,
+        )
+        return FasterRCNN(
+            backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score
+        )
+
+    return build
+
+
+_SSD: dict[str, tuple[Any, str]] = {"foreground_iou": (0.5, "SSD paper, section 2.2")}
+
+
 MODELS: dict[str, Architecture] = {
     "retinanet_resnet50_fpn": _row(
         build=_retinanet("resnet50"),
@@ -102,11 +174,47 @@ MODELS: dict[str, Architecture] = {
         parameters=33_786_804,
         recipe="standard",
         canvas_side=800,
-        defaults={**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")},
+        defaults=_RETINANET,
         urls={
             "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
+    ),
+    "retinanet_resnet18_fpn": _row(
+        build=_retinanet("resnet18"),
+        what_for="GPUs of little memory, small data sets: at its 640 pixels half the work of resnet50 at 800",
+        parameters=20_810_676,
+        recipe="standard",
+        canvas_side=640,
+        defaults=_RETINANET,
+        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+    ),
+    "retinanet_resnet34_fpn": _row(
+        build=_retinanet("resnet34"),
+        what_for="GPUs, between resnet18 and resnet50: at its 640 pixels three fifths of the work of resnet50 at 800",
+        parameters=30_911_412,
+        recipe="standard",
+        canvas_side=640,
+        defaults=_RETINANET,
+        urls={"imagenet": ResNet34_Weights.IMAGENET1K_V1.url},
+    ),
+    "retinanet_resnet101_fpn": _row(
+        build=_retinanet("resnet101"),
+        what_for="large GPUs, where accuracy counts more than time: a third more work than resnet50",
+        parameters=52_726_708,
+        recipe="standard",
+        canvas_side=800,
+        defaults=_RETINANET,
+        urls={"imagenet": ResNet101_Weights.IMAGENET1K_V1.url},
+    ),
+    "retinanet_resnext50_32x4d_fpn": _row(
+        build=_retinanet("resnext50_32x4d"),
+        what_for="large GPUs: the work of resnet50, on a body that classifies better (ImageNet 77.6 % to 76.1 %)",
+        parameters=33_243_572,
+        recipe="standard",
+        canvas_side=800,
+        defaults=_RETINANET,
+        urls={"imagenet": ResNeXt50_32X4D_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_mobilenet_v2_fpn": _row(
         build=_retinanet("mobilenet_v2", channels=128, depth=2),
@@ -114,13 +222,32 @@ MODELS: dict[str, Architecture] = {
         parameters=4_570_292,
         recipe="light",
         canvas_side=320,
+        defaults={**_RETINANET, **_GIOU},
+        urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+    ),
+    "retinanet_mobilenet_v2_fpnlite": _row(
+        build=_retinanet("mobilenet_v2", channels=128, lite=True),
+        what_for="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the work of mobilenet_v2_fpn",
+        parameters=2_601_912,
+        recipe="light",
+        canvas_side=320,
         defaults={
-            **_FOCAL,
-            **_ANCHORS,
-            **_PRETRAINED,
-            "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
+            **_RETINANET,
+            **_GIOU,
+            "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
+            "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
         },
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+    ),
+    "retinanet_mobilenet_v3_large_fpn": _row(
+        build=_retinanet("mobilenet_v3_large", channels=128, depth=2),
+        what_for="small GPUs: as mobilenet_v2_fpn, on a body that classifies better (ImageNet 74.0 % to 71.9 %)",
+        parameters=5_290_196,
+        recipe="light",
+        canvas_side=320,
+        defaults={**_RETINANET, **_GIOU},
+        urls={"imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url},
+        classifier_epsilon=1e-3,
     ),
     "retinanet_tiny_fpn": _row(
         build=_retinanet("tiny", channels=48, depth=2, coarser=None, norm=nn.BatchNorm2d),
@@ -160,6 +287,86 @@ MODELS: dict[str, Architecture] = {
         defaults={**_FCOS, **_PRETRAINED},
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
+    "faster_rcnn_resnet50_fpn": _row(
+        build=_faster_rcnn("resnet50"),
+        what_for="GPUs; two stages: torchvision's Faster R-CNN, 37.0 AP on COCO with torchvision's weights",
+        parameters=41_704_036,
+        recipe="standard",
+        canvas_side=800,
+        defaults={**_FASTER_RCNN, **_PRETRAINED},
+        urls={
+            "coco": FasterRCNN_ResNet50_FPN_Weights.COCO_V1.url,
+            "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
+        },
+    ),
+    "faster_rcnn_resnet18_fpn": _row(
+        build=_faster_rcnn("resnet18"),
+        what_for="GPUs of little memory, small data sets; two stages",
+        parameters=28_678_756,
+        recipe="standard",
+        canvas_side=640,
+        defaults={**_FASTER_RCNN, **_PRETRAINED},
+        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+    ),
+    "faster_rcnn_mobilenet_v3_large_fpn": _row(
+        build=_faster_rcnn(
+            "mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05
+        ),
+        what_for="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
+        parameters=19_335_104,
+        recipe="standard",
+        canvas_side=800,
+        defaults={
+            **_FASTER_RCNN,
+            **_PRETRAINED,
+            "trainable_stages": (2, "as many layers as torchvision trains by default"),
+            "anchor_sizes": ((32.0, 32.0, 32.0), "torchvision's: all sizes at every level"),
+            "anchor_scales": ((1.0, 2.0, 4.0, 8.0, 16.0), "torchvision's: 32 to 512 pixels at every level"),
+        },
+        urls={
+            "coco": FasterRCNN_MobileNet_V3_Large_FPN_Weights.COCO_V1.url,
+            "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
+        },
+        classifier_epsilon=1e-3,
+    ),
+    "ssdlite320_mobilenet_v3_large": _row(
+        build=SSDLite,
+        what_for="CPUs and edge devices: torchvision's SSDlite, 21.3 AP on COCO with torchvision's weights",
+        parameters=3_301_460,
+        recipe="light",
+        canvas_side=320,
+        anchors_follow_canvas=True,
+        defaults={
+            **_SSD,
+            "anchor_sizes": ((64.0, 112.0, 160.0, 208.0, 256.0, 304.0, 320.0), "torchvision's: 0.2 to 0.95 of 320"),
+            "norm": ("train", "as torchvision trained it, with a slow momentum of 0.03"),
+            "trainable_stages": (5, "as torchvision trained it; it is small"),
+            "tail": ("half", "table 6 of the MobileNetV3 paper"),
+        },
+        urls={
+            "coco": SSDLite320_MobileNet_V3_Large_Weights.COCO_V1.url,
+            "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
+        },
+    ),
+    "ssd300_vgg16": _row(
+        build=SSD300,
+        what_for="comparison with the literature: torchvision's SSD300, 25.1 AP on COCO with torchvision's weights",
+        parameters=34_305_206,
+        recipe="ssd",
+        canvas_side=300,
+        canvas_multiple=20,
+        anchors_follow_canvas=True,
+        defaults={
+            **_SSD,
+            "anchor_sizes": ((21.0, 45.0, 99.0, 153.0, 207.0, 261.0, 315.0), "SSD paper, section 3.1: its COCO model"),
+            "norm": ("frozen", "VGG-16 has none"),
+            "trainable_stages": (4, "the first stage is general enough as it was pretrained (torchvision's default)"),
+        },
+        urls={
+            "coco": SSD300_VGG16_Weights.COCO_V1.url,
+            "imagenet": VGG16_Weights.IMAGENET1K_FEATURES.url,
+        },
+    ),
 }
 """Every architecture by the name that `--model` takes."""
 
@@ -190,7 +397,25 @@ def build(settings: ModelSettings, class_count: int) -> Detector:
                 cause=f"{settings.model} needs {needed}, finest level first",
                 fix=f"give {needed} numbers, as its own: {' '.join(f'{x:g}' for x in row.defaults['anchor_sizes'])}",
             )
-    return row.build(settings, class_count).to(memory_format=torch.channels_last)
+    model = row.build(settings, class_count)
+    if settings.checkpoint_activations:
+        checkpoint_activations(model)
+    return model.to(memory_format=torch.channels_last)
+
+
+def check_canvas(config: Config) -> None:
+    """Raises ConfigError for a canvas that the config's model cannot have. AUTO passes."""
+    have = config.set_fields()
+    if not {"canvas", "model"} <= have.keys():
+        return
+    canvas, model = config.data.canvas, config.model.model
+    row = architecture(model)
+    multiple = row.canvas_multiple
+    if any(side % multiple for side in canvas):
+        raise ConfigError(
+            f"--canvas {canvas[0]} {canvas[1]}: both sides must be multiples of {multiple} for {model}.",
+            choices=[f"{max(1, round(side / multiple)) * multiple}" for side in canvas],
+        )
 
 
 OF_EVERY_MODEL = frozenset({"model", "weights", "norm", "trainable_stages", "checkpoint_activations"})

@@ -81,7 +81,9 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         raise _wrong_architecture(path, weights, settings.model)
     tensors, sentences = fit.tensors, []
     if path.name in TRAINED_WITHOUT_EPSILON:
-        tensors = _without_epsilon(tensors)
+        tensors = _from_epsilon(0.0, tensors)
+    elif row.classifier_epsilon is not None and not fit.is_detector:
+        tensors = _from_epsilon(row.classifier_epsilon, tensors)
     origin = f"{path.name}" + (f" ({where})" if where else "")
     if fit.is_detector:
         tensors, sentence = fit_class_head(tensors, model.class_layers(), weights.class_names, class_names)
@@ -155,6 +157,7 @@ def _without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 # Names of torchvision before 0.13.
 _OLD_FPN = re.compile(r"^(backbone\.fpn\.(?:inner|layer)_blocks\.\d+)\.(weight|bias)$")
+_OLD_PROPOSALS = re.compile(r"^(rpn\.head\.conv)\.(weight|bias)$")
 _OLD_TOWER = re.compile(r"^(head\.\w+\.conv)\.(\d+)\.(weight|bias)$")
 _CLASSIFIER = re.compile(r"^(fc|classifier(\.\d+)*)\.(weight|bias)$")
 
@@ -169,7 +172,7 @@ def _newer_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if (old := towers.get(name)) and not has_norms:
             newer[f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"] = tensor
         else:
-            newer[_OLD_FPN.sub(r"\1.0.\2", name)] = tensor
+            newer[_OLD_PROPOSALS.sub(r"\1.0.0.\2", _OLD_FPN.sub(r"\1.0.\2", name))] = tensor
     return newer
 
 
@@ -199,23 +202,27 @@ def _recognise(weights: Weights) -> str | None:
         with torch.device("meta"):  # shapes only
             model = build(ModelSettings(**{"norm": "train", "trainable_stages": 5, **row.defaults, "model": name}), 1)
         alike = _fit(weights.tensors, model).alike
+        if alike == 1:
+            return name
         if alike > best or (alike == best and found is None):
             best, found = alike, name
     return found
 
 
-TRAINED_WITHOUT_EPSILON = frozenset({"retinanet_resnet50_fpn_coco-eeacb38b.pth"})
+TRAINED_WITHOUT_EPSILON = frozenset(
+    {"fasterrcnn_resnet50_fpn_coco-258fb6c6.pth", "retinanet_resnet50_fpn_coco-eeacb38b.pth"}
+)
 """Files by torchvision whose norms had an epsilon of 0 (`overwrite_eps` in its builders)."""
 
 
-def _without_epsilon(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For norms whose epsilon was 0 and is 1e-5 in ours: the scale
-    makes up for it: weight · √((var + ε) / var), so that nothing outside the file has to remember it."""
+def _from_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For norms whose epsilon was another than our 1e-5: the scale makes up for it, weight · √((var + 1e-5) / (var +
+    epsilon)), so that nothing outside the file has to remember it."""
     result = dict(tensors)
     for name in tensors:
         if name.endswith(".running_var"):
             scale, variance = name.removesuffix("running_var") + "weight", tensors[name].double()
-            result[scale] = (tensors[scale] * ((variance + 1e-5) / variance).sqrt()).float()
+            result[scale] = (tensors[scale] * ((variance + 1e-5) / (variance + epsilon)).sqrt()).float()
     return result
 
 
