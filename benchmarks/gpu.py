@@ -103,7 +103,7 @@ def shrunk(case: Case) -> Case:
     """The same with few and small pictures. Not smaller: at 64 pixels a level is a single place, for which bf16
     convolutions on a CPU leave parts of the weight's gradient uninitialised (torch 2.15)."""
     side = 128 if "ssd" not in case.model else case.canvas[0]
-    return dataclasses.replace(case, batch=4, canvas=(side, side), classes=5, slots=8)
+    return dataclasses.replace(case, batch=4, canvas=(side, side), classes=5, slots=8, goal=None)
 
 
 def predict(case: Case) -> fakes.Outcome:

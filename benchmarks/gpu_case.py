@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.batch import DRAWS, Batch
 from stoker.config import ModelSettings, OptimSettings
@@ -53,18 +53,18 @@ class Case:
         """The same step on the fake accelerator. Fused SGD does not run there."""
         return fakes.Trial(model=self.model, classes=self.classes, batch=self.batch, slots=self.slots,
                            canvas=self.canvas, precision=self.precision, optimizer=self.optimizer,
-                           fused=self.optimizer == "adamw")  # fmt: skip
+                           fused=self.optimizer == "adamw", average=True)  # fmt: skip
 
 
 class Work:
     """A model on the device with all that its steps need."""
 
-    def __init__(self, case: Case, device: Device, *, ema: float) -> None:
+    def __init__(self, case: Case, device: Device) -> None:
         torch.manual_seed(0)
         self.case, self.device = case, device
         self.model = settled_model(case, device)
         optim = OptimSettings(optimizer=case.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0,
-                              ema=ema)  # fmt: skip
+                              ema=0.999)  # fmt: skip
         self.stepper = Stepper(self.model, optim, device, precision=case.precision)
         self.meter = Meter(device, limit=10**6)
         self.batch = random_batch(case, device)
@@ -113,17 +113,16 @@ def random_batch(case: Case, device: Device) -> Batch:
     return batch._replace(images=pixels.permute(0, 3, 1, 2), draw=draw)
 
 
-def memory(case: Case, device: Device) -> dict[str, Any]:
-    """Peak bytes of steps like those of `fakes.try_step`: all augmentations, no average of weights."""
-    if device.is_cpu:
+def memory(work: Work) -> dict[str, Any]:
+    """Peak bytes of the first steps, with all augmentations: what `fakes.try_step` does."""
+    if work.device.is_cpu:
         return {}
-    work = Work(case, device, ema=0.0)
-    device.release_cache()
-    device.reset_peak()
+    work.device.release_cache()
+    work.device.reset_peak()
     for _ in range(2):
         work.step(work.eager, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
-    device.wait()
-    return {"peak bytes": device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
+    work.device.wait()
+    return {"peak bytes": work.device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
 
 
 @contextlib.contextmanager
@@ -149,20 +148,9 @@ def waits(work: Work, compute: LossesOf) -> dict[str, Any]:
     return {"waits": 0}
 
 
-def convolution_backward_flops(
-    gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: Any, **_: Any
-) -> int:
-    """The gradients of the input and of the weight cost as much as the convolution itself, each where it is wanted.
-    torch's own formula takes no notice of groups in that of the weight: 7 times too much for SSDlite."""
-    transposed, wanted = others[4], others[7]
-    del out_shape
-    return int(conv_flop_count(x, weight, gradient, transposed=transposed) * (wanted[0] + wanted[1]))
-
-
 def flops(work: Work) -> dict[str, Any]:
     """FLOPs of a step a picture, of convolutions and matrix products: 2 for a multiply-add."""
-    formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    with FlopCounterMode(display=False, custom_mapping=fakes.FLOP) as counter:
         work.step(work.eager)
     return {"flops": counter.get_total_flops() / work.case.batch}
 
@@ -210,9 +198,8 @@ def say(**found: Any) -> None:
 
 
 def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
-    say(**memory(case, device))
-    device.release_cache()
-    work = Work(case, device, ema=0.999)
+    work = Work(case, device)
+    say(**memory(work))
     say(**waits(work, work.eager))
     say(**flops(work))
     work.per_s(work.eager, steps)  # what happens in the first steps: algorithms, memory, clocks
@@ -223,7 +210,7 @@ def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
 
 
 def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> None:
-    work = Work(case, device, ema=0.999)
+    work = Work(case, device)
     work.step(work.eager)  # makes what the model keeps: anchors
     began = time.perf_counter()
     work.step(work.compiled)
