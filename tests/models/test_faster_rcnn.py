@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_fpn, fasterrcnn_resnet50_fpn
 
 from stoker.models import build, proposals, regions
 from stoker.models.faster_rcnn import FasterRCNN
@@ -13,17 +12,16 @@ from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of,
 
 CLASSES = 7
 pytestmark = pytest.mark.usefixtures("small")
-R18, MOBILENET = "faster_rcnn_resnet18_fpn", "faster_rcnn_mobilenet_v3_large_fpn"
-SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64))}
+R18, R50, MOBILENET = "faster_rcnn_resnet18_fpn", "faster_rcnn_resnet50_fpn", "faster_rcnn_mobilenet_v3_large_fpn"
+SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "resnet50": (R50, (64, 96))}
 
 
 @pytest.fixture
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
-    if "full" not in request.keywords:
-        monkeypatch.setattr(regions, "HIDDEN", 16)
-        monkeypatch.setattr(regions, "SAMPLED", 96)
-        monkeypatch.setattr(regions, "SAMPLED_POSITIVE", 24)
+    monkeypatch.setattr(regions, "HIDDEN", 16)
+    monkeypatch.setattr(regions, "SAMPLED", 96)
+    monkeypatch.setattr(regions, "SAMPLED_POSITIVE", 24)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -32,19 +30,16 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs"),
-    [("faster_rcnn_resnet50_fpn", fasterrcnn_resnet50_fpn), (MOBILENET, fasterrcnn_mobilenet_v3_large_fpn)],
+    ("setup", "counts"),
+    [
+        ("resnet18", (3, 7)),
+        ("mobilenet", (16, 1)),
+        pytest.param("resnet18", (16, 1), marks=pytest.mark.slow),
+        pytest.param("resnet18", (0, 5), marks=pytest.mark.slow),
+        pytest.param("mobilenet", (3, 7), marks=pytest.mark.slow),
+        pytest.param("resnet50", (3, 7), marks=pytest.mark.slow),
+    ],
 )
-def test_tensors_have_the_names_and_shapes_of_torchvision(name: str, theirs: type[nn.Module]) -> None:
-    with torch.device("meta"):
-        model = build(settings_of(name), 90)
-        oracle = theirs(weights=None, weights_backbone=None, num_classes=91)
-    expected = {n: t.shape for n, t in oracle.state_dict().items() if not n.endswith("num_batches_tracked")}
-    assert {n: t.shape for n, t in model.state_dict().items()} == expected
-
-
-@pytest.mark.parametrize("counts", [(3, 7), (0, 5), (16, 1)])
-@pytest.mark.parametrize("setup", SETUPS)
 def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple[int, ...]) -> None:
     name, canvas = SETUPS[setup]
     model = settled(name, CLASSES, canvas).train()
@@ -106,7 +101,7 @@ def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
         assert relative(mixed[part], loss) < 0.2, part
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", ["resnet18", pytest.param("mobilenet", marks=pytest.mark.slow)])
 def test_detections_are_those_of_torchvision(setup: str) -> None:
     name, canvas = SETUPS[setup]
     model = settled(name, CLASSES, canvas).eval()
@@ -186,6 +181,7 @@ def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:
     assert not torch.isfinite(sum(losses.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [R18, MOBILENET])
 def test_forward_and_loss_are_one_graph(name: str) -> None:
     model = build(settings_of(name), CLASSES).train()

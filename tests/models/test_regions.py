@@ -101,7 +101,9 @@ def test_lots_are_different_within_a_picture_and_spread() -> None:
     assert torch.equal(own, lots(draw, 100_000, purpose=0))
 
 
-@pytest.mark.parametrize(("positives", "negatives", "expected"), [(40, 500, (8, 24)), (3, 500, (3, 29)), (40, 5, (8, 5))])
+@pytest.mark.parametrize(
+    ("positives", "negatives", "expected"), [(40, 500, (8, 24)), (3, 500, (3, 29)), (40, 5, (8, 5))]
+)
 def test_a_sample_has_the_least_lots(positives: int, negatives: int, expected: tuple[int, int]) -> None:
     own = lots(torch.tensor([0.1, 0.7]), 600, purpose=0)
     kind = torch.full((2, 600), -1)
@@ -145,7 +147,7 @@ def pyramid(dtype: torch.dtype) -> list[Tensor]:
 
 
 def regions(dtype: torch.dtype) -> Tensor:
-    """Boxes of all sizes in two pictures, cut off at the canvas; many at its edges, some smaller than a feature cell."""
+    """Boxes of all sizes in two pictures, cut off at the canvas; many at its edges, some below a feature cell."""
     draw = torch.Generator().manual_seed(1)
     size = torch.tensor([CANVAS[1], CANVAS[0]])
     centre = torch.rand(2, 400, 2, generator=draw) * size * 1.2 - 0.1 * size

@@ -41,7 +41,7 @@ def settled(name: str, classes: int, canvas: tuple[int, int], *, norm: str = "fr
             layer.weight.normal_(std=std)
         # Away from the corner of the picture: of proposals that are cut off there, and smaller than a feature cell, the
         # features are the same, so the order of their scores is nobody's choice.
-        learning.rpn.head.bbox_pred.bias.view(-1, 4)[:, :2] = 0.5
+        learning.rpn.head.bbox_pred.bias.view(-1, 4)[:, :2] = 0.9
     model = build(settings_of(name, norm=norm), classes)
     model.load_state_dict(learning.state_dict(), strict=False)
     assert isinstance(model, FasterRCNN)
@@ -134,9 +134,7 @@ def oracle_detections(oracle: Oracle, model: FasterRCNN, batch: Batch) -> list[d
     return oracle.transform.postprocess(found, images.image_sizes, sizes)
 
 
-def _features(
-    oracle: Oracle, model: FasterRCNN, batch: Batch
-) -> tuple[ImageList, dict[str, Tensor], list[int]]:
+def _features(oracle: Oracle, model: FasterRCNN, batch: Batch) -> tuple[ImageList, dict[str, Tensor], list[int]]:
     """(pictures, features by level, number of anchors of each level)."""
     pixels = model.pixels(batch.images)
     features = oracle.backbone(pixels)
