@@ -74,7 +74,7 @@ class ModelSettings:
     weights: str = AUTO
     """Where training starts: coco, imagenet (the backbone only), none, or a file."""
     norm: Literal["frozen", "train", "sync"] = AUTO
-    """BatchNorm of the backbone: statistics and affine kept as they were loaded, or trained; sync: over all devices."""
+    """BatchNorm of the backbone: kept as loaded, or trained; sync: over all devices (proved on one: gloo has none)."""
     trainable_stages: int = AUTO
     """How many stages of the backbone are trained, counted from its end; 0 … 5."""
     anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO

@@ -67,7 +67,7 @@ class Rehearsal:
         )
 
     def loss(self, case: Batch) -> Tensor:
-        """The sum of the losses, a scalar."""
+        """The sum of the losses, a scalar; operator by operator, since compiling for every size would take minutes."""
         model = self.stepper.model
         with self.device.autocast(self.config.run.precision):
             losses = model.loss(model(case.images), case)
