@@ -101,6 +101,7 @@ TRIALS = {
     "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800), optimizer="sgd"),
     "lite": fakes.Trial(model="retinanet_mobilenet_v2_fpnlite", optimizer="adamw", fused=True),
     "tiny": fakes.Trial(model="retinanet_tiny_fpn", batch=16, optimizer="adamw", precision="fp16"),
+    "two stages": fakes.Trial(model="faster_rcnn_resnet18_fpn"),
     "torchvision": fakes.Trial(oracle=True),
 }
 
@@ -112,7 +113,7 @@ def outcomes() -> dict[str, fakes.Outcome]:
     return dict(zip(TRIALS, fakes.run(*TRIALS.values()), strict=True))
 
 
-@pytest.mark.parametrize("name", ["resnet50", "lite", "tiny"])
+@pytest.mark.parametrize("name", ["resnet50", "lite", "tiny", "two stages"])
 def test_a_mixed_precision_step_on_a_fake_accelerator(name: str, outcomes: dict[str, fakes.Outcome]) -> None:
     assert outcomes[name].error is None
     assert outcomes[name].resting < outcomes[name].peak  # its tensors were counted, and they ended
