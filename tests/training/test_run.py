@@ -102,7 +102,8 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
 def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path, monkeypatch):
     """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    config = settings(data, optimizer="sgd", rate=90.0, clip=0.0, warmup=0, max_skipped=5, for_="400", weight_decay=10.0)
+    changes = {"optimizer": "sgd", "rate": 90.0, "weight_decay": 10.0, "clip": 0.0, "warmup": 0, "max_skipped": 5}
+    config = settings(data, for_="400", **changes)
     with pytest.raises(DivergedError) as caught:
         train(config, run=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
