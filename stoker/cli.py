@@ -255,6 +255,27 @@ def report(run: str, /, *, out: Path | None = None, price: float | None = None, 
         print(write_report(run, out, price=price))
 
 
+@app.command(sort_key=6)
+def models(name: str | None = None, /, *, json: bool = False) -> None:
+    """Lists the architectures that `--model` takes: what each is for, what it costs, which weights there are.
+
+    Parameters
+    ----------
+    name
+        One of them, to be shown in full.
+    json
+        Print everything as JSON.
+    """
+    from stoker.report.models import as_json, print_model, print_models
+
+    if json:
+        print(as_json(name))
+    elif name is None:
+        print_models()
+    else:
+        print_model(name)
+
+
 def main() -> None:
     """The entry point; never returns."""
     if sys.stdout is None:  # started without one (`>&-`): what is printed goes nowhere

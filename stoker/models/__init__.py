@@ -6,9 +6,10 @@ suppression in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `
 `evaluate.py`; how one is added: docs/add-a-model.md.
 """
 
+from stoker.models.architecture import Architecture
 from stoker.models.detections import Detections
 from stoker.models.detector import Detector
-from stoker.models.table import MODELS, Architecture, architecture, build, open_fields
+from stoker.models.table import MODELS, architecture, build, open_fields
 from stoker.models.weights import architecture_of, load_weights
 
 __all__ = [

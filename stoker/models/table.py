@@ -27,6 +27,7 @@ from torchvision.models.detection import (
 
 from stoker.config import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
+from stoker.models.architecture import Architecture, Cost
 from stoker.models.backbones import Coarser, pyramid
 from stoker.models.detector import Detector
 from stoker.models.faster_rcnn import FasterRCNN
@@ -35,32 +36,6 @@ from stoker.models.memory import checkpoint_activations
 from stoker.models.norms import Norm
 from stoker.models.retinanet import RetinaNet
 from stoker.models.ssd import SSD300, SSDLite
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A row of MODELS."""
-
-    build: Callable[[ModelSettings, int], Detector]
-    what_for: str
-    parameters: int
-    """With 80 classes and the default settings (frozen norms have none)."""
-    recipe: str
-    """The starting point in `recipes.RECIPES` that it is trained from."""
-    canvas_side: int
-    """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
-    canvas_multiple: int = 32
-    """What both sides of the canvas are multiples of; most networks halve the picture five times."""
-    anchors_follow_canvas: bool = False
-    """Whether its default anchor sizes are those of a square of `canvas_side`, and grow and shrink with the canvas."""
-    defaults: Mapping[str, Any]
-    """Values of the ModelSettings fields that the architecture uses; it has no others."""
-    reasons: Mapping[str, str]
-    """Why, for each field of `defaults`."""
-    urls: Mapping[str, str]
-    """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
-    classifier_epsilon: float | None = None
-    """Epsilon of the norms of classifiers on its body, where it is not that of its own norms."""
 
 
 def _row(*, defaults: Mapping[str, tuple[Any, str]], **fields: Any) -> Architecture:
@@ -172,6 +147,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("resnet50"),
         what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
         parameters=33_786_804,
+        cost=Cost(gflop=297.0, training_gflop=846.0, memory_gib=4.6),
         recipe="standard",
         canvas_side=800,
         defaults=_RETINANET,
@@ -184,6 +160,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("resnet18"),
         what_for="GPUs of little memory, small data sets: at its 640 pixels half the work of resnet50 at 800",
         parameters=20_810_676,
+        cost=Cost(gflop=151.0, training_gflop=432.0, memory_gib=1.9),
         recipe="standard",
         canvas_side=640,
         defaults=_RETINANET,
@@ -193,6 +170,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("resnet34"),
         what_for="GPUs, between resnet18 and resnet50: at its 640 pixels three fifths of the work of resnet50 at 800",
         parameters=30_911_412,
+        cost=Cost(gflop=181.0, training_gflop=515.0, memory_gib=2.2),
         recipe="standard",
         canvas_side=640,
         defaults=_RETINANET,
@@ -202,6 +180,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("resnet101"),
         what_for="large GPUs, where accuracy counts more than time: a third more work than resnet50",
         parameters=52_726_708,
+        cost=Cost(gflop=392.0, training_gflop=1130.0, memory_gib=6.7),
         recipe="standard",
         canvas_side=800,
         defaults=_RETINANET,
@@ -211,6 +190,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("resnext50_32x4d"),
         what_for="large GPUs: the work of resnet50, on a body that classifies better (ImageNet 77.6 % to 76.1 %)",
         parameters=33_243_572,
+        cost=Cost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
         defaults=_RETINANET,
@@ -220,6 +200,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("mobilenet_v2", channels=128, depth=2),
         what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
         parameters=4_570_292,
+        cost=Cost(gflop=8.14, training_gflop=23.8, memory_gib=0.58),
         recipe="light",
         canvas_side=320,
         defaults={**_RETINANET, **_GIOU},
@@ -229,6 +210,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("mobilenet_v2", channels=128, lite=True),
         what_for="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the work of mobilenet_v2_fpn",
         parameters=2_601_912,
+        cost=Cost(gflop=1.94, training_gflop=5.15, memory_gib=0.52),
         recipe="light",
         canvas_side=320,
         defaults={
@@ -243,6 +225,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("mobilenet_v3_large", channels=128, depth=2),
         what_for="small GPUs: as mobilenet_v2_fpn, on a body that classifies better (ImageNet 74.0 % to 71.9 %)",
         parameters=5_290_196,
+        cost=Cost(gflop=7.79, training_gflop=23.0, memory_gib=0.53),
         recipe="light",
         canvas_side=320,
         defaults={**_RETINANET, **_GIOU},
@@ -253,6 +236,7 @@ MODELS: dict[str, Architecture] = {
         build=_retinanet("tiny", channels=48, depth=2, coarser=None, norm=nn.BatchNorm2d),
         what_for="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
         parameters=631_640,
+        cost=Cost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
         recipe="tiny",
         canvas_side=320,
         defaults={
@@ -270,6 +254,7 @@ MODELS: dict[str, Architecture] = {
         build=_fcos("resnet50"),
         what_for="GPUs; no anchors to choose: torchvision's FCOS, 39.2 AP on COCO with torchvision's weights",
         parameters=32_244_245,
+        cost=Cost(gflop=256.0, training_gflop=722.0, memory_gib=4.8),
         recipe="standard",
         canvas_side=800,
         defaults={**_FCOS, **_PRETRAINED},
@@ -282,6 +267,7 @@ MODELS: dict[str, Architecture] = {
         build=_fcos("resnet18", channels=128, depth=2),
         what_for="small GPUs; no anchors to choose: ResNet-18, towers of 2 convolutions of 128 channels",
         parameters=12_709_269,
+        cost=Cost(gflop=11.1, training_gflop=28.2, memory_gib=0.34),
         recipe="light",
         canvas_side=320,
         defaults={**_FCOS, **_PRETRAINED},
@@ -291,6 +277,7 @@ MODELS: dict[str, Architecture] = {
         build=_faster_rcnn("resnet50"),
         what_for="GPUs; two stages: torchvision's Faster R-CNN, 37.0 AP on COCO with torchvision's weights",
         parameters=41_704_036,
+        cost=Cost(gflop=269.0, training_gflop=715.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
         defaults={**_FASTER_RCNN, **_PRETRAINED},
@@ -303,6 +290,7 @@ MODELS: dict[str, Architecture] = {
         build=_faster_rcnn("resnet18"),
         what_for="GPUs of little memory, small data sets; two stages",
         parameters=28_678_756,
+        cost=Cost(gflop=141.0, training_gflop=359.0, memory_gib=2.3),
         recipe="standard",
         canvas_side=640,
         defaults={**_FASTER_RCNN, **_PRETRAINED},
@@ -314,6 +302,7 @@ MODELS: dict[str, Architecture] = {
         ),
         what_for="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         parameters=19_335_104,
+        cost=Cost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
         recipe="standard",
         canvas_side=800,
         defaults={
@@ -333,6 +322,7 @@ MODELS: dict[str, Architecture] = {
         build=SSDLite,
         what_for="CPUs and edge devices: torchvision's SSDlite, 21.3 AP on COCO with torchvision's weights",
         parameters=3_301_460,
+        cost=Cost(gflop=1.13, training_gflop=3.36, memory_gib=0.47),
         recipe="light",
         canvas_side=320,
         anchors_follow_canvas=True,
@@ -352,6 +342,7 @@ MODELS: dict[str, Architecture] = {
         build=SSD300,
         what_for="comparison with the literature: torchvision's SSD300, 25.1 AP on COCO with torchvision's weights",
         parameters=34_305_206,
+        cost=Cost(gflop=68.7, training_gflop=189.0, memory_gib=2.2),
         recipe="ssd",
         canvas_side=300,
         canvas_multiple=20,

@@ -1,0 +1,48 @@
+"""What a row of `MODELS` says about an architecture. The rows are in `table.py`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stoker.config import ModelSettings
+from stoker.models.detector import Detector
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """With 80 classes, on the square of `canvas_side`. `python -m tests.models.test_table` computes them."""
+
+    gflop: float
+    """1e9 operations to find objects in a picture: products and sums of convolutions and matrices, before NMS."""
+    training_gflop: float
+    """The same of a training step, per picture, forward and backward, with the default settings."""
+    memory_gib: float
+    """At the peak of a training step: the recipe's batch in bf16, at most 100 boxes a picture, averaged weights.
+    Counted on tensors; what an allocator, a driver and cuDNN take comes on top."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A row of MODELS."""
+
+    build: Callable[[ModelSettings, int], Detector]
+    what_for: str
+    parameters: int
+    """With 80 classes and the default settings (frozen norms have none)."""
+    cost: Cost
+    recipe: str
+    """The starting point in `recipes.RECIPES` that it is trained from."""
+    canvas_side: int
+    """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
+    canvas_multiple: int = 32
+    """What both sides of the canvas are multiples of; most networks halve the picture five times."""
+    anchors_follow_canvas: bool = False
+    """Whether its default anchor sizes are those of a square of `canvas_side`, and grow and shrink with the canvas."""
+    defaults: Mapping[str, Any]
+    """Values of the ModelSettings fields that the architecture uses; it has no others."""
+    reasons: Mapping[str, str]
+    """Why, for each field of `defaults`."""
+    urls: Mapping[str, str]
+    """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
+    classifier_epsilon: float | None = None
+    """Epsilon of the norms of classifiers on its body, where it is not that of its own norms."""
