@@ -81,14 +81,14 @@ def _corners(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     their weights), both [B, K, SIDE, 2 · SAMPLES].
 
     low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The sums are in torchvision's
-    order, so that both round alike. A place more than a cell outside the map weighs nothing; boxes are at least a cell.
+    order, so that both round alike. Boxes are at least a cell; a place more than a cell beyond the map weighs nothing.
     """
     cell = ((high - low).clamp(min=1.0) / SIDE)[..., None, None]
     at = torch.arange(SIDE, device=low.device)[:, None]
     between = (torch.arange(SAMPLES, device=low.device) + 0.5) / SAMPLES
     place = low[..., None, None] + at * cell + between * cell
     last = (size - 1)[..., None, None]
-    inside = (place >= -1) & (place <= last + 1)
+    inside = place <= last + 1  # a box that was made a cell wide may reach beyond the map's end
     place = torch.minimum(place.clamp(min=0), last.to(place.dtype))
     before = place.to(torch.int64)
     share = place - before
