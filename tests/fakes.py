@@ -266,8 +266,8 @@ def fake_batch(trial: Trial) -> Batch:
 def make_stepper(trial: Trial, model: nn.Module) -> Stepper[nn.Module]:
     """The project's own step: fused AdamW where the trial says so, else foreach. Fused SGD does not run on fakes, and
     the copy that averages weights cannot be made of them."""
-    if trial.fused:
-        optim.FUSED_KINDS = optim.FUSED_KINDS | {DEVICE}
+    others = optim.FUSED_KINDS - {DEVICE}  # an earlier trial of this process may have been fused
+    optim.FUSED_KINDS = others | {DEVICE} if trial.fused else others
     settings = OptimSettings(
         optimizer=trial.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0
     )
