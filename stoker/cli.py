@@ -115,7 +115,7 @@ def predict(
     /,
     *,
     conf: float = 0.3,
-    iou: float = 0.5,
+    iou: float | None = None,
     out: Path = Path("predictions"),
     device: str | None = None,
     tile: int | None = None,
@@ -132,7 +132,7 @@ def predict(
     conf
         Least score of a box, 0 … 1.
     iou
-        Of two boxes of a class that overlap more than this, the weaker is dropped.
+        Of two boxes of a class that overlap more than this, the weaker is dropped; default: the model's own.
     out
         Folder for the results; the originals are never touched.
     device
@@ -158,7 +158,7 @@ def export(
     out: Path | None = None,
     batch: str = "dynamic",
     conf: float = 0.05,
-    iou: float = 0.5,
+    iou: float | None = None,
     max_detections: int = 100,
     opset: int = 18,
     pictures: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,

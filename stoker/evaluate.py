@@ -41,8 +41,6 @@ from stoker.waits import allow_host_wait
 
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
-IOU_THRESHOLD = 0.5
-"""NMS: torchvision's default (RetinaNet.nms_thresh)."""
 CURVES_KEPT, CONFUSIONS_KEPT, PICTURES_KEPT, BOXES_KEPT = 100, 50, 12, 100
 """Most of each that evaluation.json holds: classes with curves of their own, confused pairs, pictures a list, true and
 found boxes a picture. Some 600 kB where everything is at its limit."""
@@ -74,7 +72,7 @@ def evaluate(
     *,
     precision: str,
     score_threshold: float = SCORE_THRESHOLD,
-    iou_threshold: float = IOU_THRESHOLD,
+    iou_threshold: float | None = None,
 ) -> Metrics:
     """Runs the model over `batches`, an evaluation loader of `rows` of the index, and scores what it finds.
 
@@ -95,7 +93,7 @@ def detect(
     *,
     precision: str,
     score_threshold: float = SCORE_THRESHOLD,
-    iou_threshold: float = IOU_THRESHOLD,
+    iou_threshold: float | None = None,
 ) -> Detections:
     """What the model finds in all the pictures of `batches`; see `detect_batches`."""
     found = detect_batches(
@@ -111,7 +109,7 @@ def detect_batches(
     *,
     precision: str,
     score_threshold: float,
-    iou_threshold: float,
+    iou_threshold: float | None,
 ) -> Iterator[Detections]:
     """What the model finds, batch by batch and one batch late; boxes in original pixels, rows of image_id -1 left out.
 

@@ -23,7 +23,7 @@ from stoker.data.index import open_index
 from stoker.data.samples import PADDING, Slot
 from stoker.device import Device, host_cores
 from stoker.errors import DataError, StokerError, StorageError, UsageError, WeightsError, writing
-from stoker.evaluate import IOU_THRESHOLD, SCORE_THRESHOLD
+from stoker.evaluate import SCORE_THRESHOLD
 from stoker.models import saved
 from stoker.models.detections import DETECTIONS
 from stoker.onnx_model import SUFFIX, OnnxModel, require
@@ -58,7 +58,7 @@ def export_onnx(
     out: Path | None = None,
     batch: int | None = None,
     conf: float = SCORE_THRESHOLD,
-    iou: float = IOU_THRESHOLD,
+    iou: float | None = None,
     max_detections: int = DETECTIONS,
     opset: int = onnx_graph.OPSETS[0],
     pictures: Sequence[str] = (),
@@ -77,11 +77,12 @@ def export_onnx(
     if weights.suffix == SUFFIX:
         raise UsageError(f"{str(weights)!r} is exported already.", fix="name a run folder or a .safetensors file")
     model, card = saved.load(weights)
+    limit = model.iou_threshold if iou is None else iou
     target = out or _beside(weights, run)
     _require_ours(target)
     given = _pictures(run, weights, card, pictures)
     content = onnx_graph.build(
-        model, card, score_threshold=conf, iou_threshold=iou, slots=max_detections, opset=opset, batch=batch,
+        model, card, score_threshold=conf, iou_threshold=limit, slots=max_detections, opset=opset, batch=batch,
         metadata=_metadata(card, weights),
     )  # fmt: skip
 
@@ -89,11 +90,11 @@ def export_onnx(
         threads = host_cores()
         file, threshold, note = OnnxModel(trial, threads=threads), conf, ""
         found, took_s = parity.measure(model, file, *given[1:], given.names, score_threshold=threshold,
-                                       iou_threshold=iou, slots=max_detections)  # fmt: skip
+                                       iou_threshold=limit, slots=max_detections)  # fmt: skip
         if found.boxes < len(given.names):  # so few boxes would prove little
             threshold, note = 0.0, " (whatever their score: few are above the threshold)"
             more, _ = parity.measure(model, file, *given[1:], given.names, score_threshold=threshold,
-                                     iou_threshold=iou, slots=max_detections)  # fmt: skip
+                                     iou_threshold=limit, slots=max_detections)  # fmt: skip
             found = found.plus(more._replace(pictures=0))
         parity.require(found, target)
         return (

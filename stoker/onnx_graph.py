@@ -131,7 +131,7 @@ def build(
     for value in (*graph.input, *graph.output):
         _name_pictures(value, batch)
     _strip(network)
-    _describe(network, {**card.header(), **(metadata or {})})
+    _describe(network, {**card.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())

@@ -73,6 +73,8 @@ class OnnxModel(nn.Module):
             self.card = msgspec.json.decode(meta[KEY], type=Card)
         except msgspec.DecodeError as error:
             raise WeightsError("The ONNX file's card cannot be read.", place=path, cause=str(error)) from error
+        self.iou_threshold = float(meta.get("iou_threshold", 0.5))
+        """The file's own limit of suppression; files from before it was written down have 0.5."""
         batch = self._session.get_inputs()[0].shape[0]
         self.batch: int | None = batch if isinstance(batch, int) else None
         """Pictures per call where the file was exported for a fixed number."""
@@ -82,7 +84,14 @@ class OnnxModel(nn.Module):
         return images
 
     def decode(
-        self, raw: Tensor, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float, iou_threshold: float
+        self,
+        raw: Tensor,
+        content: Tensor,
+        scale: Tensor,
+        size: Tensor,
+        *,
+        score_threshold: float,
+        iou_threshold: float | None,
     ) -> Detections:
         """As the detector's: the boxes of each picture in pixels of the original."""
         found = self.run(raw.numpy(), content.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold)

@@ -95,7 +95,7 @@ def predict_pictures(
     canvas: tuple[int, int],
     resize: str,
     score_threshold: float = 0.3,
-    iou_threshold: float = 0.5,
+    iou_threshold: float | None = None,
     precision: str = "fp32",
     batch: int = BATCH,
     tiling: Tiling | None = None,
@@ -105,6 +105,7 @@ def predict_pictures(
     tiling: a picture that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
     is shown as without. A picture that cannot be read is yielded with its error; the others go on.
     """
+    limit = model.iou_threshold if iou_threshold is None else iou_threshold
     issued: deque[list[Window]] = deque()
     parts = detect_batches(
         model,
@@ -112,14 +113,14 @@ def predict_pictures(
         device,
         precision=precision,
         score_threshold=score_threshold,
-        iou_threshold=iou_threshold,
+        iou_threshold=limit,
     )
     shown: list[tuple[Window, Detections]] = []
     for found in parts:
         for window in issued.popleft():
             shown.append((window, found.of(window.number)))
             if window.last:
-                yield _answer(shown, iou_threshold)
+                yield _answer(shown, limit)
                 shown = []
 
 
@@ -149,7 +150,7 @@ def predict_to_folder(
     device: Device,
     *,
     conf: float,
-    iou: float,
+    iou: float | None,
     out: Path,
     tiling: Tiling | None = None,
     precision: str | None = None,

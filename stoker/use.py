@@ -36,7 +36,6 @@ Picture = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
 """A file, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
 CONF = 0.3
 """Least score of a box that is shown, where nothing is asked."""
-IOU = 0.5
 """Of two boxes of a class that overlap more than this, the weaker is dropped, where nothing is asked."""
 
 
@@ -93,7 +92,7 @@ class Model:
         images: Picture | Sequence[Picture],
         *,
         conf: float = CONF,
-        iou: float = IOU,
+        iou: float | None = None,
         tile: int | None = None,
         overlap: float | None = None,
         batch: int = BATCH,
@@ -101,9 +100,9 @@ class Model:
         """What is found in each picture, in their order; one picture is a list of one.
 
         conf: least score of a box, 0 … 1. iou: of two boxes of a class that overlap more than this, the weaker is
-        dropped. tile: pictures larger than this many pixels are also shown in tiles of that side, for small objects in
-        large pictures; overlap: share of its side that a tile has in common with the next, at least, 0.2 unless given.
-        batch: pictures per forward pass.
+        dropped; default: the architecture's own. tile: pictures larger than this many pixels are also shown in tiles
+        of that side, for small objects in large pictures; overlap: share of its side that a tile has in common with
+        the next, at least, 0.2 unless given. batch: pictures per forward pass.
 
         Raises DataError for a picture that cannot be read, UsageError for something that is no picture or a number out
         of range.
@@ -143,7 +142,7 @@ class Model:
         out: Path,
         *,
         conf: float = CONF,
-        iou: float = IOU,
+        iou: float | None = None,
         tile: int | None = None,
         overlap: float | None = None,
     ) -> Iterator[str]:
@@ -249,10 +248,10 @@ def _as_source(image: object) -> Source:
     raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
 
 
-def _tiling(conf: float, iou: float, tile: int | None, overlap: float | None) -> Tiling | None:
+def _tiling(conf: float, iou: float | None, tile: int | None, overlap: float | None) -> Tiling | None:
     """The tiling that is asked for. Raises UsageError, ConfigError for numbers that cannot be."""
     for name, value in (("conf", conf), ("iou", iou)):
-        if not 0 <= value <= 1:
+        if value is not None and not 0 <= value <= 1:
             raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
     if overlap is not None and tile is None:
         raise UsageError("--overlap is of tiles.", fix="--tile 640, or no --overlap")

@@ -255,6 +255,8 @@ class Found(NamedTuple):
 class Painter(nn.Module):
     """A double of a detector: finds the box that the picture's first pixels spell, in one of three slots."""
 
+    iou_threshold = 0.5
+
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.BatchNorm2d(3)

@@ -155,7 +155,7 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert file.ir_version <= 10, "what onnxruntime 1.20 reads"
     session = onnxruntime.InferenceSession(content)
     about = session.get_modelmeta().custom_metadata_map
-    assert set(about) == {"class_names", "canvas", "resize", "padding", "weights_sha256", "stoker"}
+    assert set(about) == {"class_names", "canvas", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
     assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
     assert json.loads(about["class_names"]) == list(CLASSES)
     assert json.loads(about["canvas"]) == list(CANVAS)

@@ -30,6 +30,8 @@ CARD = Card(settings=ModelSettings(), class_names=("lamp", "spare"), canvas=(96,
 class FindsBright(nn.Module):
     """A double of a detector: the box around the pixels that are white, where there are any."""
 
+    iou_threshold = 0.5
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))

@@ -119,6 +119,8 @@ def test_half_an_object_yields_to_the_whole_whatever_its_score() -> None:
 class FindsRectangles(nn.Module):
     """A double of a detector: white rectangles, of at least SEEN pixels of the canvas; larger is surer."""
 
+    iou_threshold = 0.5
+
     def __init__(self) -> None:
         super().__init__()
         self.shown = 0

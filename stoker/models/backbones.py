@@ -23,7 +23,7 @@ from torchvision.models import (
 )
 from torchvision.models._utils import IntermediateLayerGetter
 
-from stoker.models.norms import NORMS, Norm, NormKind, fold_frozen_norms
+from stoker.models.norms import NORMS, BatchNorm, Norm, NormKind, fold_frozen_norms
 
 Coarser = Literal["p6p7", "pool"] | None
 """What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
@@ -55,6 +55,23 @@ class FeaturePyramid(nn.Module):
         return levels
 
 
+class Halving(nn.Conv2d):
+    """A 3 × 3 convolution with stride 2 and padding 1 that writes the padding out for maps one place wide.
+
+    Left to oneDNN (torch 2.15, bf16 on CPUs), the gradient of taps that see padding alone is whatever memory held.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, groups: int = 1, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, 3, stride=2, padding=1, groups=groups, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, inputs, H, W] → [B, outputs, ⌈H / 2⌉, ⌈W / 2⌉]."""
+        if x.shape[3] > 1:
+            return super().forward(x)
+        padded = functional.pad(x, (1, 1, 1, 1))
+        return functional.conv2d(padded, self.weight, self.bias, self.stride, groups=self.groups)
+
+
 class TopDown(nn.Module):
     """The FPN (arXiv 1612.03144): each level is its own map plus the coarser level, enlarged; with torchvision's names.
 
@@ -73,8 +90,7 @@ class TopDown(nn.Module):
         self.pools = coarser == "pool"
         if coarser == "p6p7":
             more: dict[str, nn.Module] = {
-                name: _lite(channels, stride=2) if lite else nn.Conv2d(channels, channels, 3, stride=2, padding=1)
-                for name in ("p6", "p7")
+                name: _lite(channels, stride=2) if lite else Halving(channels, channels) for name in ("p6", "p7")
             }
             self.extra_blocks = nn.ModuleDict(more)
         for module in self.modules():
@@ -114,13 +130,15 @@ def lite_convolution(channels: int, *, stride: int = 1) -> nn.Sequential:
 
 def depthwise(channels: int, *, stride: int = 1) -> nn.Conv2d:
     """The first part of a `lite_convolution`."""
-    return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+    if stride == 2:
+        return Halving(channels, channels, groups=channels, bias=False)
+    return nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
 
 
-def lite_norm(channels: int) -> nn.BatchNorm2d:
+def lite_norm(channels: int) -> BatchNorm:
     """The norm of what is lite. TF's FPN-lite has momentum 0.003, for the 50,000 steps of its training; statistics that
     slow would still be those of the start after a few hundred. 0.03 is that of torchvision's SSDlite."""
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+    return BatchNorm(channels, eps=1e-3, momentum=0.03)
 
 
 def _lite(channels: int, *, stride: int = 1) -> nn.Sequential:

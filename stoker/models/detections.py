@@ -41,11 +41,22 @@ class Finder(Protocol):
     The call's result goes to `decode` and nowhere else, so what it is each model decides.
     """
 
+    @property
+    def iou_threshold(self) -> float:
+        """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
+
     def __call__(self, images: Tensor, /) -> Any:
         """images: uint8 [B, 3, H, W], as in `Batch`."""
 
     def decode(
-        self, raw: Any, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float, iou_threshold: float
+        self,
+        raw: Any,
+        content: Tensor,
+        scale: Tensor,
+        size: Tensor,
+        *,
+        score_threshold: float,
+        iou_threshold: float | None,
     ) -> Detections:
         """Boxes in pixels of the original pictures; `content`, `scale` and `size` as in `Batch`."""
 

@@ -36,7 +36,7 @@ class Detector(nn.Module):
     do `loss` and `decode`, which leave it for what needs fp32.
     """
 
-    iou_threshold: ClassVar[float] = 0.5
+    iou_threshold: float = 0.5
     """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
 
     body: ClassVar[tuple[str, ...]] = ("backbone.body.",)

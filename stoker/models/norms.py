@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen", "train", "sync"]
@@ -99,5 +100,33 @@ def fold_frozen_norms(module: nn.Module) -> None:
         fold_frozen_norms(child)
 
 
-NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": nn.BatchNorm2d, "sync": nn.SyncBatchNorm}
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm2d that leaves the batch where there is nothing to take a variance of: one value per channel.
+
+    That is the coarsest map of a single picture, as in the trial of what fits or in a micro-batch of one; torch raises
+    ValueError there. It then normalises by the running statistics and does not move them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, C, H, W] → the same shape."""
+        return _by_running_statistics(self, x) if _is_alone(self, x) else super().forward(x)
+
+
+class SyncNorm(nn.SyncBatchNorm):
+    """The same for all devices together; each has maps of one size, so all decide alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, C, H, W] → the same shape."""
+        return _by_running_statistics(self, x) if _is_alone(self, x) else super().forward(x)
+
+
+def _is_alone(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:
+    return norm.training and x.numel() == x.shape[1]
+
+
+def _by_running_statistics(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": BatchNorm, "sync": SyncNorm}
 """By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""

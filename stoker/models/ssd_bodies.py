@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import mobilenet_v3_large
 
-from stoker.models.backbones import BODIES, freeze_first
+from stoker.models.backbones import BODIES, Halving, freeze_first
 from stoker.models.losses import at_least_fp32
-from stoker.models.norms import FrozenNorm, Norm, NormKind, fold_frozen_norms
+from stoker.models.norms import BatchNorm, FrozenNorm, Norm, NormKind, SyncNorm, fold_frozen_norms
 
 Tail = Literal["half", "full"]
 
@@ -64,8 +64,8 @@ class VGG(nn.Module):
         self.extra = nn.ModuleList(
             [
                 nn.Sequential(*layers[VGG_CUT:], fully_connected),
-                _shrinking(1024, 256, _Halving(256, 512, 3, stride=2, padding=1)),
-                _shrinking(512, 128, _Halving(128, 256, 3, stride=2, padding=1)),
+                _shrinking(1024, 256, Halving(256, 512)),
+                _shrinking(512, 128, Halving(128, 256)),
                 _shrinking(256, 128, _Inner(128, 256, 3)),
                 _shrinking(256, 128, _Inner(128, 256, 3)),
             ]
@@ -102,19 +102,6 @@ def _no_bias_yet(convolution: nn.Conv2d) -> nn.Conv2d:
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
     return convolution
-
-
-class _Halving(nn.Conv2d):
-    """A 3 × 3 convolution with stride 2 that writes the padding out for maps one place wide.
-
-    Left to oneDNN (torch 2.15, bf16 on CPUs), the gradient of taps that see padding alone is whatever memory held.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[3] > 1:
-            return super().forward(x)
-        padded = functional.pad(x, (1, 1, 1, 1))
-        return functional.conv2d(padded, self.weight, self.bias, self.stride, groups=self.groups)
 
 
 class _Inner(nn.Conv2d):
@@ -203,30 +190,6 @@ def mobilenet_name(name: str) -> str:
     return f"features.1.0.{rest.removeprefix(other)}"
 
 
-class _Norm(nn.BatchNorm2d):
-    """BatchNorm2d that leaves the batch where there is nothing to take a variance of: one value per channel.
-
-    That is the coarsest map of a single picture, as in the trial of what fits or in a micro-batch of one; torch raises
-    ValueError there. It then normalises by the running statistics and does not move them.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and x.numel() == x.shape[1]:
-            mean, variance = self.running_mean, self.running_var
-            return functional.batch_norm(x, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
-        return super().forward(x)
-
-
-class _SyncNorm(nn.SyncBatchNorm):
-    """The same for all devices together; each has maps of one size, so all decide alike."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and x.numel() == x.shape[1]:
-            mean, variance = self.running_mean, self.running_var
-            return functional.batch_norm(x, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
-        return super().forward(x)
-
-
 EPSILON, MOMENTUM = 1e-3, 0.03
 """Of SSDlite's norms, as torchvision trained its weights."""
 
@@ -235,7 +198,7 @@ def norm_of(kind: NormKind) -> Norm:
     """The norm of SSDlite's layers."""
     if kind == "frozen":
         return partial(FrozenNorm, eps=EPSILON)
-    return partial(_SyncNorm if kind == "sync" else _Norm, eps=EPSILON, momentum=MOMENTUM)
+    return partial(SyncNorm if kind == "sync" else BatchNorm, eps=EPSILON, momentum=MOMENTUM)
 
 
 def trained(kind: NormKind) -> NormKind:
@@ -247,7 +210,7 @@ def _separable_shrinking(inputs: int, outputs: int, norm: Norm) -> nn.Sequential
     inner = outputs // 2
     return nn.Sequential(
         _block(nn.Conv2d(inputs, inner, 1, bias=False), norm),
-        _block(_Halving(inner, inner, 3, stride=2, padding=1, groups=inner, bias=False), norm),
+        _block(Halving(inner, inner, groups=inner, bias=False), norm),
         _block(nn.Conv2d(inner, outputs, 1, bias=False), norm),
     )
 

@@ -132,9 +132,7 @@ def _faster_rcnn(
             coarser="pool",
             outputs=outputs,
         )
-        return FasterRCNN(
-            backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score
-        )
+        return FasterRCNN(backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score)
 
     return build
 
@@ -297,9 +295,7 @@ MODELS: dict[str, Architecture] = {
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
     "faster_rcnn_mobilenet_v3_large_fpn": _row(
-        build=_faster_rcnn(
-            "mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05
-        ),
+        build=_faster_rcnn("mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05),
         what_for="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         parameters=19_335_104,
         cost=Cost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),

@@ -22,7 +22,8 @@ from stoker.data.index import Index, open_index
 from stoker.data.shapes import best_canvas
 from stoker.device import Device
 from stoker.errors import ConfigError
-from stoker.models import MODELS, architecture_of, build, load_weights, ssd_bodies
+from stoker.models import MODELS, architecture_of, build, load_weights
+from stoker.models.backbones import Halving
 from stoker.models.matching import BACKGROUND
 from stoker.models.saved import Card
 from stoker.models.ssd import SSD, Raw
@@ -386,7 +387,7 @@ def test_a_batch_of_one_picture_can_be_trained_on(norm: str) -> None:
 def test_gradients_of_maps_of_one_place_in_bf16(groups: int) -> None:
     """With nn.Conv2d most of these gradients are whatever memory held."""
     torch.manual_seed(0)
-    layer = ssd_bodies._Halving(64, 64, 3, stride=2, padding=1, groups=groups, bias=False).bfloat16()
+    layer = Halving(64, 64, groups=groups, bias=False).bfloat16()
     for height in (1, 2, 3):
         kept = [torch.full((64 * 64 * 9,), torch.nan) for _ in range(8)]
         del kept  # the memory that comes next
