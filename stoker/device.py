@@ -20,6 +20,10 @@ from stoker.cgroup import host_cores as host_cores
 from stoker.cgroup import host_memory as host_memory
 from stoker.errors import OutOfMemoryError, PreflightError
 
+CACHE_BLOCK, DEVICE_BLOCK = 2**19, 2**23
+"""Numbers of a batch that a loss or a matching takes at once, where all of them would be gigabytes: on a CPU as many as
+stay in a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB each."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -202,6 +206,11 @@ class DeviceClock:
         self._last_s += self._last.elapsed_time(mark) / 1e3
         self._last = mark
         return self._last_s
+
+
+def block_of(tensor: Tensor) -> int:
+    """CACHE_BLOCK or DEVICE_BLOCK, as `tensor` lies on a CPU or an accelerator."""
+    return CACHE_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
 
 
 TRIED = frozenset({"cuda"})

@@ -21,7 +21,7 @@ from stoker.models.boxes import area, giou
 from stoker.models.detections import CANDIDATES, Candidates, best_of_levels, candidates_in
 from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32, focal_loss
-from stoker.models.matching import BACKGROUND, BLOCK
+from stoker.models.matching import BACKGROUND, by_blocks
 from stoker.models.retinanet import PRIOR
 
 FINEST = 8
@@ -193,7 +193,7 @@ def points_of(canvas: tuple[int, int], grids: list[tuple[int, int]], device: tor
     return Points(centre, unit, least, most)
 
 
-def assign(boxes: Tensor, valid: Tensor, points: Points, *, block: int = BLOCK) -> Tensor:
+def assign(boxes: Tensor, valid: Tensor, points: Points, *, block: int | None = None) -> Tensor:
     """Slot of the box that each point has to find, or `BACKGROUND`: int64 [B, A].
 
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]. A point may find a box that it lies inside of, whose centre is
@@ -201,14 +201,11 @@ def assign(boxes: Tensor, valid: Tensor, points: Points, *, block: int = BLOCK) 
     area; of several of that area the one in the lowest slot. (torchvision compares 1e8 - area, which in fp32 is a
     multiple of 8: areas less apart are equal there.) Pictures are taken together, and slots apart, as `block` allows.
     """
-    slots, count = boxes.shape[1], points.centre.shape[0]
-    pictures, rows = max(1, block // max(1, slots * count)), max(1, block // count)
-    with torch.no_grad():
-        found = [
-            _assign(boxes[first : first + pictures], valid[first : first + pictures], points, rows)
-            for first in range(0, boxes.shape[0], pictures)
-        ]
-    return torch.cat(found)
+
+    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
+        return _assign(boxes, valid, points, rows)
+
+    return by_blocks(some, boxes, valid, points.centre.shape[0], block)
 
 
 def _assign(boxes: Tensor, valid: Tensor, points: Points, rows: int) -> Tensor:

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stoker.device import block_of
 from stoker.models.boxes import decode, encode, giou
 from stoker.models.matching import IGNORED
 
-BLOCK = 2**24
-"""Logits whose loss is computed at once: 64 MiB in fp32, of which about four live together."""
 
-
-def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, block: int = BLOCK) -> Tensor:
+def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, block: int | None = None) -> Tensor:
     """Sum of the sigmoid focal loss of each picture: float32 [B] (arXiv 1708.02002, equation 5).
 
     logits: floating point [B, A, C]; target: int64 [B, A], the class 0 … C-1 of a positive anchor, `BACKGROUND` or
-    `IGNORED`. alpha weighs the positives, 1 - alpha the negatives. Differentiable once, in `logits`.
+    `IGNORED`. alpha weighs the positives, 1 - alpha the negatives. Differentiable once, in `logits`. block: logits that
+    are computed at once, whole pictures, at least one; default: as suits the device.
     """
-    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block)
+    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_of(logits))
     return loss
 
 

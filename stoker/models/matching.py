@@ -6,17 +6,16 @@ ignored. And every box gets the anchors that overlap it most, however little, so
 box that overlaps no anchor at all gets none, where torchvision gives it every anchor that overlaps nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from stoker.device import block_of
 from stoker.models.boxes import iou
 
 BACKGROUND = -1
 IGNORED = -2
-
-BLOCK = 2**23
-"""Overlaps computed at once: 32 MiB each in fp32, of which about six live together. All overlaps of a batch (32
-pictures, 100 boxes, 120,087 anchors at 800 × 800) would take 1.4 GiB each."""
 
 
 def match(
@@ -26,29 +25,33 @@ def match(
     *,
     foreground_iou: float,
     background_iou: float,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
     """Slot of the box of each anchor, `BACKGROUND` or `IGNORED`: int64 [B, A].
 
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. An anchor that overlaps several boxes
-    equally belongs to the one in the lowest slot. Pictures are taken together, and slots apart, as `block` allows.
+    equally belongs to the one in the lowest slot. Pictures are taken together, and slots apart, so that no more than
+    `block` overlaps are computed at once; default: as suits the device. All those of a batch (32 pictures, 100 boxes,
+    120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors live together.
     """
-    slots, count = boxes.shape[1], anchors.shape[0]
-    pictures = max(1, block // max(1, slots * count))
+
+    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
+        return _match(boxes, valid, anchors, foreground_iou, background_iou, rows)
+
+    return by_blocks(some, boxes, valid, anchors.shape[0], block)
+
+
+def by_blocks(
+    some: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, count: int, block: int | None
+) -> Tensor:
+    """`some(boxes [b, M, 4], valid [b, M], rows)` of as many pictures at a time as `block` allows with `count` anchors,
+    one after the other: [B, …]. `rows` is how many of the M slots it may take at once. Without gradients."""
+    block = block or block_of(boxes)
+    pictures = max(1, block // max(1, boxes.shape[1] * count))
     rows = max(1, block // count)
+    parts = [slice(first, first + pictures) for first in range(0, boxes.shape[0], pictures)]
     with torch.no_grad():
-        matches = [
-            _match(
-                boxes[first : first + pictures],
-                valid[first : first + pictures],
-                anchors,
-                foreground_iou,
-                background_iou,
-                rows,
-            )
-            for first in range(0, boxes.shape[0], pictures)
-        ]
-    return torch.cat(matches)
+        return torch.cat([some(boxes[part], valid[part], rows) for part in parts])
 
 
 def _match(

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from stoker.models.boxes import iou
-from stoker.models.matching import BACKGROUND, BLOCK
+from stoker.models.matching import BACKGROUND, by_blocks
 
 
-def match_each(boxes: Tensor, valid: Tensor, anchors: Tensor, *, foreground_iou: float, block: int = BLOCK) -> Tensor:
+def match_each(
+    boxes: Tensor, valid: Tensor, anchors: Tensor, *, foreground_iou: float, block: int | None = None
+) -> Tensor:
     """Slot of the box of each anchor, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
 
     An anchor belongs to the box it overlaps most (the lowest slot among equals) when that is at least `foreground_iou`.
@@ -21,15 +23,11 @@ def match_each(boxes: Tensor, valid: Tensor, anchors: Tensor, *, foreground_iou:
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Pictures are taken together, and slots
     apart, so that no more than `block` overlaps exist at once.
     """
-    slots, count = boxes.shape[1], anchors.shape[0]
-    pictures = max(1, block // max(1, slots * count))
-    rows = max(1, block // count)
-    with torch.no_grad():
-        matches = [
-            _match(boxes[first : first + pictures], valid[first : first + pictures], anchors, foreground_iou, rows)
-            for first in range(0, boxes.shape[0], pictures)
-        ]
-    return torch.cat(matches)
+
+    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
+        return _match(boxes, valid, anchors, foreground_iou, rows)
+
+    return by_blocks(some, boxes, valid, anchors.shape[0], block)
 
 
 def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, foreground_iou: float, rows: int) -> Tensor:
