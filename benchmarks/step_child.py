@@ -88,7 +88,7 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
     """The same model in this project's code."""
     from stoker.batch import DRAWS, Batch
     from stoker.config import ModelSettings, OptimSettings
-    from stoker.device import pick
+    from stoker.device import keep_freed_memory, pick
     from stoker.models import MODELS
     from stoker.models.backbones import pyramid
     from stoker.models.retinanet import RetinaNet
@@ -100,6 +100,7 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
     model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, depth=4, norm=None)
     model = model.to(memory_format=torch.channels_last).train()
     device = pick("cpu")
+    keep_freed_memory()  # as the start of a run does
     settings = OptimSettings(optimizer="sgd", backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=10.0, ema=0.99)
     stepper = Stepper(model, settings, device, precision=precision)
     whole = torch.full((len(pictures.images), 2), side, dtype=torch.int32)

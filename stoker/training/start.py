@@ -18,7 +18,7 @@ from stoker.config import Config, check, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
 from stoker.data.problems import KINDS
-from stoker.device import Device, pick
+from stoker.device import Device, keep_freed_memory, pick
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluate import ground_truth, require_boxes
 from stoker.models.saved import Card
@@ -133,6 +133,8 @@ def settle(asked: Config, path: Path | None) -> Settled:
 def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     """Everything the loop needs, in the state of the newest sound checkpoint, or at step 0 with pretrained weights."""
     config, device, index = settled.config, settled.device, settled.index
+    if device.is_cpu:
+        keep_freed_memory()
     for note in index.notes:
         say("note", f"data: {note}")
     for problem in index.problems:
