@@ -7,6 +7,18 @@ from typing import Any
 from stoker.config import ModelSettings
 from stoker.models.detector import Detector
 
+Build = Callable[[ModelSettings, int], Detector]
+"""Makes the detector of settings, none of which that it uses is AUTO, for so many classes."""
+
+Defaults = Mapping[str, tuple[Any, str]]
+"""Values of fields of ModelSettings, each with the reason for it."""
+
+PRETRAINED: Defaults = {
+    "norm": ("frozen", "the backbone is pretrained and a detector's batches are small"),
+    "trainable_stages": (3, "the first two stages are general enough as they were pretrained (torchvision's default)"),
+}
+"""What most detectors on a classifier's body have."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -25,7 +37,7 @@ class Cost:
 class Architecture:
     """A row of MODELS."""
 
-    build: Callable[[ModelSettings, int], Detector]
+    build: Build
     what_for: str
     parameters: int
     """With 80 classes and the default settings (frozen norms have none)."""

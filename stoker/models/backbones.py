@@ -23,7 +23,7 @@ from torchvision.models import (
 )
 from torchvision.models._utils import IntermediateLayerGetter
 
-from stoker.models.norms import NORMS, BatchNorm, Norm, NormKind, fold_frozen_norms
+from stoker.models.norms import NORMS, Norm, NormKind, fold_frozen_norms
 
 Coarser = Literal["p6p7", "pool"] | None
 """What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
@@ -33,7 +33,8 @@ class FeaturePyramid(nn.Module):
     """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
 
     outputs: children of `body` whose output goes to the FPN, with their channels; coarser: levels added at the end;
-    norm: after each convolution of the FPN, None for none; lite: 3 × 3 convolutions as in `lite_convolution`.
+    norm: after each convolution of the FPN, None for none; lite: 3 × 3 convolutions as in `lite_convolution`, and only
+    they have the norm.
     """
 
     def __init__(
@@ -82,15 +83,17 @@ class TopDown(nn.Module):
         self, inputs: list[int], channels: int, *, coarser: Coarser, norm: Norm | None, lite: bool = False
     ) -> None:
         super().__init__()
-        self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, norm) for width in inputs)
+        lite_norm = norm if lite else None
+        self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, None if lite else norm) for width in inputs)
         self.layer_blocks = nn.ModuleList(
-            _lite(channels) if lite else _lateral(channels, channels, 3, norm) for _ in inputs
+            _lateral(channels, channels, 3, norm) if lite_norm is None else _lite(channels, lite_norm) for _ in inputs
         )
         self.extra_blocks: nn.ModuleDict | None = None
         self.pools = coarser == "pool"
         if coarser == "p6p7":
             more: dict[str, nn.Module] = {
-                name: _lite(channels, stride=2) if lite else Halving(channels, channels) for name in ("p6", "p7")
+                name: Halving(channels, channels) if lite_norm is None else _lite(channels, lite_norm, stride=2)
+                for name in ("p6", "p7")
             }
             self.extra_blocks = nn.ModuleDict(more)
         for module in self.modules():
@@ -135,14 +138,8 @@ def depthwise(channels: int, *, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
 
 
-def lite_norm(channels: int) -> BatchNorm:
-    """The norm of what is lite. TF's FPN-lite has momentum 0.003, for the 50,000 steps of its training; statistics that
-    slow would still be those of the start after a few hundred. 0.03 is that of torchvision's SSDlite."""
-    return BatchNorm(channels, eps=1e-3, momentum=0.03)
-
-
-def _lite(channels: int, *, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(lite_convolution(channels, stride=stride), lite_norm(channels), nn.ReLU6(inplace=True))
+def _lite(channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(lite_convolution(channels, stride=stride), norm(channels), nn.ReLU6(inplace=True))
 
 
 class Body(NamedTuple):

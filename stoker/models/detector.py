@@ -32,7 +32,7 @@ class ClassLayer(NamedTuple):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; class_count: C, without background.
 
-    Nothing but the suppression in `decode` may make the host wait for the device. `forward` runs under autocast and so
+    Nothing but the suppression in `decode` and `remark` may make the host wait for the device. `forward` runs under autocast and so
     do `loss` and `decode`, which leave it for what needs fp32.
     """
 
@@ -74,6 +74,11 @@ class Detector(nn.Module):
     def candidates(self, raw: Any, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
         """Boxes before suppression, a fixed number; content: int32 [B, 2] as in `Batch`. Runs without gradients."""
         raise NotImplementedError
+
+    def remark(self) -> str | None:
+        """A sentence on the training steps so far that the user should know, where there is one. Waits for the host, as
+        "remark"."""
+        return None
 
     def class_layers(self) -> tuple[ClassLayer, ...]:
         """The layers whose shapes depend on the classes; files of weights are fitted to the user's by them."""

@@ -5,6 +5,7 @@ With the same weights, losses and detections are those of torchvision's FasterRC
 together: `proposals.py` is the first stage, `regions.py` the second, `pooling.py` lies between them.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,16 +13,20 @@ from torch import Tensor
 
 from stoker.batch import Batch, Draw
 from stoker.config import ModelSettings
-from stoker.models.backbones import FeaturePyramid
+from stoker.models.architecture import PRETRAINED, Build, Defaults
+from stoker.models.backbones import FeaturePyramid, pyramid
 from stoker.models.boxes import clip
 from stoker.models.detections import Candidates
 from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32
 from stoker.models.pooling import pool
-from stoker.models.proposals import Predicted, ProposalNetwork, proposal_loss, propose, propose_for_training
+from stoker.models.proposals import ROUNDS, Predicted, ProposalNetwork, proposal_loss, propose, propose_for_training
 from stoker.models.regions import RegionHead, boxes_of_classes, region_loss, sample_regions
 from stoker.models.sampling import take
+from stoker.waits import allow_host_wait
 
+UNCONVERGED = 0.01
+"""Share of pictures whose proposals are not suppressed to the end above which the user is told. Our judgment."""
 SMALLEST_PX = 1e-2
 """A detection with a shorter side is none (torchvision)."""
 
@@ -50,8 +55,10 @@ class FasterRCNN(Detector):
     """Candidates of a picture: its best scores of a class at a region. torchvision has no bound; above the usual
     threshold of 0.05 there are fewer once the model has learnt something."""
 
+    nms_pictures: Tensor
+    """int64 []: pictures whose proposals were suppressed, in all losses since the model was made."""
     nms_unconverged: Tensor
-    """int64 []: pictures whose proposals were not suppressed to the end, in all losses since the model was made."""
+    """int64 []: those of them whose proposals were not suppressed to the end."""
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class FasterRCNN(Detector):
             channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, ratios=settings.anchor_ratios
         )
         self.roi_heads = RegionHead(channels, class_count)
+        self.register_buffer("nms_pictures", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("nms_unconverged", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, images: Tensor) -> Raw:
@@ -109,6 +117,7 @@ class FasterRCNN(Detector):
                     slots=self.train_proposals,
                     score_threshold=self.proposal_score,
                 )
+                self.nms_pictures += proposals.valid.shape[0]
                 self.nms_unconverged += proposals.unconverged.sum()
                 regions = sample_regions(proposals, boxes, batch.labels, batch.valid, draw)
             features = pool(raw.levels, raw.strides, regions.boxes)
@@ -146,6 +155,18 @@ class FasterRCNN(Detector):
             is_box = ((boxes[..., 2:] - boxes[..., :2]) >= SMALLEST_PX).all(-1)
             return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), place % classes)
 
+    def remark(self) -> str | None:
+        """Whether suppression in the first stage ran out of rounds on more than UNCONVERGED of the pictures."""
+        with allow_host_wait("remark"):
+            pictures, unconverged = int(self.nms_pictures), int(self.nms_unconverged)
+        if unconverged <= UNCONVERGED * pictures:
+            return None
+        return (
+            f"{unconverged:,} of {pictures:,} pictures had proposals that overlap in chains of more than {ROUNDS}: some "
+            f"that a better one suppresses stayed, and the second stage learned from them, too. No harm in the first "
+            f"steps; where the share stays above {UNCONVERGED:.0%}, detections may be worse"
+        )
+
     def class_layers(self) -> tuple[ClassLayer, ...]:
         predictor = "roi_heads.box_predictor."
         return (
@@ -156,3 +177,34 @@ class FasterRCNN(Detector):
 
 def _in_fp32(predicted: Predicted) -> Predicted:
     return predicted._replace(logits=at_least_fp32(predicted.logits), deltas=at_least_fp32(predicted.deltas))
+
+
+FASTER_RCNN: Defaults = {
+    "foreground_iou": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "background_iou": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
+    "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
+    "anchor_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
+    **PRETRAINED,
+}
+
+
+def faster_rcnn_on(
+    body: str, *, outputs: Mapping[str, int] | None = None, pooled: int = 4, proposal_score: float = 0.0
+) -> Build:
+    """Builds Faster R-CNNs on a body of BODIES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
+    proposal_score: as in `FasterRCNN`."""
+
+    def build(settings: ModelSettings, class_count: int) -> FasterRCNN:
+        backbone = pyramid(
+            body,
+            256,
+            norm=settings.norm,
+            trainable_stages=settings.trainable_stages,
+            finest=2,
+            coarser="pool",
+            outputs=outputs,
+        )
+        return FasterRCNN(backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score)
+
+    return build

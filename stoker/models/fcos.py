@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from stoker.batch import Batch
 from stoker.config import ModelSettings
-from stoker.models.backbones import FeaturePyramid
+from stoker.models.architecture import PRETRAINED, Build, Defaults
+from stoker.models.backbones import FeaturePyramid, pyramid
 from stoker.models.boxes import area, giou
 from stoker.models.detections import CANDIDATES, Candidates, best_of_levels, candidates_in
 from stoker.models.detector import ClassLayer, Detector
@@ -239,3 +240,20 @@ def centerness_of(boxes: Tensor, centre: Tensor) -> Tensor:
     """1 in the middle of a box, 0 at its rim (equation 3): [..., A] of `boxes` [..., A, 4] around points `centre`."""
     first, last = centre - boxes[..., :2], boxes[..., 2:] - centre
     return (torch.minimum(first, last) / torch.maximum(first, last)).prod(-1).sqrt()
+
+
+FCOS_DEFAULTS: Defaults = {
+    "focal_alpha": (0.25, "FCOS paper, section 2.1: as RetinaNet"),
+    "focal_gamma": (2.0, "FCOS paper, section 2.1: as RetinaNet"),
+    **PRETRAINED,
+}
+
+
+def fcos_on(body: str, *, channels: int = 256, depth: int = 4) -> Build:
+    """Builds FCOS on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions."""
+
+    def build(settings: ModelSettings, class_count: int) -> FCOS:
+        backbone = pyramid(body, channels, norm=settings.norm, trainable_stages=settings.trainable_stages)
+        return FCOS(backbone, settings, class_count, channels=channels, depth=depth)
+
+    return build

@@ -7,7 +7,8 @@ weights and a bias. That saves two passes over the activations in the forward st
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,12 @@ class FrozenNorm(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._settle()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`to`, `double` and their like: what they cast is `scale` as it was rounded in the type before."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._settle()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape and type."""
@@ -130,3 +137,19 @@ def _by_running_statistics(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> 
 
 NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": BatchNorm, "sync": SyncNorm}
 """By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
+
+SLOW_EPSILON, SLOW_MOMENTUM = 1e-3, 0.03
+"""As torchvision trained SSDlite. TF's lite models have momentum 0.003, for their 50,000 steps; statistics that slow
+would still be those of the start after a few hundred."""
+
+
+def trained(kind: NormKind) -> NormKind:
+    """The kind for layers outside the backbone: those are trained, also where the backbone's are frozen."""
+    return "sync" if kind == "sync" else "train"
+
+
+def slow_norm(kind: NormKind) -> Norm:
+    """The norm of what is lite."""
+    if kind == "frozen":
+        return partial(FrozenNorm, eps=SLOW_EPSILON)
+    return partial(SyncNorm if kind == "sync" else BatchNorm, eps=SLOW_EPSILON, momentum=SLOW_MOMENTUM)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.boxes import cell_anchors, clip, decode, encode, grid_anchors, iou
+from stoker.models.anchors import Anchors
+from stoker.models.boxes import cell_anchors, clip, decode, encode, iou
 from stoker.models.matching import BACKGROUND, match
 from stoker.models.sampling import lots, sample, take
 
@@ -91,23 +92,13 @@ class ProposalNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.head = ProposalHead(channels, len(scales) * len(ratios))
-        for level, size in enumerate(sizes):
-            self.register_buffer(f"cells_{level}", cell_anchors(size, scales, ratios), persistent=False)
-        self._anchors: dict[tuple[tuple[int, int], torch.device], Tensor] = {}
+        self.anchors = Anchors(cell_anchors(size, scales, ratios) for size in sizes)
 
     def forward(self, levels: Sequence[Tensor], canvas: tuple[int, int]) -> Predicted:
         """levels: finest first, each [B, C, h, w]; canvas: height and width of the pictures."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        cells = [self.get_buffer(f"cells_{level}") for level in range(len(levels))]
-        key = (canvas, cells[0].device)
-        if key not in self._anchors:
-            strides = [(canvas[0] // h, canvas[1] // w) for h, w in grids]
-            with torch.inference_mode(False):  # a tensor of inference mode could not be saved for backward later
-                every = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
-                self._anchors[key] = torch.cat(every)
-        counts = tuple(h * w * cell.shape[0] for (h, w), cell in zip(grids, cells, strict=True))
         logits, deltas = self.head(levels)
-        return Predicted(logits, deltas, self._anchors[key], counts)
+        return Predicted(logits, deltas, self.anchors(canvas, grids), self.anchors.counts(grids))
 
 
 def propose(

@@ -11,7 +11,9 @@ and head, one tower for classes and boxes, whose weights all levels share while 
 TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the body
 keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
 the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
-begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5).
+begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
+is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the body's norms
+are frozen unless `--norm` says otherwise, TF trains them.
 """
 
 import math
@@ -24,13 +26,15 @@ from torch.nn import functional
 
 from stoker.batch import Batch
 from stoker.config import ModelSettings
-from stoker.models.backbones import FeaturePyramid, depthwise, lite_convolution, lite_norm
-from stoker.models.boxes import cell_anchors, grid_anchors
+from stoker.models.anchors import Anchors
+from stoker.models.architecture import PRETRAINED, Build, Defaults
+from stoker.models.backbones import Coarser, FeaturePyramid, depthwise, lite_convolution, pyramid
+from stoker.models.boxes import cell_anchors
 from stoker.models.detections import CANDIDATES, Candidates, candidates_of
 from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.matching import match
-from stoker.models.norms import Norm
+from stoker.models.norms import NORMS, Norm, slow_norm, trained
 
 PRIOR = 0.01
 """Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
@@ -100,10 +104,10 @@ class SharedLayer(nn.Module):
     """A layer of the lite variant's one tower: the convolution is the same for all levels, each has a norm of its own,
     since the statistics of a fine and a coarse level differ. All levels, finest first, in and out: [B, C, h, w]."""
 
-    def __init__(self, channels: int, levels: int) -> None:
+    def __init__(self, channels: int, levels: int, norm: Norm) -> None:
         super().__init__()
         self.conv = lite_convolution(channels)
-        self.norms = nn.ModuleList(lite_norm(channels) for _ in range(levels))
+        self.norms = nn.ModuleList(norm(channels) for _ in range(levels))
 
     def forward(self, levels: list[Tensor]) -> list[Tensor]:
         return [functional.relu6(norm(self.conv(x)), inplace=True) for norm, x in zip(self.norms, levels, strict=True)]
@@ -112,7 +116,7 @@ class SharedLayer(nn.Module):
 class RetinaNet(Detector):
     """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's).
 
-    lite: one tower for both, of `depth` separable convolutions with their own norms, whatever `norm` is.
+    lite: one tower for both, of `depth` separable convolutions, with a `norm` for each level.
     """
 
     per_level = CANDIDATES
@@ -135,8 +139,9 @@ class RetinaNet(Detector):
         prior_logit = -math.log((1 - PRIOR) / PRIOR)
         self.head = nn.ModuleDict()
         if lite:
+            assert norm is not None
             levels = len(settings.anchor_sizes)
-            self.head["tower"] = nn.Sequential(*(SharedLayer(channels, levels) for _ in range(depth)))
+            self.head["tower"] = nn.Sequential(*(SharedLayer(channels, levels, norm) for _ in range(depth)))
         for child, last, outputs, bias in (
             ("classification_head", "cls_logits", class_count, prior_logit),
             ("regression_head", "bbox_reg", 4, 0.0),
@@ -146,31 +151,19 @@ class RetinaNet(Detector):
                 [depthwise(channels)] if lite else (_block(channels, norm) for _ in range(depth))
             )
             self.head[child] = Tower(last, blocks, channels, anchors, outputs, kernel=1 if lite else 3, bias=bias)
-        for level, size in enumerate(settings.anchor_sizes):
-            cells = cell_anchors(size, settings.anchor_scales, settings.anchor_ratios)
-            self.register_buffer(f"cells_{level}", cells, persistent=False)
-        self._anchors: dict[tuple[tuple[int, int], torch.device], Tensor] = {}
+        self.anchors = Anchors(
+            cell_anchors(size, settings.anchor_scales, settings.anchor_ratios) for size in settings.anchor_sizes
+        )
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
         levels = self.backbone(self.pixels(images))
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        anchors, counts = self.anchors((images.shape[2], images.shape[3]), grids)
+        anchors = self.anchors((images.shape[2], images.shape[3]), grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
-        return Raw(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors, counts)
-
-    def anchors(self, canvas: tuple[int, int], grids: list[tuple[int, int]]) -> tuple[Tensor, tuple[int, ...]]:
-        """All anchors of a canvas, float32 [A, 4], and how many each level has; made on the device, once per canvas."""
-        cells = [self.get_buffer(f"cells_{level}") for level in range(len(grids))]
-        counts = tuple(h * w * cell.shape[0] for (h, w), cell in zip(grids, cells, strict=True))
-        key = (canvas, cells[0].device)
-        if key not in self._anchors:
-            strides = [(canvas[0] // h, canvas[1] // w) for h, w in grids]
-            with torch.inference_mode(False):  # a tensor of inference mode could not be saved for backward later
-                levels = [grid_anchors(*level) for level in zip(cells, grids, strides, strict=True)]
-                self._anchors[key] = torch.cat(levels)
-        return self._anchors[key], counts
+        logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)
+        return Raw(logits, deltas, anchors, self.anchors.counts(grids))
 
     def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a picture's anchors, divided by its
@@ -200,3 +193,60 @@ class RetinaNet(Detector):
     def class_layers(self) -> tuple[ClassLayer, ...]:
         anchors = len(self.settings.anchor_scales) * len(self.settings.anchor_ratios)
         return (ClassLayer("head.classification_head.cls_logits", anchors),)
+
+
+FOCAL: Defaults = {
+    "foreground_iou": (0.5, "RetinaNet paper, section 4"),
+    "background_iou": (0.4, "RetinaNet paper, section 4"),
+    "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
+    "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
+}
+"""What an anchor has to find, and what it costs."""
+
+RETINANET: Defaults = {
+    **FOCAL,
+    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
+    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
+    "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
+    **PRETRAINED,
+    "box_loss": ("l1", "as torchvision trained it"),
+}
+LIGHT: Defaults = {
+    **RETINANET,
+    "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
+}
+LITE: Defaults = {
+    **RETINANET,
+    "box_loss": ("giou", "detections are scored by overlap; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
+    "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
+    "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
+}
+
+
+def retinanet_on(
+    body: str,
+    *,
+    channels: int = 256,
+    depth: int = 4,
+    coarser: Coarser = "p6p7",
+    norms: bool = False,
+    lite: bool = False,
+) -> Build:
+    """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
+    whether those have norms, which are trained; lite: what the head of this file says, always with norms."""
+
+    def build(settings: ModelSettings, class_count: int) -> RetinaNet:
+        kind = trained(settings.norm)
+        norm = slow_norm(kind) if lite else NORMS[kind] if norms else None
+        backbone = pyramid(
+            body,
+            channels,
+            norm=settings.norm,
+            trainable_stages=settings.trainable_stages,
+            coarser=coarser,
+            fpn_norm=norm,
+            lite=lite,
+        )
+        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm, lite=lite)
+
+    return build

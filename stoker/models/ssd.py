@@ -8,7 +8,7 @@ learned from: `ssd_loss.py`.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,20 +17,20 @@ from torch.nn import functional
 
 from stoker.batch import Batch
 from stoker.config import ModelSettings
+from stoker.models.anchors import Anchors, Grid
 from stoker.models.boxes import decode, encode, grid_anchors
 from stoker.models.detections import Candidates, candidates_in
 from stoker.models.detector import ClassLayer, Detector
 from stoker.models.losses import at_least_fp32
+from stoker.models.norms import slow_norm, trained
 from stoker.models.ssd_bodies import (
     VGG,
     MobileNet,
     Predictions,
     mobilenet_name,
-    norm_of,
     plain,
     separable,
     start_narrow,
-    trained,
     vgg_name,
 )
 from stoker.models.ssd_loss import match_each, mined_cross_entropy
@@ -48,6 +48,28 @@ class Raw(NamedTuple):
     """[B, A, 4], CODE times the boxes encoded relative to their anchors."""
     anchors: Tensor
     """float32 [A, 4], xyxy in pixels of the canvas."""
+
+
+class SSDAnchors(Anchors):
+    """Anchors whose centres are half a step from the canvas's top and left edge, then a step apart.
+
+    shapes: of each map, finest first, [n, 2] widths and heights in pixels, the same on every canvas, but cut to it;
+    steps: as in `SSD`. On the canvas that torchvision has (300 × 300, 320 × 320) these are the anchors of its
+    `DefaultBoxGenerator`.
+    """
+
+    def __init__(self, shapes: Iterable[Tensor], steps: Sequence[int | None]) -> None:
+        super().__init__(shapes)
+        self.steps = steps
+
+    def level(self, level: int, canvas: tuple[int, int], grid: Grid) -> Tensor:
+        step = self.steps[level]
+        step_y, step_x = (step, step) if step is not None else (canvas[0] / grid[0], canvas[1] / grid[1])
+        width, height = self._cells(level).unbind(1)
+        half_w, half_h = width.clamp(max=canvas[1]) / 2, height.clamp(max=canvas[0]) / 2
+        x, y = step_x / 2, step_y / 2
+        around = torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=1)
+        return grid_anchors(around, grid, (step_y, step_x))
 
 
 class SSD(Detector):
@@ -86,39 +108,14 @@ class SSD(Detector):
                 for name, outputs in heads.items()
             }
         )
-        for level, some in enumerate(shapes):
-            self.register_buffer(f"shapes_{level}", torch.tensor(some), persistent=False)
         self.register_buffer("code", torch.tensor(CODE), persistent=False)
-        self._anchors: dict[tuple[tuple[int, int], torch.device], Tensor] = {}
+        self.anchors = SSDAnchors((torch.tensor(some) for some in shapes), self.steps)
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, of a canvas that the row of MODELS allows."""
         maps = self.backbone(self.pixels(images))
         anchors = self.anchors((images.shape[2], images.shape[3]), [(x.shape[2], x.shape[3]) for x in maps])
         return Raw(self.head["classification_head"](maps), self.head["regression_head"](maps), anchors)
-
-    def anchors(self, canvas: tuple[int, int], grids: list[tuple[int, int]]) -> Tensor:
-        """All anchors of a canvas, float32 [A, 4]; made on the device, once per canvas.
-
-        Their sides are pixels, the same on every canvas, but cut to it. Their centres are half a step from the canvas's
-        top and left edge, then a step apart: `steps`, or the canvas's side by the map's. On the canvas that torchvision
-        has (300 × 300, 320 × 320) these are the anchors of its `DefaultBoxGenerator`.
-        """
-        device = self.code.device
-        if (canvas, device) not in self._anchors:
-            with torch.inference_mode(False):  # a tensor of inference mode could not be saved for backward later
-                levels = [self._level(level, canvas, grid) for level, grid in enumerate(grids)]
-                self._anchors[canvas, device] = torch.cat(levels)
-        return self._anchors[canvas, device]
-
-    def _level(self, level: int, canvas: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-        step = self.steps[level]
-        step_y, step_x = (step, step) if step is not None else (canvas[0] / grid[0], canvas[1] / grid[1])
-        width, height = self.get_buffer(f"shapes_{level}").unbind(1)
-        half_w, half_h = width.clamp(max=canvas[1]) / 2, height.clamp(max=canvas[0]) / 2
-        x, y = step_x / 2, step_y / 2
-        cells = torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=1)
-        return grid_anchors(cells, grid, (step_y, step_x))
 
     def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
         """`classification` (cross entropy, hard negatives 3:1 in each picture) and `bbox_regression` (smooth L1), fp32
@@ -200,7 +197,7 @@ class SSDLite(SSD):
 
     def __init__(self, settings: ModelSettings, class_count: int) -> None:
         backbone = MobileNet(settings.norm, settings.trainable_stages, settings.tail)
-        norm = norm_of(trained(settings.norm))
+        norm = slow_norm(trained(settings.norm))
 
         def layer(inputs: int, outputs: int) -> nn.Sequential:
             return separable(inputs, outputs, norm)

@@ -6,7 +6,6 @@ Both give six maps, finest first, and have the names of torchvision's (`SSDFeatu
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +15,7 @@ from torchvision.models import mobilenet_v3_large
 
 from stoker.models.backbones import BODIES, Halving, freeze_first
 from stoker.models.losses import at_least_fp32
-from stoker.models.norms import BatchNorm, FrozenNorm, Norm, NormKind, SyncNorm, fold_frozen_norms
+from stoker.models.norms import Norm, NormKind, fold_frozen_norms, slow_norm, trained
 
 Tail = Literal["half", "full"]
 
@@ -133,9 +132,8 @@ class MobileNet(nn.Module):
 
     def __init__(self, norm: NormKind, trainable_stages: int, tail: Tail) -> None:
         super().__init__()
-        network = mobilenet_v3_large(weights=None, norm_layer=norm_of(norm), reduced_tail=tail == "half").get_submodule(
-            "features"
-        )
+        whole = mobilenet_v3_large(weights=None, norm_layer=slow_norm(norm), reduced_tail=tail == "half")
+        network = whole.get_submodule("features")
         if norm == "frozen":
             fold_frozen_norms(network)
         freeze_first(network, BODIES["mobilenet_v3_large"].stages, trainable_stages)
@@ -147,7 +145,7 @@ class MobileNet(nn.Module):
             [nn.Sequential(*blocks[:13], cut[0]), nn.Sequential(cut[1:], *blocks[14:])],
         )
         width = LAST[tail]
-        extra_norm = norm_of(trained(norm))
+        extra_norm = slow_norm(trained(norm))
         self.extra = nn.ModuleList(
             _separable_shrinking(inputs, outputs, extra_norm)
             for inputs, outputs in ((width, 512), (512, 256), (256, 256), (256, 128))
@@ -188,22 +186,6 @@ def mobilenet_name(name: str) -> str:
     if rest.startswith(expansion):
         return f"features.0.13.{rest.removeprefix(expansion)}"
     return f"features.1.0.{rest.removeprefix(other)}"
-
-
-EPSILON, MOMENTUM = 1e-3, 0.03
-"""Of SSDlite's norms, as torchvision trained its weights."""
-
-
-def norm_of(kind: NormKind) -> Norm:
-    """The norm of SSDlite's layers."""
-    if kind == "frozen":
-        return partial(FrozenNorm, eps=EPSILON)
-    return partial(SyncNorm if kind == "sync" else BatchNorm, eps=EPSILON, momentum=MOMENTUM)
-
-
-def trained(kind: NormKind) -> NormKind:
-    """The kind for layers outside the backbone: those are trained, also where the backbone's are frozen."""
-    return "sync" if kind == "sync" else "train"
 
 
 def _separable_shrinking(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:

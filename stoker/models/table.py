@@ -1,11 +1,9 @@
 """The table of architectures, and `build`. A new detector is a new row; there is nothing to register."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torchvision.models import (
     MobileNet_V2_Weights,
     MobileNet_V3_Large_Weights,
@@ -27,218 +25,114 @@ from torchvision.models.detection import (
 
 from stoker.config import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
-from stoker.models.architecture import Architecture, Cost
-from stoker.models.backbones import Coarser, pyramid
+from stoker.models.architecture import Architecture, Cost, Defaults
 from stoker.models.detector import Detector
-from stoker.models.faster_rcnn import FasterRCNN
-from stoker.models.fcos import FCOS
+from stoker.models.faster_rcnn import FASTER_RCNN, faster_rcnn_on
+from stoker.models.fcos import FCOS_DEFAULTS, fcos_on
 from stoker.models.memory import checkpoint_activations
-from stoker.models.norms import Norm
-from stoker.models.retinanet import RetinaNet
+from stoker.models.retinanet import FOCAL, LIGHT, LITE, RETINANET, retinanet_on
 from stoker.models.ssd import SSD300, SSDLite
 
 
-def _row(*, defaults: Mapping[str, tuple[Any, str]], **fields: Any) -> Architecture:
+def _row(*, defaults: Defaults, **fields: Any) -> Architecture:
     values = {name: value for name, (value, _) in defaults.items()}
     return Architecture(defaults=values, reasons={name: reason for name, (_, reason) in defaults.items()}, **fields)
 
 
-_FOCAL: dict[str, tuple[Any, str]] = {
-    "foreground_iou": (0.5, "RetinaNet paper, section 4"),
-    "background_iou": (0.4, "RetinaNet paper, section 4"),
-    "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
-    "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
-}
-_ANCHORS: dict[str, tuple[Any, str]] = {
-    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
-    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
-    "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
-}
-_PRETRAINED: dict[str, tuple[Any, str]] = {
-    "norm": ("frozen", "the backbone is pretrained and a detector's batches are small"),
-    "trainable_stages": (3, "the first two stages are general enough as they were pretrained (torchvision's default)"),
-}
-_RETINANET = {**_FOCAL, **_ANCHORS, **_PRETRAINED, "box_loss": ("l1", "as torchvision trained it")}
-_GIOU: dict[str, tuple[Any, str]] = {
-    "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
-}
-
-
-def _retinanet(
-    body: str,
-    *,
-    channels: int = 256,
-    depth: int = 4,
-    coarser: Coarser = "p6p7",
-    norm: Norm | None = None,
-    lite: bool = False,
-) -> Callable[[ModelSettings, int], Detector]:
-    """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norm: in FPN
-    and towers, None for none; lite: `retinanet.py` says what it is."""
-
-    def build(settings: ModelSettings, class_count: int) -> RetinaNet:
-        backbone = pyramid(
-            body,
-            channels,
-            norm=settings.norm,
-            trainable_stages=settings.trainable_stages,
-            coarser=coarser,
-            fpn_norm=norm,
-            lite=lite,
-        )
-        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm, lite=lite)
-
-    return build
-
-
-_FCOS: dict[str, tuple[Any, str]] = {
-    "focal_alpha": (0.25, "FCOS paper, section 2.1: as RetinaNet"),
-    "focal_gamma": (2.0, "FCOS paper, section 2.1: as RetinaNet"),
-}
-
-
-def _fcos(body: str, *, channels: int = 256, depth: int = 4) -> Callable[[ModelSettings, int], Detector]:
-    """Builds FCOS on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions."""
-
-    def build(settings: ModelSettings, class_count: int) -> FCOS:
-        backbone = pyramid(body, channels, norm=settings.norm, trainable_stages=settings.trainable_stages)
-        return FCOS(backbone, settings, class_count, channels=channels, depth=depth)
-
-    return build
-
-
-_FASTER_RCNN: dict[str, tuple[Any, str]] = {
-    "foreground_iou": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
-    "background_iou": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
-    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
-    "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
-    "anchor_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
-}
-
-
-def _faster_rcnn(
-    body: str, *, outputs: Mapping[str, int] | None = None, pooled: int = 4, proposal_score: float = 0.0
-) -> Callable[[ModelSettings, int], Detector]:
-    """Builds Faster R-CNNs on a body of BODIES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
-    proposal_score: as in `FasterRCNN`."""
-
-    def build(settings: ModelSettings, class_count: int) -> FasterRCNN:
-        backbone = pyramid(
-            body,
-            256,
-            norm=settings.norm,
-            trainable_stages=settings.trainable_stages,
-            finest=2,
-            coarser="pool",
-            outputs=outputs,
-        )
-        return FasterRCNN(backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score)
-
-    return build
-
-
-_SSD: dict[str, tuple[Any, str]] = {"foreground_iou": (0.5, "SSD paper, section 2.2")}
-
-
 MODELS: dict[str, Architecture] = {
     "retinanet_resnet50_fpn": _row(
-        build=_retinanet("resnet50"),
+        build=retinanet_on("resnet50"),
         what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
         parameters=33_786_804,
         cost=Cost(gflop=297.0, training_gflop=846.0, memory_gib=4.6),
         recipe="standard",
         canvas_side=800,
-        defaults=_RETINANET,
+        defaults=RETINANET,
         urls={
             "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
     "retinanet_resnet18_fpn": _row(
-        build=_retinanet("resnet18"),
+        build=retinanet_on("resnet18"),
         what_for="GPUs of little memory, small data sets: at its 640 pixels half the work of resnet50 at 800",
         parameters=20_810_676,
         cost=Cost(gflop=151.0, training_gflop=432.0, memory_gib=1.9),
         recipe="standard",
         canvas_side=640,
-        defaults=_RETINANET,
+        defaults=RETINANET,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_resnet34_fpn": _row(
-        build=_retinanet("resnet34"),
+        build=retinanet_on("resnet34"),
         what_for="GPUs, between resnet18 and resnet50: at its 640 pixels three fifths of the work of resnet50 at 800",
         parameters=30_911_412,
         cost=Cost(gflop=181.0, training_gflop=515.0, memory_gib=2.2),
         recipe="standard",
         canvas_side=640,
-        defaults=_RETINANET,
+        defaults=RETINANET,
         urls={"imagenet": ResNet34_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_resnet101_fpn": _row(
-        build=_retinanet("resnet101"),
+        build=retinanet_on("resnet101"),
         what_for="large GPUs, where accuracy counts more than time: a third more work than resnet50",
         parameters=52_726_708,
         cost=Cost(gflop=392.0, training_gflop=1130.0, memory_gib=6.7),
         recipe="standard",
         canvas_side=800,
-        defaults=_RETINANET,
+        defaults=RETINANET,
         urls={"imagenet": ResNet101_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_resnext50_32x4d_fpn": _row(
-        build=_retinanet("resnext50_32x4d"),
+        build=retinanet_on("resnext50_32x4d"),
         what_for="large GPUs: the work of resnet50, on a body that classifies better (ImageNet 77.6 % to 76.1 %)",
         parameters=33_243_572,
         cost=Cost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
-        defaults=_RETINANET,
+        defaults=RETINANET,
         urls={"imagenet": ResNeXt50_32X4D_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_mobilenet_v2_fpn": _row(
-        build=_retinanet("mobilenet_v2", channels=128, depth=2),
+        build=retinanet_on("mobilenet_v2", channels=128, depth=2),
         what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
         parameters=4_570_292,
         cost=Cost(gflop=8.14, training_gflop=23.8, memory_gib=0.58),
         recipe="light",
         canvas_side=320,
-        defaults={**_RETINANET, **_GIOU},
+        defaults=LIGHT,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_mobilenet_v2_fpnlite": _row(
-        build=_retinanet("mobilenet_v2", channels=128, lite=True),
+        build=retinanet_on("mobilenet_v2", channels=128, lite=True),
         what_for="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the work of mobilenet_v2_fpn",
         parameters=2_601_912,
         cost=Cost(gflop=1.94, training_gflop=5.15, memory_gib=0.52),
         recipe="light",
         canvas_side=320,
-        defaults={
-            **_RETINANET,
-            **_GIOU,
-            "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
-            "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
-        },
+        defaults=LITE,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
     "retinanet_mobilenet_v3_large_fpn": _row(
-        build=_retinanet("mobilenet_v3_large", channels=128, depth=2),
+        build=retinanet_on("mobilenet_v3_large", channels=128, depth=2),
         what_for="small GPUs: as mobilenet_v2_fpn, on a body that classifies better (ImageNet 74.0 % to 71.9 %)",
         parameters=5_290_196,
         cost=Cost(gflop=7.79, training_gflop=23.0, memory_gib=0.53),
         recipe="light",
         canvas_side=320,
-        defaults={**_RETINANET, **_GIOU},
+        defaults=LIGHT,
         urls={"imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url},
         classifier_epsilon=1e-3,
     ),
     "retinanet_tiny_fpn": _row(
-        build=_retinanet("tiny", channels=48, depth=2, coarser=None, norm=nn.BatchNorm2d),
+        build=retinanet_on("tiny", channels=48, depth=2, coarser=None, norms=True),
         what_for="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
         parameters=631_640,
         cost=Cost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
         recipe="tiny",
         canvas_side=320,
         defaults={
-            **_FOCAL,
+            **FOCAL,
             "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a picture of 128 pixels"),
             "anchor_scales": ((1.0, 2**0.5), "two scales per octave"),
             "anchor_ratios": ((1.0,), "a third of the work of three ratios"),
@@ -249,61 +143,60 @@ MODELS: dict[str, Architecture] = {
         urls={},
     ),
     "fcos_resnet50_fpn": _row(
-        build=_fcos("resnet50"),
+        build=fcos_on("resnet50"),
         what_for="GPUs; no anchors to choose: torchvision's FCOS, 39.2 AP on COCO with torchvision's weights",
         parameters=32_244_245,
         cost=Cost(gflop=256.0, training_gflop=722.0, memory_gib=4.8),
         recipe="standard",
         canvas_side=800,
-        defaults={**_FCOS, **_PRETRAINED},
+        defaults=FCOS_DEFAULTS,
         urls={
             "coco": FCOS_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
     "fcos_resnet18_fpn": _row(
-        build=_fcos("resnet18", channels=128, depth=2),
+        build=fcos_on("resnet18", channels=128, depth=2),
         what_for="small GPUs; no anchors to choose: ResNet-18, towers of 2 convolutions of 128 channels",
         parameters=12_709_269,
         cost=Cost(gflop=11.1, training_gflop=28.2, memory_gib=0.34),
         recipe="light",
         canvas_side=320,
-        defaults={**_FCOS, **_PRETRAINED},
+        defaults=FCOS_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
     "faster_rcnn_resnet50_fpn": _row(
-        build=_faster_rcnn("resnet50"),
+        build=faster_rcnn_on("resnet50"),
         what_for="GPUs; two stages: torchvision's Faster R-CNN, 37.0 AP on COCO with torchvision's weights",
         parameters=41_704_036,
         cost=Cost(gflop=269.0, training_gflop=715.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
-        defaults={**_FASTER_RCNN, **_PRETRAINED},
+        defaults=FASTER_RCNN,
         urls={
             "coco": FasterRCNN_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
     "faster_rcnn_resnet18_fpn": _row(
-        build=_faster_rcnn("resnet18"),
+        build=faster_rcnn_on("resnet18"),
         what_for="GPUs of little memory, small data sets; two stages",
         parameters=28_678_756,
         cost=Cost(gflop=141.0, training_gflop=359.0, memory_gib=2.3),
         recipe="standard",
         canvas_side=640,
-        defaults={**_FASTER_RCNN, **_PRETRAINED},
+        defaults=FASTER_RCNN,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
     "faster_rcnn_mobilenet_v3_large_fpn": _row(
-        build=_faster_rcnn("mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05),
+        build=faster_rcnn_on("mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05),
         what_for="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         parameters=19_335_104,
         cost=Cost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
         recipe="standard",
         canvas_side=800,
         defaults={
-            **_FASTER_RCNN,
-            **_PRETRAINED,
+            **FASTER_RCNN,
             "trainable_stages": (2, "as many layers as torchvision trains by default"),
             "anchor_sizes": ((32.0, 32.0, 32.0), "torchvision's: all sizes at every level"),
             "anchor_scales": ((1.0, 2.0, 4.0, 8.0, 16.0), "torchvision's: 32 to 512 pixels at every level"),
@@ -323,7 +216,7 @@ MODELS: dict[str, Architecture] = {
         canvas_side=320,
         anchors_follow_canvas=True,
         defaults={
-            **_SSD,
+            "foreground_iou": (0.5, "SSD paper, section 2.2"),
             "anchor_sizes": ((64.0, 112.0, 160.0, 208.0, 256.0, 304.0, 320.0), "torchvision's: 0.2 to 0.95 of 320"),
             "norm": ("train", "as torchvision trained it, with a slow momentum of 0.03"),
             "trainable_stages": (5, "as torchvision trained it; it is small"),
@@ -344,8 +237,8 @@ MODELS: dict[str, Architecture] = {
         canvas_multiple=20,
         anchors_follow_canvas=True,
         defaults={
-            **_SSD,
-            "anchor_sizes": ((21.0, 45.0, 99.0, 153.0, 207.0, 261.0, 315.0), "SSD paper, section 3.1: its COCO model"),
+            "foreground_iou": (0.5, "SSD paper, section 2.2"),
+            "anchor_sizes": ((21.0, 45.0, 99.0, 153.0, 207.0, 261.0, 315.0), "SSD paper, section 3.4: its COCO model"),
             "norm": ("frozen", "VGG-16 has none"),
             "trainable_stages": (4, "the first stage is general enough as it was pretrained (torchvision's default)"),
         },

@@ -29,12 +29,13 @@ def some_boxes(count: int, seed: int, side: float = 100) -> torch.Tensor:
 def test_anchors_are_those_of_torchvision(canvas: tuple[int, int]) -> None:
     model = build(settings_of("retinanet_mobilenet_v2_fpn"), 2)
     grids = [(-(-canvas[0] // stride), -(-canvas[1] // stride)) for stride in (8, 16, 32, 64, 128)]
-    ours, counts = model.anchors(canvas, grids)
+    ours = model.anchors(canvas, grids)
     features = [torch.empty(1, 1, *grid) for grid in grids]
     theirs = _default_anchorgen()(ImageList(torch.empty(1, 3, *canvas), [canvas]), features)[0]
     assert torch.equal(ours, theirs)
-    assert sum(counts) == len(ours)
-    assert model.anchors(canvas, grids)[0] is ours  # made once
+    assert sum(model.anchors.counts(grids)) == len(ours)
+    assert model.anchors(canvas, grids) is ours  # made once
+    assert model.double().anchors(canvas, grids).dtype == torch.float64
 
 
 @given(

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounter
 
 from stoker.models import build, proposals, regions
 from stoker.models.faster_rcnn import FasterRCNN
+from stoker.waits import NoHostWaits
 from tests.models.samples import make_batch, settings_of
 from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, settled
 
@@ -81,7 +82,7 @@ def test_losses_in_fp32_are_those_in_fp64() -> None:
     model = settled(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     single = model.loss(model(batch.images), batch)
-    model.double().load_state_dict(model.state_dict())
+    model.double()
     double = model.loss(model(batch.images), batch)
     for part, loss in double.items():
         assert single[part].dtype == torch.float32
@@ -166,10 +167,23 @@ def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: p
     batch = make_batch((3, 7), (64, 96), CLASSES)
     survivors = proposals.survivors
     monkeypatch.setattr(proposals, "survivors", lambda *a, **named: survivors(*a, **named, rounds=1))
+    assert model.remark() is None
     for _ in range(2):
         model.loss(model(batch.images), batch)
     assert model.nms_unconverged.item() == 4
-    assert "nms_unconverged" not in model.state_dict()
+    assert "4 of 4 pictures had proposals that overlap in chains" in str(model.remark())
+    assert not {"nms_pictures", "nms_unconverged"} & model.state_dict().keys()
+
+
+@pytest.mark.parametrize(("unconverged", "said"), [(0, False), (2, False), (3, True)])
+def test_what_is_said_of_suppression_that_ran_out_of_rounds(unconverged: int, said: bool) -> None:
+    model = build(settings_of(R18), CLASSES)
+    assert isinstance(model, FasterRCNN)
+    model.nms_pictures += 200
+    model.nms_unconverged += unconverged
+    with NoHostWaits():  # it may wait, by name
+        text = model.remark()
+    assert (text is not None) == said
 
 
 def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:

@@ -19,8 +19,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from stoker import onnx_graph, parity
 from stoker.batch import Batch
 from stoker.errors import WeightsError
-from stoker.models import MODELS, Detector, architecture_of, build, load_weights, saved, table
-from stoker.models.fcos import assign, points_of
+from stoker.models import MODELS, Detector, architecture_of, build, load_weights, saved
+from stoker.models.fcos import assign, fcos_on, points_of
 from stoker.onnx_model import OnnxModel
 from stoker.waits import NoHostWaits
 from tests import fakes
@@ -280,7 +280,7 @@ def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn
 
 @pytest.mark.slow
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=table._fcos("tiny", channels=64, depth=1))
+    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=fcos_on("tiny", channels=64, depth=1))
     monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
     canvas = (64, 96)
     model = settled_model(settings_of("fcos_resnet18_fpn", norm="train"), CLASSES, canvas).eval()

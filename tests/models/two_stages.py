@@ -74,7 +74,7 @@ def oracle_of(model: FasterRCNN) -> Oracle:
     oracle.load_state_dict(model.state_dict())
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
-    model.double().load_state_dict(model.state_dict())  # loading makes what is derived from the weights anew
+    model.double()
     assign = oracle.rpn.assign_targets_to_anchors
 
     def assign_in_double(*given: Any) -> tuple[list[Tensor], list[Tensor]]:  # its labels are float32, so is their loss
