@@ -32,8 +32,8 @@ class ClassLayer(NamedTuple):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; class_count: C, without background.
 
-    Nothing but the suppression in `decode` and `remark` may make the host wait for the device. `forward` runs under autocast and so
-    do `loss` and `decode`, which leave it for what needs fp32.
+    Nothing but `remark` and the suppression in `decode` may make the host wait for the device. `forward` runs under
+    autocast and so do `loss` and `decode`, which leave it for what needs fp32.
     """
 
     iou_threshold: float = 0.5

@@ -162,9 +162,9 @@ class FasterRCNN(Detector):
         if unconverged <= UNCONVERGED * pictures:
             return None
         return (
-            f"{unconverged:,} of {pictures:,} pictures had proposals that overlap in chains of more than {ROUNDS}: some "
-            f"that a better one suppresses stayed, and the second stage learned from them, too. No harm in the first "
-            f"steps; where the share stays above {UNCONVERGED:.0%}, detections may be worse"
+            f"{unconverged:,} of {pictures:,} pictures had proposals that overlap in chains of more than {ROUNDS}: "
+            f"some that a better one suppresses stayed, and the second stage learned from them, too. No harm in the "
+            f"first steps; where the share stays above {UNCONVERGED:.0%}, detections may be worse"
         )
 
     def class_layers(self) -> tuple[ClassLayer, ...]:

@@ -131,6 +131,7 @@ class Training:
         self.hopeless_at = job.hopeless_at
         """Step whose skip made too many in a row; the run goes back then."""
         self.watch = Watch(optim, peak=peak_rate(job), fp16=run.precision == "fp16")
+        self.remarked = False
         self.metrics: Metrics | None = None
         """Of the newest evaluation of this attempt."""
 
@@ -351,6 +352,10 @@ class Training:
         self.board.pictures(job.step, some_pictures(job.index, job.val_rows, found), job.index.class_names)
         self.eval_due.done()
         self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
+        remark = None if self.remarked else job.model.remark()  # the device has been waited for: all is there
+        if remark is not None:
+            self.say("warning", remark)
+            self.remarked = True
         return metrics
 
     def keep(self, metrics: Metrics, names: list[str]) -> None:

@@ -19,6 +19,7 @@ from stoker.config import SECTION_OF, Config, from_fields, from_toml
 from stoker.device import Ready, SideStream
 from stoker.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError, UsageError
 from stoker.models import saved
+from stoker.models.retinanet import RetinaNet
 from stoker.models.weights import architecture_of
 from stoker.records import (
     CONFIG,
@@ -65,6 +66,14 @@ def test_the_run_folder_is_complete(run: Path):
     assert kinds[-1] == "finished"
     assert kinds.count("evaluated") == 2
     assert sum(window.steps for window in read_lines(run, STEPS, StepWindow)) == 12
+
+
+def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(RetinaNet, "remark", lambda _: "a sentence")
+    run = train(settings(data, for_="6", eval_every="2"), run=str(tmp_path / "run")).run
+    events = list(read_lines(run, EVENTS, Event))
+    assert [event.kind for event in events].count("evaluated") == 3
+    assert [(event.kind, event.step) for event in events if event.text == "a sentence"] == [("warning", 2)]
 
 
 def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, data: Path):
