@@ -58,7 +58,8 @@ class Rehearsal:
         optim = config.optim if config.optim.ema is not None else dataclasses.replace(config.optim, ema=0.99)
         self.stepper = Stepper(model, optim, device, precision=config.run.precision)
         self.least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-        """Pictures of the smallest step: norms that learn cannot do it from one value, as a 1 × 1 map of one has."""
+        """Pictures of the smallest step: of one picture, norms that learn see no spread where a map has one place, and
+        leave their statistics as they began (`models.norms.BatchNorm`)."""
 
     def case(self, count: int) -> Batch:
         """The worst case of `count` pictures."""
