@@ -74,6 +74,8 @@ class Trial:
     average: bool = False
     """Whether averaged weights lie on the device too, as they do in a run."""
     oracle: bool = False
+    flop: bool = False
+    """Whether one more step is taken to count its operations. Counting keeps activations alive that would be freed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Outcome:
     peak_operator: str
     by_type: dict[str, int]
     """Bytes alive at the peak by the tensors' type."""
-    flop: float
-    """Of a training step, per picture: products and sums of convolutions and matrices, forward and backward."""
+    flop: float | None
+    """Where asked for, of a training step, per picture: products and sums of convolutions and matrices, forward and backward."""
 
 
 def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:
@@ -288,9 +290,13 @@ def try_step(trial: Trial) -> Outcome:
         average = [torch.empty_like(tensor) for tensor in model.state_dict().values()] if trial.average else []
         for tensor in average:
             memory.add(tensor)
-        with memory, FlopCounterMode(display=False, custom_mapping=FLOP) as counter:
+        with memory:
             error = _steps(trial, model, batch, stepper)
-    flop = counter.get_total_flops() / trial.batch / trial.steps
+        flop = None
+        if trial.flop and error is None:
+            with FlopCounterMode(display=False, custom_mapping=FLOP) as counter:
+                error = _steps(dataclasses.replace(trial, steps=1), model, batch, stepper)
+            flop = counter.get_total_flops() / trial.batch
     return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type, flop)
 
 

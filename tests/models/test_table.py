@@ -37,6 +37,7 @@ def trial_of(name: str) -> fakes.Trial:
         optimizer=recipe.optim.optimizer,
         fused=recipe.optim.optimizer == "adamw",
         average=True,
+        flop=True,
     )
 
 
@@ -52,7 +53,7 @@ def inference_gflop(name: str) -> float:
 def cost_of(name: str) -> Cost:
     """What the row has to say. Raises RuntimeError where the step does not run."""
     (step,) = fakes.run(trial_of(name))
-    if step.error is not None:
+    if step.error is not None or step.flop is None:
         raise RuntimeError(f"{name}: {step.error}")
     return Cost(
         gflop=float(f"{inference_gflop(name):.3g}"),
