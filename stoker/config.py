@@ -70,7 +70,7 @@ class ModelSettings:
     """The detector."""
 
     model: str = AUTO
-    """Architecture, a row of the MODELS table."""
+    """Architecture; `stoker models` lists them with what each costs and is for."""
     weights: str = AUTO
     """Where training starts: coco, imagenet (the backbone only), none, or a file."""
     norm: Literal["frozen", "train", "sync"] = AUTO
@@ -137,8 +137,8 @@ class RunSettings:
     """Pictures per optimizer step."""
     fit: bool = AUTO
     """Try batches on the device and take the one with the best time per picture; the rate follows it."""
-    eager: bool = AUTO
-    """Run the model's operators one by one; else torch.compile makes a program of them first."""
+    eager: Annotated[bool, Parameter(negative="--no-eager")] = AUTO
+    """Run the model operator by operator, for debugging; --no-eager compiles it (minutes, kept for later runs)."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Arithmetic of convolutions and products; weights stay fp32."""
     device: str = AUTO

@@ -40,6 +40,12 @@ EVENT_KINDS = (
 )  # fmt: skip
 """What an event can be; docs/run-folder.md says when each is written."""
 
+LEARNING_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
+"""Those about the loss and the rate."""
+
+WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"}) | LEARNING_KINDS
+"""Those that are shown as warnings: training went on, and not as was asked for."""
+
 
 class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of steps.jsonl: at least one second of a run. The phases of a window add up to wall_s × devices."""

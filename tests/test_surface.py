@@ -96,7 +96,7 @@ def test_the_command_has_a_flag_for_every_setting():
         a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
     ]
     flags = {name for argument in arguments for name in argument.names}
-    own = {"--run", "--resume", "--help", "-h", "--version"}
+    own = {"--run", "--resume", "--help", "-h", "--version", "--no-eager"}
     wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 
@@ -115,6 +115,15 @@ def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: st
     given = bound.arguments["config"]
     assert dict(given.items())[name] == values
     assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
+
+
+@pytest.mark.parametrize("name", [name for name, (value, _) in PLAIN.items() if isinstance(value, bool)])
+def test_a_choice_of_two_can_be_made_against_its_default(name: str):
+    """Also on the command line, where what is usual needs no flag."""
+    usual, _ = PLAIN[name]
+    flag = ("--no-" if usual else "--") + name.replace("_", "-")
+    _, bound, _ = app.parse_args(["train", "pictures", flag])
+    assert dict(bound.arguments["config"].items())[name] is not usual
 
 
 def test_the_function_takes_what_the_command_takes():

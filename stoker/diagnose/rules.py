@@ -16,7 +16,6 @@ from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, 
 
 _SHOWN = 3
 """Names that a finding's evidence lists at most."""
-_LEARNING = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,7 +81,7 @@ def read(run: Path, price: float | None = None) -> Records:
     for event in records.read_lines(run, records.EVENTS, Event):
         if event.kind == "checkpoint_failed":
             seen.checkpoint_failures.append(event.text)
-        elif event.kind in _LEARNING:
+        elif event.kind in records.LEARNING_KINDS:
             seen.learning.setdefault(event.kind, []).append(event)
     for line in records.read_lines(run, records.QUARANTINE, Quarantined):
         seen.quarantined[line.path] = line.error

@@ -110,7 +110,8 @@ def _fastest(rehearsal: Rehearsal, pictures: int, otherwise: int) -> tuple[int, 
         return otherwise, f"no batch could be tried: {end}"
     parts = rehearsal.config.optim.accumulate or 1
     table = ", ".join(f"{some.pictures * parts}: {1e3 * some.seconds_per_picture:.3g} ms" for some in tried)
-    return fastest(tried).pictures * parts, f"fastest of those tried, a picture at {table}; {end}"
+    timed = "" if rehearsal.config.run.eager else ", not compiled as in training"
+    return fastest(tried).pictures * parts, f"fastest of those tried, a picture at {table}{timed}; {end}"
 
 
 def _largest_on_cpu(rehearsal: Rehearsal, least: int) -> tuple[int, str]:

@@ -26,7 +26,7 @@ from stoker.evaluate import appraise, detect, ground_truth, score_with_curves, s
 from stoker.measure.ledger import Account, Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
-from stoker.records import BEST, EVALUATION, FINAL, STEPS, RunFolder, StepWindow
+from stoker.records import BEST, EVALUATION, FINAL, STEPS, WARNING_KINDS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.training import checkpoint, runs, start
@@ -34,7 +34,7 @@ from stoker.training.cadence import Due
 from stoker.training.forward import compile_now, forward_backward, losses_of
 from stoker.training.optim import NO_STEPS, Reading, rate_at
 from stoker.training.recover import SLOWDOWN, Stop, go_back, peak_rate, stop_on_signals, stopped
-from stoker.training.stability import ALARMS, Watch
+from stoker.training.stability import Watch
 from stoker.training.start import Job
 from stoker.training.trial import worst_case
 
@@ -72,7 +72,7 @@ def train(
 
         def say(kind: str, text: str, /, **data: Any) -> None:
             """A line for the person and the same line in the run's events."""
-            (screen.warning if kind in WARNINGS else screen.note)(text)
+            (screen.warning if kind in WARNING_KINDS else screen.note)(text)
             folder.event(kind, text, step=None if job is None else job.step, **data)
 
         try:
@@ -100,9 +100,6 @@ def conclude(folder: RunFolder, screen: Screen) -> None:
         write_findings(folder.path, diagnose(folder.path))
     except OSError as error:
         screen.warning(f"findings.json could not be written: {error}")
-
-
-WARNINGS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "slowed", *ALARMS})
 
 
 class Training:

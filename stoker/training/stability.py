@@ -18,9 +18,6 @@ from typing import Any, NamedTuple
 from stoker.config import OptimSettings
 from stoker.records import StepWindow
 
-ALARMS = frozenset({"loss_spike", "rate_too_high", "rate_too_low"})
-"""Kinds of event that only this file raises."""
-
 BEFORE, LEAST_BEFORE = 64, 16
 """Windows against which a spike is judged: about a minute; and the fewest that make a judgment."""
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 2.0
@@ -61,10 +58,13 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     if len(before) < LEAST_BEFORE:
         return False
     middle = median(before)
-    if loss <= SPIKE_RATIO * middle:
-        return False
     deviation = 1.4826 * median(abs(math.log(value / middle)) for value in before)  # a normal one's, from the MAD
-    return math.log(loss / middle) > SPIKE_SIGMAS * deviation
+    return far_above(loss, middle, deviation)
+
+
+def far_above(loss: float, usual: float, deviation: float) -> bool:
+    """Whether it is a spike above what is `usual`; deviation: of the logarithm, from window to window."""
+    return loss > SPIKE_RATIO * usual and math.log(loss / usual) > SPIKE_SIGMAS * deviation
 
 
 def noise(values: Iterable[float]) -> float:
@@ -125,6 +125,7 @@ class Watch:
         self._before: deque[float] = deque(maxlen=BEFORE)
         self._calm = CALM
         self._loss, self._norm = Course(), Course()
+        self._loss_from, self._loss_highest = 0.0, 0.0  # of the first window, and of the first GROUP; 0 before them
         self._counts: deque[tuple[int, int]] = deque(maxlen=GROUP)
         self._skipped, self._say_skipped_from = 0, 1
         self._from_start: bool | None = None
@@ -138,6 +139,10 @@ class Watch:
             self._from_start = window.step - window.steps <= self._warmup
         loss = window.losses.get("total")
         self._loss.add(loss)
+        if loss is not None and 0 < loss < math.inf:
+            self._loss_from = self._loss_from or loss
+            if self._loss.values <= GROUP:
+                self._loss_highest = max(self._loss_highest, loss)
         self._norm.add(window.grad_norm)
         self._counts.append((window.steps, window.skipped))
         found = [self._skips(window), self._spike(window, loss), self._high(window, done), self._low(window, done)]
@@ -187,11 +192,32 @@ class Watch:
         elif early and self._clip and norm.now is not None and norm.now > self._clip and norm.has_risen(NORM_RISE):
             what = f"the gradient has grown from {norm.lowest:.3g} to {norm.now:.3g} and is cut at {self._clip:g}"
             seen |= {"norm_from": norm.lowest, "norm": norm.now, "clip": self._clip}
+        elif early and loss.now is not None and self._is_above_its_beginning(loss.now):
+            what = f"the loss is {loss.now:.3g} and was {self._loss_from:.3g} at the beginning"
+            seen |= {"loss_from": self._loss_from, "loss": loss.now}
+        elif self._has_died(window, done):
+            what = f"the loss jumped from {self._loss_from:.3g} to {self._loss_highest:.3g} and is {loss.now:.3g} now"
+            seen |= {"loss_from": self._loss_from, "loss_highest": self._loss_highest, "loss": loss.now}
         else:
             return None
         self._said.add("rate_too_high")
         text = f"{what} (step {window.step:,}): the rate looks too high; {_flag(self._peak / 3)} is worth a try"
         return Alarm("rate_too_high", text, seen)
+
+    def _is_above_its_beginning(self, loss: float) -> bool:
+        known = bool(self._from_start) and self._loss.values >= 2 * GROUP
+        return known and far_above(loss, self._loss_from, noise(self._before))
+
+    def _has_died(self, window: StepWindow, done: float) -> bool:
+        """Whether it jumped before there were GROUP windows, and learns nothing since: a flat course all the same."""
+        lowest = self._loss.lowest
+        if lowest is None or lowest <= STALL_FALL * self._loss_from or not self._is_late(window, done):
+            return False
+        return self._is_above_its_beginning(self._loss_highest)
+
+    def _is_late(self, window: StepWindow, done: float) -> bool:
+        """Whether a loss that learns has fallen by now."""
+        return done >= STALL_SHARE and window.step >= 2 * self._warmup
 
     def _low(self, window: StepWindow, done: float) -> Alarm | None:
         loss, norm = self._loss, self._norm
@@ -199,9 +225,10 @@ class Watch:
             return None
         if loss.now is None or loss.first is None or norm.now is None or norm.first is None:
             return None
-        late = done >= STALL_SHARE and window.step >= 2 * self._warmup and window.rate >= self._peak / 2
+        late = self._is_late(window, done) and window.rate >= self._peak / 2
         pushes = 1 / STALL_NORM < norm.now / norm.first < STALL_NORM
-        if not (late and loss.stays(STALL_FALL) and pushes):
+        jumped = far_above(self._loss_highest, loss.now, noise(self._before))  # so the weights did move
+        if jumped or not (late and loss.stays(STALL_FALL) and pushes):
             return None
         self._said.add("rate_too_low")
         text = (

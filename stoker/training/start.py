@@ -135,6 +135,8 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     config, device, index = settled.config, settled.device, settled.index
     if device.is_cpu:
         keep_freed_memory()
+    device.release_cache()  # of the trials of batches, whose peak is not that of training either
+    device.reset_peak()
     for note in index.notes:
         say("note", f"data: {note}")
     for problem in index.problems:

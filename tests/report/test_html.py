@@ -1,5 +1,6 @@
 """`stoker report`: the page of every kind of run, what it may never do, and how a real browser shows it."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -28,6 +29,7 @@ from stoker.records import (
     EVENTS,
     PHASES,
     STEPS,
+    WARNING_KINDS,
     DeviceSample,
     GpuSample,
     Quarantined,
@@ -185,6 +187,15 @@ def test_every_section_is_there_in_the_order_of_the_navigation(page: str) -> Non
     assert re.findall(r'<a href="#(\w+)">', page.partition("<nav")[2].partition("</nav>")[0]) == [
         n for n, _ in SECTIONS
     ]
+
+
+@pytest.mark.parametrize("kind", sorted(WARNING_KINDS))
+def test_what_the_screen_warned_of_is_among_the_warnings(tmp_path: Path, kind: str) -> None:
+    run = make_run(tmp_path / "run", end=None)
+    with contextlib.closing(RunFolder(run, 2)) as folder:
+        folder.event(kind, "something was not as asked for")
+    warnings = render(collect(run)).partition('id="data"')[2].partition("</section>")[0]
+    assert "something was not as asked for" in warnings
 
 
 def test_settings_have_reasons_and_those_of_the_user_stand_out(page: str) -> None:

@@ -126,6 +126,18 @@ def test_fit_takes_the_smallest_batch_near_the_best_time(
         assert word in reason
 
 
+def test_what_was_timed_is_said_where_it_is_not_what_trains(
+    index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch
+):
+    """Compiling for every size would take longer than --fit may."""
+    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
+    reasons = [
+        fit.batch(settled.replace(fit=True, eager=eager), index, SMALL, wanted=16, pictures=60)[2]
+        for eager in (True, False)
+    ]
+    assert ["not compiled" in reason for reason in reasons] == [False, True]
+
+
 def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
     tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
     fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)

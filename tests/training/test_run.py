@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from stoker.config import SECTION_OF, Config, from_fields, from_toml
-from stoker.device import Ready, SideStream
+from stoker.device import Device, Ready, SideStream
 from stoker.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError, UsageError
 from stoker.models import saved
 from stoker.models.retinanet import RetinaNet
@@ -162,6 +162,26 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
         train(config, run=str(tmp_path / "run"))
     assert "24 pictures" in str(caught.value)
     assert "22 pictures" in str(caught.value)
+
+
+def test_the_peak_of_memory_is_of_training_and_not_of_the_trials_before(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`--fit` tries larger batches than the one it takes."""
+    called: list[str] = []
+    monkeypatch.setattr(Device, "reset_peak", lambda _: called.append("reset"))
+    monkeypatch.setattr(start, "derive", noted(called, "trials", start.derive))
+    monkeypatch.setattr(loop.Training, "step", noted(called, "step", loop.Training.step))
+    train(settings(data, for_="1"), run=str(tmp_path / "run"))
+    assert called[called.index("trials") :] == ["trials", "reset", "step"]
+
+
+def noted(called: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> Any:
+        called.append(name)
+        return function(*arguments)
+
+    return wrapper
 
 
 def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tmp_path: Path):

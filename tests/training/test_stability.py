@@ -330,6 +330,29 @@ def test_a_loss_that_rises_after_the_warm_up_is_a_rate_too_high_said_once():
     assert not [one for one in alarms(late) if one.kind == "rate_too_high"], "the rate is not what is new there"
 
 
+DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
+"""It jumped before there were enough windows to compare with, and is flat ever since."""
+
+
+def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
+    """More of it would be the wrong advice."""
+    (found,) = alarms(DEAD)
+    assert (found.kind, found.data["try"]) == ("rate_too_high", 0.0033)
+    assert found.data["at"] == pytest.approx(0.2 * 4040, abs=10)
+    assert (found.data["loss_from"], found.data["loss_highest"]) == (2.0, 900.0)
+    assert alarms([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
+    (found,) = alarms([2.0, *[30.0 + n % 3 for n in range(400)]])
+    assert (found.kind, found.data["at"]) == ("rate_too_high", 320), "far above its beginning: not only at a fifth"
+    continued = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01)
+    rest = [(window, done) for window, done in windows_of(DEAD) if window.step > 10]
+    assert [alarm for window, done in rest for alarm in continued.see(window, done)] == [], "not the beginning"
+
+
+def test_a_loss_that_jumped_at_once_and_falls_again_alarms_nobody():
+    """As the warm-up of AdamW does."""
+    assert alarms([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
+
+
 def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
     norms = [1.0] * 40 + [30.0] * 40
     falling = [3 - n / 200 for n in range(80)] + [2.0] * 400

@@ -6,7 +6,7 @@ What was learnt is `results.py`.
 import time
 from typing import Any
 
-from stoker.records import PHASES
+from stoker.records import PHASES, WARNING_KINDS
 from stoker.report import format as fmt
 from stoker.report.facts import Report
 from stoker.report.page import charts as draw
@@ -211,9 +211,7 @@ def machine(report: Report, charts: Charts) -> Markup:
 
 def data(report: Report) -> Markup:
     """What was wrong with the data, and what could not be read."""
-    warnings = [
-        event for event in report.events if event.kind in ("warning", "checkpoint_failed", "checkpoint_corrupt")
-    ]
+    warnings = [event for event in report.events if event.kind in WARNING_KINDS]
     parts: list[Child] = []
     if warnings:
         parts.append(tag("ul", [tag("li", event.text) for event in warnings[:50]], class_="warnings"))
