@@ -66,7 +66,13 @@ PARTS: dict[str, Parts] = {
     ),
 }
 
-ALIKE = {"retinanet_resnet34_fpn", "retinanet_resnet101_fpn", "retinanet_resnext50_32x4d_fpn"}
+ALIKE = {
+    "retinanet_resnet34_fpn",
+    "retinanet_resnet101_fpn",
+    "retinanet_resnext50_32x4d_fpn",
+    "fcos_resnet50_fpn",
+    "faster_rcnn_resnet50_fpn",
+}
 """Rows with a faster one of the same kind beside them."""
 
 

@@ -125,7 +125,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).norm().item() / (scale if scale > 1e-8 else 1.0)
 
 
-@pytest.mark.parametrize("setup", ["resnet18", pytest.param("resnet18-tall", marks=pytest.mark.slow), "resnet50"])
+@pytest.mark.parametrize(
+    "setup", ["resnet18", *(pytest.param(some, marks=pytest.mark.slow) for some in ("resnet18-tall", "resnet50"))]
+)
 def test_losses_and_gradients_are_those_of_torchvision(setup: str) -> None:
     name, norm, canvas = SETUPS[setup]
     model = exact_model(name, norm, canvas).train()

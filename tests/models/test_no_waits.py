@@ -133,7 +133,9 @@ def test_the_predicted_peak_of_resnet50_is_below_14_gib(outcomes: dict[str, fake
     assert peak_gib < 9  # 8.30 when this was written
 
 
-@pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite"])
+@pytest.mark.parametrize(
+    "name", ["retinanet_tiny_fpn", pytest.param("retinanet_mobilenet_v2_fpnlite", marks=pytest.mark.slow)]
+)
 def test_forward_and_loss_are_one_graph(name: str) -> None:
     model = build(settings_of(name), CLASSES).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)

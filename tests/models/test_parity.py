@@ -17,8 +17,15 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("box_loss", ["l1", "giou"])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    ("setup", "box_loss"),
+    [
+        ("mobilenet", "l1"),
+        ("lite", "giou"),
+        pytest.param("mobilenet", "giou", marks=pytest.mark.slow),
+        pytest.param("lite", "l1", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_gradients_are_those_of_torchvision(setup: str, box_loss: str) -> None:
     name, canvas = SETUPS[setup]
     model = settled_model(settings_of(name, box_loss=box_loss), CLASSES, canvas).train()

@@ -202,9 +202,9 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert f"with coco weights: {RESNET50}" in failure("coco")
 
     torch.save(squeezenet1_1(weights=None).state_dict(), tmp_path / "squeezenet.pth")
-    assert architecture_of(tmp_path / "squeezenet.pth") is None
     assert "nor to another model" in failure(tmp_path / "squeezenet.pth")
-    other = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None)
+    with torch.device("meta"):  # names and shapes alone
+        other = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None)
     torch.save(other.state_dict(), tmp_path / "other.pth")
     assert architecture_of(tmp_path / "other.pth") is None
 
