@@ -89,7 +89,7 @@ class Outcome:
     by_type: dict[str, int]
     """Bytes alive at the peak by the tensors' type."""
     flop: float | None
-    """Where asked for, of a training step, per picture: products and sums of convolutions and matrices, forward and backward."""
+    """Where asked for: products and sums of convolutions and matrices of a step, both ways, per picture."""
 
 
 def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:

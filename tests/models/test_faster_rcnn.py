@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 
 from stoker.models import build, proposals, regions
 from stoker.models.faster_rcnn import FasterRCNN
@@ -193,19 +192,3 @@ def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:
         model.backbone.fpn.layer_blocks[0][0].weight.fill_(torch.nan)
     losses = model.loss(model(batch.images), batch)
     assert not torch.isfinite(sum(losses.values()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [R18, MOBILENET])
-def test_forward_and_loss_are_one_graph(name: str) -> None:
-    model = build(settings_of(name), CLASSES).train()
-    assert isinstance(model, FasterRCNN)
-    batch = make_batch((3, 0), (64, 96), CLASSES)
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda some: model.loss(model(some.images), some), fullgraph=True, backend=graphs)
-    losses = compiled(batch)
-    sum(losses.values()).backward()
-    assert graphs.frame_count == 1
-    for part, loss in model.loss(model(batch.images), batch).items():
-        torch.testing.assert_close(losses[part], loss, rtol=1e-3, atol=1e-5)

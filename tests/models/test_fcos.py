@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torchvision.models import resnet18, resnet50
 from torchvision.models.detection import FCOS, FCOS_ResNet50_FPN_Weights, fcos_resnet50_fpn
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -204,20 +203,6 @@ def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
     assert of_equal[at].tolist() == [0], "of equal areas the lowest slot, and not the box of the whole canvas"
     rim = (points.centre == torch.tensor([8.0, 16.0])).all(1) & (points.unit == 8)
     assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
-
-
-def test_forward_and_loss_are_one_graph() -> None:
-    canvas = (64, 96)
-    model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
-    batch = make_batch((3, 0), canvas, CLASSES)
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda some: model.loss(model(some.images), some), fullgraph=True, backend=graphs)
-    losses = compiled(batch)
-    sum(losses.values()).backward()
-    assert graphs.frame_count == 1
-    for part, loss in model.loss(model(batch.images), batch).items():
-        torch.testing.assert_close(losses[part], loss, rtol=1e-3, atol=1e-5)
 
 
 def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> None:
