@@ -1,9 +1,10 @@
 """The settings of a run: one tree of frozen dataclasses, read from and written to TOML, flattened into the flags.
 
 A field that is not set is `AUTO` (None) until `training/derive.py` fills it and writes down why; after that no field
-that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under `[reasons]` the
-reason of each one that stoker chose; a value without a reason was set by the user. Field names are unique over all sections: they
-are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`for_` is `--for` and `for`.)
+that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under `[reasons]`
+the reason of each one that stoker chose; a value without a reason was set by the user. Field names are unique over all
+sections: they are the flags (`--rate`), the TOML keys and the parameters of `stoker.train`. (`for_` is `--for` and
+`for`.)
 """
 
 import dataclasses
