@@ -182,8 +182,8 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--only", choices=("budget", "ours", "theirs"))
     made.add_argument("--seeds", type=int, default=3, help="runs of each kind, seeds 0, 1, …")
-    made.add_argument("--steps", type=int, default=512, help="of the two trainings with equal steps")
-    made.add_argument("--budget-steps", type=int, default=1800, help=f"as many as fit {BUDGET_S:,.0f} CPU-seconds")
+    made.add_argument("--steps", type=int, default=256, help="of the two trainings with equal steps")
+    made.add_argument("--budget-steps", type=int, default=1400, help=f"as many as fit {BUDGET_S:,.0f} CPU-seconds")
     made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="trainings at a time")
     made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),
                       help="folder of bccd and weights; default STOKER_TEST_DATA")  # fmt: skip
