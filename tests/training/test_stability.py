@@ -121,6 +121,7 @@ def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_pat
     assert_same_end(recovered, late)
 
 
+@pytest.mark.slow
 def test_twice_from_the_same_checkpoint_is_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     poison(monkeypatch, above_a_ninth)
@@ -146,6 +147,7 @@ def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Pat
     assert len(events_of(tmp_path / "run", "slowed")) == 2
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path, monkeypatch):
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
@@ -158,6 +160,7 @@ def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path,
     assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_was_best_before_stays_the_best(data: Path, tmp_path: Path, monkeypatch):
     """An evaluation at step 20 is undone with its steps; its weights are in best.safetensors."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
@@ -408,7 +411,9 @@ def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object)
     return train(settings(data, **(usual | changes)), run=str(run)).run
 
 
-@pytest.mark.parametrize(("rate", "kinds"), [(RATE, set()), (1e-8, {"rate_too_low"})])
+@pytest.mark.parametrize(
+    ("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"rate_too_low"}, marks=pytest.mark.slow)]
+)
 def test_real_trainings_are_judged_right(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
 ):
