@@ -268,7 +268,7 @@ def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["canvas"] == [64, 32]
-    assert [some["pictures"] for some in found["tried"]][:3] == [1, 2, 4]  # halves of its batches
+    assert [some["pictures"] for some in found["tried"]][:3] == [2, 4, 8]  # norms that learn want two
 
 
 @pytest.mark.slow
