@@ -1,8 +1,8 @@
 """What wrong classes and wrong boxes cost, in fp32, per picture, with fixed shapes and without a host wait.
 
 The focal loss is written by hand because it decides the peak of a step's memory: [B, A, C] logits of a batch of 32 at
-800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps
-one derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of pictures.
+800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps one
+derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of pictures.
 """
 
 from collections.abc import Iterator

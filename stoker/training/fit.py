@@ -30,7 +30,6 @@ from stoker.training.trial import LiveBytes, Rehearsal, Tried, try_sizes
 
 GIB = 2**30
 
-
 SLACK = 1.03
 """A smaller batch is taken where its time per picture is at most this factor above the best."""
 

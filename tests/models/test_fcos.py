@@ -205,6 +205,16 @@ def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
     assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
 
 
+def test_points_are_made_once_and_can_be_trained_with() -> None:
+    model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
+    batch = make_batch((3, 0), (64, 96), CLASSES)
+    with torch.inference_mode():
+        points = model(batch.images).points
+    raw = model(batch.images)
+    assert raw.points is points
+    sum(model.loss(raw, batch).values(), torch.zeros(())).backward()
+
+
 def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> None:
     model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
     batch = make_batch((0, 0), (64, 96), CLASSES)
