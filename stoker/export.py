@@ -24,11 +24,12 @@ from stoker.data.samples import PADDING, Slot
 from stoker.device import Device, host_cores
 from stoker.errors import DataError, StokerError, StorageError, UsageError, WeightsError, writing
 from stoker.evaluate import SCORE_THRESHOLD
+from stoker.files import sync_folder
 from stoker.models import saved
 from stoker.models.detections import DETECTIONS
 from stoker.onnx_model import SUFFIX, OnnxModel, require
 from stoker.predict import find_pictures
-from stoker.records import CONFIG, sync_folder
+from stoker.records import CONFIG
 from stoker.windows import fill, read_picture
 
 PICTURES = 32

@@ -23,10 +23,10 @@ from stoker.device import Device, host_cores
 from stoker.draw import draw_boxes
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluate import detect_batches
+from stoker.files import write_whole
 from stoker.metrics import Detections, no_detections
 from stoker.models.detections import Finder
 from stoker.models.saved import Card
-from stoker.records import write_whole
 from stoker.tiles import Tiling, is_cut, merge
 from stoker.windows import Source, Window, batches, read_picture, windows_of
 

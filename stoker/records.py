@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker.errors import UsageError
+from stoker.files import write_whole
 
 if os.name == "posix":
     import fcntl
@@ -239,29 +240,6 @@ def _is_torn(handle: int) -> bool:
     """Whether a file's last line has no end."""
     size = os.fstat(handle).st_size
     return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-
-
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Replaces a file as a whole: after a kill or a power cut it is the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from stoker import records
 from stoker.errors import UsageError
+from stoker.files import write_whole
 from stoker.measure.environment import describe
 from stoker.records import (
     EVENTS,
@@ -33,7 +34,6 @@ from stoker.records import (
     read_lines,
     runs_named,
     totals,
-    write_whole,
 )
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/run-folder.md").read_text()
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> 
 
 REPLACE_FOR_EVER = """
 import sys, pathlib
-from stoker.records import write_whole
+from stoker.files import write_whole
 target = pathlib.Path(sys.argv[1])
 n = 0
 while True:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.data.formats.columns import SPLITS, Columns, Found, annotation_files
 from stoker.data.problems import Problem
 from stoker.errors import DataError, PreflightError
-from stoker.records import write_whole
+from stoker.files import cache_folder, write_whole
 
 VERSION = 9
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
@@ -58,15 +58,6 @@ class Meta(msgspec.Struct, kw_only=True):
     """When each of `folders` was changed last, ns; names are matched with what is in them."""
     measured: str
     """Of the files of some pictures (`_pictures_stamp`), where sizes were read from them; else empty."""
-
-
-def cache_folder() -> Path:
-    """`STOKER_CACHE_DIR`, else `$XDG_CACHE_HOME/stoker`, else `~/.cache/stoker`. It need not exist."""
-    if own := os.environ.get("STOKER_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "stoker"
-    return Path.home() / ".cache" / "stoker"
 
 
 def index_path(

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stoker.data.cache import cache_folder
 from stoker.errors import DataError
-from stoker.records import sync_folder, write_whole
+from stoker.files import cache_folder, sync_folder, write_whole
 
 VERSION = 1
 """Of the pictures: a folder of another version is drawn again."""

@@ -12,6 +12,7 @@ import msgspec
 
 from stoker import records
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
+from stoker.files import write_whole
 from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow, Totals
 
 _SHOWN = 3
@@ -269,7 +270,7 @@ def judge(seen: Records) -> list[Finding]:
 
 def write_findings(run: Path, findings: list[Finding]) -> None:
     """Replaces findings.json of the run."""
-    records.write_whole(run / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    write_whole(run / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
 
 
 def _of_phase(seen: Records, cause: str, phase: str) -> Finding | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from stoker.errors import writing
-from stoker.records import REPORT, write_whole
+from stoker.files import write_whole
+from stoker.records import REPORT
 from stoker.report.facts import Report, collect
 from stoker.report.page import record, results
 from stoker.report.page.charts import Charts

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from stoker.device import Ready, SideStream
 from stoker.errors import CheckpointError
-from stoker.records import CHECKPOINTS, sync_folder, write_whole
+from stoker.files import sync_folder, write_whole
+from stoker.records import CHECKPOINTS
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 KEPT = 2

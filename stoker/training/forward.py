@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.batch import Batch
-from stoker.data.cache import cache_folder
+from stoker.files import cache_folder
 from stoker.models import Detector
 from stoker.training.optim import Stepper
 

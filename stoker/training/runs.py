@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stoker.config import Config, from_toml, to_toml
 from stoker.errors import ConfigError, StorageError, UsageError
+from stoker.files import write_whole
 from stoker.measure.environment import describe
 from stoker.records import (
     CONFIG,
@@ -21,7 +22,6 @@ from stoker.records import (
     locked,
     open_run,
     runs_named,
-    write_whole,
 )
 
 RUNS = Path("runs")

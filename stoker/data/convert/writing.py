@@ -28,7 +28,7 @@ from stoker.data.formats.columns import PICTURE_ENDINGS
 from stoker.data.headers import Header, header_of
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError
-from stoker.records import sync_folder
+from stoker.files import sync_folder
 
 Target = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGETS: tuple[Target, ...] = get_args(Target)

@@ -10,8 +10,8 @@ import zlib
 from hashlib import blake2b
 from pathlib import Path
 
-from stoker.data.cache import cache_folder
 from stoker.errors import DataError, StorageError
+from stoker.files import cache_folder
 
 _CHUNK_BYTES = 1 << 20
 
