@@ -78,7 +78,15 @@ class PreflightError(StokerError):
 
 
 class StorageError(PreflightError):
-    """A place cannot be written: a full disk, a read-only or a missing folder."""
+    """A place cannot be read or written: a full disk, a missing folder, a bucket that refuses or does not answer."""
+
+
+class ObjectMissing(StorageError):
+    """The bucket answers, and has no such object."""
+
+
+class Conflict(StorageError):
+    """The object exists, or is not the one that the caller saw, and the write was to happen only if not."""
 
 
 class WeightsError(PreflightError):
