@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup lock demo test test-slow check bench bench-gpu clean
+.PHONY: setup lock peers demo test test-slow check bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -20,6 +20,10 @@ setup: .venv/.ready
 
 lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
 	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx pyproject.toml -o requirements.lock
+
+peers: $(filter .uv/bin/uv,$(UV))  ## what the benchmarks measure beside; 7 GB, in .peers
+	test -x .peers/bin/python || $(UV) venv --quiet --python $(or $(wildcard $(BIN)/python),$(PYTHON)) .peers
+	$(UV) pip sync --quiet --python .peers/bin/python --require-hashes benchmarks/peers.txt
 
 demo: setup
 	$(BIN)/stoker train demo
@@ -48,4 +52,4 @@ bench-gpu:  ## under 10 minutes; takes the machine's own Python where there is n
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 clean:
-	rm -rf .venv .uv
+	rm -rf .venv .uv .peers
