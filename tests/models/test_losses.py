@@ -77,6 +77,13 @@ def test_focal_loss_of_extreme_logits_is_finite(dtype: torch.dtype) -> None:
     assert torch.isfinite(logits.grad).all()
 
 
+def test_focal_loss_of_background_in_fp32_has_the_digits_of_fp64() -> None:
+    logits = torch.linspace(-30, 30, 4001)[:, None, None]  # a picture each, so that no sum hides an error
+    target = torch.full((len(logits), 1), BACKGROUND)
+    exact, ours = (focal_loss(x, target, alpha=0.25, gamma=2.0) for x in (logits.double(), logits))
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=0)
+
+
 def test_focal_loss_keeps_nothing_but_one_derivative_per_logit() -> None:
     kept: list[Tensor] = []
     logits = torch.randn(2, 100, 8, dtype=torch.bfloat16, requires_grad=True)
