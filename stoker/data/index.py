@@ -9,6 +9,7 @@ pictures exist. Not here: which layout a folder has (`find.py`), reading it (`fo
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ class Index:
         """First byte and number of bytes of a picture inside another file; None for one that is a file of its own."""
         start, count = self._span[row].tolist()
         return (start, count) if count else None
+
+    def identity(self) -> str:
+        """Changes with anything that decides which picture is which row, and its size as far as it is known."""
+        digest = blake2b(f"{self.root}\0{self._folders!r}".encode("utf-8", "surrogateescape"), digest_size=16)
+        for column in (self._folder, self._span, self.size):
+            digest.update(np.ascontiguousarray(column).data)
+        for buffer in self._names.buffers()[1:]:
+            digest.update(buffer)
+        return digest.hexdigest()
 
     def read(self, row: int) -> bytes:
         """The encoded picture, as it is stored. Raises OSError."""
