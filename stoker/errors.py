@@ -89,6 +89,10 @@ class Conflict(StorageError):
     """The object exists, or is not the one that the caller saw, and the write was to happen only if not."""
 
 
+class Unsupported(StorageError):
+    """The store cannot do this at all: list a web server, write only where nothing is."""
+
+
 class WeightsError(PreflightError):
     """Pretrained weights are missing, damaged, or belong to another architecture."""
 

@@ -1,0 +1,96 @@
+"""obstore's stores, made from an address, an identity, and the variables that name other endpoints.
+
+AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION for s3, STORAGE_EMULATOR_HOST for gs: as the clouds' own tools read
+them. An endpoint that begins with http:// is taken at its word.
+"""
+
+import os
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from obstore.store import GCSStore, HTTPStore, S3Store
+
+from stoker.storage.address import Address
+from stoker.storage.identity import Identity
+from stoker.storage.requests import Limits
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+ENVIRONMENT = (
+    "AWS_",
+    "GOOGLE_",
+    "STORAGE_EMULATOR_HOST",
+    "GCE_METADATA_HOST",
+    "NO_GCE_CHECK",
+    "CLOUDSDK_CONFIG",
+    "STOKER_STORAGE_",
+)
+"""Beginnings of the variables that decide what a store is."""
+PART_BYTES = 8 * 2**20
+"""Of a multipart upload: 10,000 of them, S3's most, are 78 GiB."""
+PART_TIMEOUT_S = 300
+CONNECT_TIMEOUT_S = 5
+PART_RETRIES = 3
+"""Within an upload obstore repeats the part that failed; all else is repeated, and counted, by `requests.py`."""
+LONGEST = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """reads gives up when no byte comes for a while; writes, which hear nothing while they send, after a long time."""
+
+    reads: "ObjectStore"
+    writes: "ObjectStore"
+
+
+def connect(address: Address, identity: Identity, limits: Limits) -> Clients:
+    reads = _client(address, identity, {"timeout": LONGEST, "read_timeout": timedelta(seconds=limits.stall_s)}, 0)
+    writes = _client(address, identity, {"timeout": timedelta(seconds=PART_TIMEOUT_S)}, PART_RETRIES)
+    return Clients(reads, writes)
+
+
+def environment() -> tuple[tuple[str, str], ...]:
+    """The variables that a store was made from: another store belongs to others."""
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)))
+
+
+def s3_endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def bucket_region(bucket: str) -> str | None:
+    """The region that S3 says the bucket is in, which it does without credentials; None: it does not say."""
+    request = urllib.request.Request(f"{s3_endpoint() or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S) as answer:
+            region = answer.headers.get("x-amz-bucket-region")
+    except urllib.error.HTTPError as error:
+        region = error.headers.get("x-amz-bucket-region")
+    except OSError:
+        return None
+    return None if region is None else str(region)
+
+
+def _client(address: Address, identity: Identity, times: "ClientConfig", retries: int) -> "ObjectStore":
+    options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S), "user_agent": "stoker", **times}  # fmt: skip
+    retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=PART_TIMEOUT_S)}
+    given: dict[str, Any] = dict(identity.options)
+    if address.scheme == "s3":
+        endpoint = s3_endpoint()
+        if endpoint:
+            given["endpoint"] = endpoint
+            options["allow_http"] = endpoint.startswith("http://")
+        return S3Store(address.bucket, client_options=options, retry_config=retry, **given)
+    if address.scheme == "gs":
+        host = os.environ.get("STORAGE_EMULATOR_HOST")
+        if host:
+            given["base_url"] = host if "://" in host else f"http://{host}"
+            options["allow_http"] = given["base_url"].startswith("http://")
+        return GCSStore(address.bucket, client_options=options, retry_config=retry, **given)
+    options["allow_http"] = address.scheme == "http"
+    return HTTPStore(f"{address.scheme}://{address.bucket}", client_options=options, retry_config=retry)

@@ -1,0 +1,219 @@
+"""Who we are to a cloud: the standard chain of credentials, walked once per store; errors name what was found.
+
+obstore signs the requests. What it does not know is done here: the profiles of `~/.aws`, and the end of the chain. A
+machine without credentials reads public buckets without a signature, as gcsfs and s3fs do; the instance's metadata
+service is asked once, for at most a second, so that such a machine does not hang. Variables: those of the clouds' own
+tools, and AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true to sign nothing.
+"""
+
+import configparser
+import importlib.util
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import StorageError
+
+METADATA_TIMEOUT_S = 1.0
+"""A metadata service is on the same host: it answers in milliseconds or not at all."""
+REREAD = timedelta(minutes=5)
+"""How long keys of `~/.aws/credentials` are kept: tools that rotate them rewrite the file."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """text: for messages; member: as an IAM policy names it, where known; options: for obstore's store."""
+
+    text: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    member: str | None = None
+    anonymous: bool = False
+
+
+def identify(scheme: str) -> Identity:
+    """scheme: one of address.SCHEMES. Raises StorageError where credentials are named and cannot be used."""
+    if scheme == "s3":
+        return _amazon()
+    if scheme == "gs":
+        return _google()
+    return Identity("anonymous (https addresses are read without credentials)", anonymous=True)
+
+
+def _anonymous(why: str) -> Identity:
+    return Identity(f"anonymous ({why})", {"skip_signature": True}, anonymous=True)
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def _amazon() -> Identity:
+    env = os.environ
+    if _is_true("AWS_SKIP_SIGNATURE"):
+        return _anonymous("AWS_SKIP_SIGNATURE")
+    if (key := env.get("AWS_ACCESS_KEY_ID")) and env.get("AWS_SECRET_ACCESS_KEY"):
+        return Identity(f"access key {_short(key)} (AWS_ACCESS_KEY_ID)")
+    if env.get("AWS_WEB_IDENTITY_TOKEN_FILE") and (role := env.get("AWS_ROLE_ARN")):
+        return Identity(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", member=role)
+    if profile := _profile():
+        return profile
+    if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get("AWS_CONTAINER_CREDENTIALS_FULL_URI"):
+        return Identity("the container's role (AWS_CONTAINER_CREDENTIALS_*)")
+    if not _is_true("AWS_EC2_METADATA_DISABLED") and (role := _instance_role()):
+        return Identity(f"the instance's role {role}", member=role)
+    return _anonymous("no AWS credentials in the environment, in ~/.aws or of an instance")
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 8 else f"{key[:4]}…{key[-4:]}"
+
+
+def _profile() -> Identity | None:
+    """AWS_PROFILE, else `default`, of ~/.aws: static keys are read here, all else (SSO, roles) by boto3 where it is."""
+    name = os.environ.get("AWS_PROFILE")
+    keys, settings = _section(name or "default")
+    region = settings.get("region", keys.get("region"))
+    options: dict[str, Any] = {}
+    if region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        options["region"] = region
+    key = keys.get("aws_access_key_id")
+    if key and "aws_secret_access_key" in keys:
+        options["credential_provider"] = lambda: _keys_of(name or "default")
+        return Identity(f"access key {_short(key)} (profile {name or 'default'} of ~/.aws)", options)
+    if name is None:
+        return None
+    if importlib.util.find_spec("boto3") is None:
+        raise StorageError(
+            f"The AWS profile {name} has no keys of its own.",
+            place="AWS_PROFILE",
+            cause="profiles that sign on (SSO, roles, programs) are resolved by boto3, which is not installed",
+            fix=f"pip install boto3, or: eval $(aws configure export-credentials --profile {name} --format env)",
+        )
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        options["credential_provider"] = Boto3CredentialProvider()
+    except Exception as error:  # botocore has no common base for what a profile can lack
+        raise StorageError(
+            f"The AWS profile {name} cannot be used.",
+            place="AWS_PROFILE",
+            cause=str(error),
+            fix=f"aws sso login --profile {name}",
+        ) from error
+    return Identity(f"profile {name} (AWS_PROFILE)", options)
+
+
+def _section(profile: str) -> tuple[dict[str, str], dict[str, str]]:
+    """(what the credentials file, what the config file says of a profile); empty where there is none."""
+    places = (
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile),
+        ("AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"),
+    )
+    found = []
+    for variable, default, section in places:
+        path = Path(os.environ.get(variable) or default).expanduser()
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            raise StorageError("The AWS settings cannot be read.", place=path, cause=str(error)) from error
+        found.append(dict(parser[section]) if parser.has_section(section) else {})
+    return found[0], found[1]
+
+
+def _keys_of(profile: str) -> dict[str, Any]:
+    """What obstore asks for when it has no keys, or old ones."""
+    keys, _ = _section(profile)
+    return {
+        "access_key_id": keys["aws_access_key_id"],
+        "secret_access_key": keys["aws_secret_access_key"],
+        "token": keys.get("aws_session_token"),
+        "expires_at": datetime.now(UTC) + REREAD,
+    }
+
+
+def _google() -> Identity:
+    env = os.environ
+    if host := env.get("STORAGE_EMULATOR_HOST"):
+        return _anonymous(f"STORAGE_EMULATOR_HOST={host}")
+    if _is_true("GOOGLE_SKIP_SIGNATURE"):
+        return _anonymous("GOOGLE_SKIP_SIGNATURE")
+    if text := env.get("GOOGLE_SERVICE_ACCOUNT_KEY"):
+        return _key_file(text, "GOOGLE_SERVICE_ACCOUNT_KEY")
+    for variable in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS"):
+        if named := env.get(variable):
+            try:
+                text = Path(named).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise StorageError(
+                    f"The key file that {variable} names cannot be read.",
+                    place=named,
+                    cause=str(error),
+                    fix=f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login",
+                ) from error
+            return _key_file(text, variable)
+    folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    default = folder / "application_default_credentials.json"
+    if default.is_file():
+        return _key_file(default.read_text(encoding="utf-8"), "gcloud auth application-default login")
+    if not _is_true("NO_GCE_CHECK") and (email := _instance_account()):
+        return Identity(f"the instance's service account {email}", member=f"serviceAccount:{email}")
+    return _anonymous("no Google credentials in the environment, of gcloud or of an instance")
+
+
+def _key_file(text: str, source: str) -> Identity:
+    try:
+        content = json.loads(text)
+        kind = content.get("type", "service_account")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise StorageError("The Google credentials are no JSON object.", place=source, cause=str(error)) from error
+    if kind == "service_account":
+        email = content.get("client_email", "")
+        return Identity(f"service account {email} ({source})", member=f"serviceAccount:{email}")
+    if kind == "authorized_user":
+        return Identity(f"user {content.get('account') or 'of gcloud'} ({source})")
+    if importlib.util.find_spec("google.auth") is None:
+        raise StorageError(
+            f"Google credentials of type {kind} need the package google-auth.",
+            place=source,
+            cause="obstore itself knows service_account and authorized_user",
+            fix="pip install google-auth requests",
+        )
+    from obstore.auth.google import GoogleCredentialProvider
+
+    who = content.get("service_account_impersonation_url", "").rpartition("/")[2].partition(":")[0]
+    return Identity(f"{who or kind} ({source})", {"credential_provider": GoogleCredentialProvider()})
+
+
+def _instance_role() -> str | None:
+    """The role of an EC2 instance (IMDSv2); None: not there, or without a role."""
+    base = os.environ.get("AWS_METADATA_ENDPOINT", "http://169.254.169.254").rstrip("/")
+    token = _ask(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
+    if not token:
+        return None
+    role = _ask(f"{base}/latest/meta-data/iam/security-credentials/", {"X-aws-ec2-metadata-token": token})
+    return role.split()[0] if role else None
+
+
+def _instance_account() -> str | None:
+    """The service account of a Google instance, or of a pod's workload identity; None: not there, or without one."""
+    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
+    where = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
+    return _ask(where, {"Metadata-Flavor": "Google"})
+
+
+def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str | None:
+    """What a metadata service answers; None where there is none, or it refuses."""
+    request = urllib.request.Request(url, headers=headers, method=method)
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=METADATA_TIMEOUT_S) as answer:
+            return str(answer.read(4096), "utf-8", "replace").strip()
+    except (OSError, urllib.error.URLError):
+        return None

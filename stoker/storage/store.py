@@ -1,0 +1,269 @@
+"""A bucket, or a web server: read, list, write, delete, from any thread, with retries, with errors that say what to do.
+
+What is verified of a read: its length, against what the headers promise, always. Whole objects read by `read` also by
+MD5 where the store gives one as ETag (objects of one part without KMS keys). Other checksums the stores keep
+(x-goog-hash, x-amz-checksum-…) do not come through obstore. Pictures come through `read_async` and are not hashed, as
+MD5 alone costs what the whole request does; TLS guards the way, and decoding is strict. Many reads at once are the
+matter of `fetcher.py`; who we are, of `identity.py`; which failures pass, of `requests.py`.
+"""
+
+import asyncio
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+
+from stoker.errors import StorageError
+from stoker.storage import clients
+from stoker.storage.address import Address
+from stoker.storage.failures import Action, Damaged, TooShort, explain, read_failure
+from stoker.storage.identity import Identity, identify
+from stoker.storage.requests import Budget, Counts, Limits, Tries
+
+if TYPE_CHECKING:
+    from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
+
+RAISED = (BaseError, FileNotFoundError, OSError, NotImplementedError, Damaged, TooShort)
+"""What obstore raises for what a store does. Its ValueErrors and the like are ours to avoid."""
+LISTED_AT_ONCE = 1000
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """etag: opaque; changes when the object does; what `write(if_match=)` takes. gs: the generation. None: not said.
+    modified_s: seconds since 1970, by the store's clock; of what `write` returns, by ours."""
+
+    key: str
+    size_bytes: int
+    etag: str | None
+    modified_s: float
+
+
+class Store:
+    """One bucket. `open_store` keeps one per process; a program of its own may make others, with other limits."""
+
+    def __init__(self, address: Address, *, limits: Limits | None = None) -> None:
+        self.address = replace(address, key="")
+        self.limits = limits or Limits.from_environment()
+        self.identity: Identity = identify(address.scheme)
+        self.budget = Budget()
+        self._clients = clients.connect(self.address, self.identity, self.limits)
+        self._exists = False
+
+    @property
+    def counts(self) -> Counts:
+        return self.budget.counts
+
+    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """The object, or `length` bytes of it from `start`. Raises ObjectMissing, StorageError."""
+        if length == 0:
+            return b""
+        options = _range(start, length)
+
+        def attempt() -> bytes:
+            result = obstore.get(self._clients.reads, key, options=options)
+            data = _whole(result, result.bytes(), start, length)
+            if options is None and _hash_differs(data, result.meta["e_tag"]):
+                again = obstore.get(self._clients.reads, key).bytes().to_bytes()
+                if again != data:  # two that agree are the object: its ETag is no MD5
+                    raise Damaged("two reads of the object differ, and the first is not what its ETag says")
+            return data
+
+        data = self._ask("read", key, attempt)
+        self.budget.moved(read=len(data))
+        return data
+
+    async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """`read` on an event loop, without the MD5."""
+        if length == 0:
+            return b""
+        options = _range(start, length)
+        tries = Tries(self.limits, self.budget)
+        while True:
+            try:
+                result = await obstore.get_async(self._clients.reads, key, options=options)
+                data = _whole(result, await result.bytes_async(), start, length)
+            except RAISED as error:
+                await asyncio.sleep(self._wait(tries, error, "read", key))
+                continue
+            self.budget.moved(read=len(data))
+            return data
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """None: there is no such object. A bucket that does not exist is an error."""
+
+        def attempt() -> "ObjectMeta | None":
+            try:
+                return obstore.head(self._clients.reads, key)
+            except FileNotFoundError:
+                return None
+
+        meta = self._ask("read", key, attempt)
+        if meta is not None:
+            self._exists = True
+            return self._info(meta)
+        if not self._exists and self.address.scheme in ("gs", "s3"):
+            # The answer to HEAD has no body that would say whether the object or the bucket is missing.
+            try:
+                next(self.list(key), None)
+            except StorageError as error:
+                if "There is no bucket" in error.what:
+                    raise
+            self._exists = True
+        return None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below `prefix`, a folder: `a/b` has `a/b/c`, and not `a/bc`. In the order of their keys."""
+        held: ObjectInfo | None = None
+        for info in self._list_all(prefix):
+            # Consoles mark a folder by an empty object `folder/`, whose slash obstore drops. What is in it comes next.
+            if held is not None and not info.key.startswith(f"{held.key}/"):
+                yield held
+            held = info if info.size_bytes == 0 else None
+            if held is None:
+                yield info
+        if held is not None:
+            yield held
+
+    def _list_all(self, prefix: str) -> Iterator[ObjectInfo]:
+        last: str | None = None
+        tries = Tries(self.limits, self.budget)
+        while True:
+            try:
+                stream = obstore.list(self._clients.reads, prefix or None, offset=last, chunk_size=LISTED_AT_ONCE)
+                for metas in stream:
+                    for meta in metas:
+                        yield self._info(meta)
+                        last = meta["path"]
+                    tries = Tries(self.limits, self.budget)
+                self.budget.moved()
+                return
+            except RAISED as error:
+                time.sleep(self._wait(tries, error, "list", prefix))
+
+    def write(
+        self, key: str, data: bytes | Path, *, if_absent: bool = False, if_match: str | None = None
+    ) -> ObjectInfo:
+        """Replaces the object as a whole: nobody sees half of it.
+
+        if_absent: only where there is none; if_match: only the one with this `etag`; else Conflict. Such a write is one
+        request (5 GB at most, and in memory), others go in parts. Parts of an upload that broke stay, unseen and
+        billed, until a life-cycle rule of the bucket removes them.
+        """
+        mode: PutMode | None = None
+        if if_absent:
+            mode = "create"
+        elif if_match is not None:
+            mode = {"version": if_match, "e_tag": None} if self.address.scheme == "gs" else {"e_tag": if_match}
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        unsure = False
+
+        def attempt() -> "PutResult":
+            nonlocal unsure
+            try:
+                if isinstance(data, bytes):
+                    return self._put(key, data, mode)
+                with data.open("rb") as file:
+                    return self._put(key, file, mode)
+            except BaseError as error:
+                failure = read_failure(error)
+                if failure.kind == "conflict" and unsure and (done := self._is_ours(key, data)):
+                    return done
+                unsure = unsure or failure.passes
+                raise
+
+        result = self._ask("write", key, attempt)
+        self.budget.moved(written=size)
+        etag = result["version"] if self.address.scheme == "gs" else result["e_tag"]
+        return ObjectInfo(key, size, etag, time.time())
+
+    def delete(self, key: str) -> None:
+        """Also where there is no such object."""
+
+        def attempt() -> None:
+            try:
+                obstore.delete(self._clients.writes, key)
+            except FileNotFoundError:
+                return
+
+        self._ask("delete", key, attempt)
+        self.budget.moved()
+
+    def _put(self, key: str, data: object, mode: "PutMode | None") -> "PutResult":
+        return obstore.put(self._clients.writes, key, data, mode=mode, chunk_size=clients.PART_BYTES)  # type: ignore[arg-type]
+
+    def _is_ours(self, key: str, data: bytes | Path) -> "PutResult | None":
+        """After a try whose answer was lost: a conflict may be with ourselves. Then the object has our bytes."""
+        result = obstore.get(self._clients.reads, key)
+        mine = data if isinstance(data, bytes) else data.read_bytes()
+        if result.bytes().to_bytes() != mine:
+            return None
+        return {"e_tag": result.meta["e_tag"], "version": result.meta["version"]}
+
+    def _ask(self, action: Action, key: str, attempt: Callable[[], _Answer]) -> _Answer:
+        tries = Tries(self.limits, self.budget)
+        while True:
+            try:
+                return attempt()
+            except RAISED as error:
+                time.sleep(self._wait(tries, error, action, key))
+
+    def _wait(self, tries: Tries, error: Exception, action: Action, key: str) -> float:
+        """Seconds until the next try; raises the error for the user where there is to be none."""
+        failure = read_failure(error)
+        wait = tries.again(failure)
+        if wait is not None:
+            return wait
+        if failure.kind == "region" and failure.region is None and self.address.scheme == "s3":
+            failure = replace(failure, region=clients.bucket_region(self.address.bucket))
+        address = self.address.child(key) if key else self.address
+        raise explain(failure, address=address, identity=self.identity, action=action, tried=tries.said()) from error
+
+    def _info(self, meta: "ObjectMeta") -> ObjectInfo:
+        etag = meta["version"] if self.address.scheme == "gs" else meta["e_tag"]
+        return ObjectInfo(meta["path"], meta["size"], etag, meta["last_modified"].timestamp())
+
+
+def _range(start: int, length: int | None) -> "GetOptions | None":
+    if length is not None:
+        return {"range": (start, start + length)}
+    return {"range": {"offset": start}} if start else None
+
+
+def _whole(result: "GetResult", body: "Bytes", start: int, length: int | None) -> bytes:
+    """The body as bytes, when it is as long as its headers and the request say."""
+    begin, end = result.range
+    if begin != start or len(body) != end - begin or (length is not None and end - begin > length):
+        raise Damaged(f"{len(body):,} bytes came as those from {begin:,} to {end:,}")
+    size = result.meta["size"]
+    if length is not None and size < start + length:
+        raise TooShort(f"it has {size:,} bytes, those from {start:,} to {start + length:,} were asked for")
+    return body.to_bytes()
+
+
+def _hash_differs(data: bytes, etag: str | None) -> bool:
+    found = _MD5.fullmatch(etag or "")
+    return found is not None and hashlib.md5(data, usedforsecurity=False).hexdigest() != found[1]
+
+
+_STORES: dict[tuple[object, ...], Store] = {}
+_LOCK = threading.Lock()
+
+
+def open_store(address: Address) -> Store:
+    """The store of the address's bucket; the same one every time, while the environment names the same credentials."""
+    key = (os.getpid(), address.scheme, address.bucket, clients.environment())
+    with _LOCK:
+        if key not in _STORES:
+            _STORES[key] = Store(address)
+        return _STORES[key]
