@@ -100,12 +100,6 @@ def find_data(data: Path, format: str | None = None) -> Found:
     """
     if format is not None and format not in FORMATS:
         raise UsageError(f"There is no data format {format!r}.", choices=FORMATS)
-    if "://" in str(data) or str(data).startswith(("gs:/", "s3:/")):
-        raise DataError(
-            f"{str(data)!r} is the address of an object store.",
-            cause="annotations and pictures are read from local folders only, so far",
-            fix="copy the data set to a local disk, or mount the bucket, and name the folder",
-        )
     if not data.exists():
         if tfrecord_files.is_pattern(data) and (found := tfrecord_files.from_pattern(data)) is not None:
             return found
@@ -137,6 +131,11 @@ def find_data(data: Path, format: str | None = None) -> Found:
     if here is not None:
         return here
     raise _nothing_found(data, format)
+
+
+def endings_of_files(format: str | None = None) -> tuple[str, ...]:
+    """Of the names of files that stand for a data set, in lower case."""
+    return tuple(ending for name, row in FORMATS.items() if format in (None, name) for ending in row.endings)
 
 
 def _per_split(root: Path, below: list[tuple[Path, Found]]) -> Found | None:

@@ -7,12 +7,14 @@ page) is refused here, by name, before any memory is taken for it. Pixels: `deco
 pictures are turned: `docs/pictures.md`.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from stoker.data import places
 from stoker.errors import DataError
 
 MOST_PIXELS = 2**29
@@ -66,8 +68,12 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """The header of a picture file, of which only what is needed is read. Raises DataError, also where it is absent."""
+    """The header of a picture file or object, of which only what is needed is read. Raises DataError, also where it is
+    absent; StorageError where its bucket cannot be read."""
     try:
+        if (found := places.remote(path)) is not None:
+            pieces = places.Pieces(found, path)
+            return _parse(pieces.head, pieces.read, pieces.total, path)
         with path.open("rb", buffering=0) as file:
             number, total = file.fileno(), os.fstat(file.fileno()).st_size
             head = os.pread(number, HEAD_BYTES, 0)
@@ -78,7 +84,9 @@ def read_header(path: Path) -> Header:
             return _parse(head, read, total, path)
     except OSError as error:
         fix = "check its name, its permissions and that its disk is there"
-        raise DataError("The picture cannot be read.", place=path, cause=error.strerror, fix=fix) from error
+        raise DataError(
+            "The picture cannot be read.", place=places.shown(path), cause=error.strerror, fix=fix
+        ) from error
 
 
 def header_of(data: bytes, path: Path) -> Header:
@@ -89,13 +97,15 @@ def header_of(data: bytes, path: Path) -> Header:
 def unusable(path: Path, cause: str, fix: str | None = None) -> DataError:
     """The error for a picture that cannot be decoded."""
     usual = "copy or download the file again, or remove it from the annotations"
-    return DataError("The picture cannot be decoded.", place=path, cause=cause, fix=fix or usual)
+    return DataError("The picture cannot be decoded.", place=places.shown(path), cause=cause, fix=fix or usual)
 
 
 def _parse(head: bytes, read: Read, total: int, path: Path) -> Header:
     """head: the first bytes, what is at hand of them; read: any of the `total` bytes of the file."""
     if total == 0:
-        raise DataError("The picture file is empty.", place=path, cause="it has 0 bytes", fix="copy it again")
+        raise DataError(
+            "The picture file is empty.", place=places.shown(path), cause="it has 0 bytes", fix="copy it again"
+        )
     kind, channels = "jpeg", 3
     try:
         if head.startswith(b"\xff\xd8\xff"):
@@ -104,7 +114,7 @@ def _parse(head: bytes, read: Read, total: int, path: Path) -> Header:
             except IndexError:
                 if len(head) == total:
                     raise
-                height, width, orientation, channels = _jpeg(read(0, total), path)
+                height, width, orientation, channels = _jpeg_beyond(head, read, total, path)
         else:
             kind, parse = _kind_of(head[:32], read, path)
             height, width, orientation = parse(read, path)
@@ -115,7 +125,7 @@ def _parse(head: bytes, read: Read, total: int, path: Path) -> Header:
     if height * width > MOST_PIXELS:
         raise DataError(
             "The picture is too large.",
-            place=path,
+            place=places.shown(path),
             cause=f"its header says {width:,} × {height:,} pixels; at most {MOST_PIXELS:,} in all are decoded",
             fix="cut it into tiles or make it smaller; if it is not that large, its header is damaged: copy it again",
         )
@@ -123,6 +133,14 @@ def _parse(head: bytes, read: Read, total: int, path: Path) -> Header:
         orientation = 1
     size = (width, height) if orientation >= 5 else (height, width)
     return Header(size, (height, width), orientation, kind, channels)
+
+
+def _jpeg_beyond(head: bytes, read: Read, total: int, path: Path) -> tuple[int, int, int, int]:
+    """What `_jpeg` finds behind the bytes at hand: mostly within HEAD_BYTES, else in the whole file."""
+    if len(head) < HEAD_BYTES < total:
+        with contextlib.suppress(IndexError):
+            return _jpeg(read(0, HEAD_BYTES), path)
+    return _jpeg(read(0, total), path)
 
 
 def _kind_of(begin: bytes, read: Read, path: Path) -> tuple[str, Callable[[Read, Path], tuple[int, int, int]]]:

@@ -8,21 +8,25 @@ pictures exist. Not here: which layout a folder has (`find.py`), reading it (`fo
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data import cache, clean
-from stoker.data.find import FORMATS, find_data
+from stoker.data import cache, clean, places
+from stoker.data.find import FORMATS, endings_of_files, find_data
 from stoker.data.formats import names as picture_names
 from stoker.data.formats.columns import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS, by_folder
 from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
+from stoker.storage.address import expand, is_address, parse
+
+if TYPE_CHECKING:
+    from stoker.storage.store import Store
 
 __all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures", "unnamed_pictures"]
 
@@ -36,7 +40,7 @@ class Index:
     """R pictures with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
 
     root: Path
-    """Absolute; paths are relative to it."""
+    """Absolute; paths are relative to it. Of a data set in a bucket, the mirror of it (`bucket.py`)."""
     format: str
     """A row of `find.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
@@ -66,6 +70,12 @@ class Index:
     _names: pa.Array = field(repr=False)
     _split: NDArray[np.int8] = field(repr=False)
     _span: NDArray[np.int64] = field(repr=False)
+    _in_bucket: bool = field(repr=False)
+
+    @property
+    def source(self) -> str:
+        """The root as people know it: its path or its address."""
+        return places.shown(self.root)
 
     def __len__(self) -> int:
         return len(self._split)
@@ -75,14 +85,15 @@ class Index:
         if split not in self.splits:
             raise DataError(
                 f"The data set has no {split!r} split.",
-                place=self.root,
+                place=self.source,
                 choices=self.splits,
                 fix="name the folder above, if the split lies beside this one; or use one of those it has",
             )
         return np.flatnonzero(self._split == SPLITS.index(split))
 
     def path(self, row: int) -> Path:
-        """The file of a picture; for one inside another file, that file with the picture's name behind it."""
+        """The file of a picture; for one inside another file, that file with the picture's name behind it. Of a picture
+        in a bucket it is a placeholder: `read`, `remote` and `place` know better."""
         name: str = self._names[int(row)].as_py()
         return self.root / self._folders[int(self._folder[row])] / name
 
@@ -106,9 +117,21 @@ class Index:
             digest.update(buffer)
         return digest.hexdigest()
 
+    def place(self, row: int) -> str:
+        """What messages call a picture: its path, or its address."""
+        return places.shown(self.path(row))
+
+    def remote(self, row: int) -> "tuple[Store, str, int, int | None] | None":
+        """Where the bytes of a picture in a bucket are: store, key, first byte and their number (None: all of the
+        object). None for a picture that is on the local disk, also for one in a shard that was copied there."""
+        found = places.remote(self.path(row)) if self._in_bucket and self.span(row) is None else None
+        return None if found is None else (*found, 0, None)
+
     def read(self, row: int) -> bytes:
-        """The encoded picture, as it is stored. Raises OSError."""
+        """The encoded picture, as it is stored, from wherever it is. Raises OSError, of buckets StorageError too."""
         span, path = self.span(row), self.path(row)
+        if self._in_bucket:
+            return places.read(path, span)
         with (path if span is None else path.parent).open("rb", buffering=0) as file:
             if span is None:
                 return file.read()
@@ -127,14 +150,16 @@ def open_index(
 ) -> Index:
     """The index of a data set, from the cache where its source has not changed.
 
-    data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), or "demo",
-    the data set that stoker draws itself (`./demo` is a folder). format: a row of `find.FORMATS`; None: found by
-    looking. classes: only these, in this order; boxes of others are left out; empty: all.
+    data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the address
+    of either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker draws itself (`./demo` is
+    a folder). Environment variables in it are replaced. format: a row of `find.FORMATS`; None: found by looking.
+    classes: only these, in this order; boxes of others are left out; empty: all.
     val_fraction: the share that is held back as validation, in (0, 1), 0.1 unless set, where the data set has no
     validation split of its own.
     problems: collects everything that is wrong; the annotations are then read whether or not the cache has them.
 
-    Raises DataError when there is no data set or a file of it is wrong, naming the place.
+    Raises DataError when there is no data set or a file of it is wrong, naming the place; ConfigError for a variable
+    that is not set, StorageError where a bucket cannot be read.
     """
     fraction = VAL_FRACTION if val_fraction is None else val_fraction
     if not 0 < fraction < 1:
@@ -144,8 +169,20 @@ def open_index(
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
     try:
-        place = _demo() if data == "demo" else Path(data).expanduser()
-        return _open(place, format, fraction, val_fraction is not None, tuple(classes), problems)
+        asked, only = val_fraction is not None, tuple(classes)
+        if data == "demo":
+            return _open(_demo(), format, fraction, asked, only, problems)
+        text = expand(os.fspath(data))
+        if not is_address(text):
+            return _open(Path(text), format, fraction, asked, only, problems)
+        from stoker.data import bucket  # only needed, as what it imports, where there are buckets
+
+        mirror = bucket.place_of(parse(text), endings_of_files(format))
+        with bucket.addresses_in_errors(mirror.root):
+            index = _open(mirror.place, format, fraction, asked, only, problems)
+        examples = [tuple(places.in_words(text, mirror.root) for text in found.examples) for found in index.problems]
+        found = tuple(replace(one, examples=some) for one, some in zip(index.problems, examples, strict=True))
+        return replace(index, notes=(*index.notes, *mirror.notes), problems=found)
     except OSError as error:
         raise DataError(
             "The data set cannot be read.",
@@ -170,7 +207,7 @@ def _open(
         columns = clean.drop_degenerate(clean.keep_classes(columns, classes), problems)
         columns = clean.divide(columns, fraction, asked=asked)
         clean.check(columns, problems)
-        columns.notes.insert(0, f"{found.layout}, from {found.root}")
+        columns.notes.insert(0, f"{found.layout}, from {places.shown(found.root)}")
         cache.write(path, columns, problems.found(FEW), found, stamp)
         content = cache.read(path, stamp)
         if content is None:
@@ -211,6 +248,7 @@ def _view(batch: pa.RecordBatch, meta: cache.Meta) -> Index:
         _names=batch["name"],
         _split=_numpy(batch["split"]),
         _span=_numpy(batch["span"].values).reshape(-1, 2),
+        _in_bucket=places.address_of(Path(meta.root)) is not None,
     )
 
 
@@ -279,13 +317,13 @@ def require_pictures(index: Index, splits: Iterable[str] | None = None, *, max_b
         rows = index.rows(split)
         gone = rows[absent[rows]]
         if gone.size > tolerated(share, rows.size) or gone.size == rows.size:
-            examples = [index.path(row) for row in gone[:3].tolist()]
+            examples = [index.place(row) for row in gone[:3].tolist()]
             raise DataError(
                 f"{gone.size:,} of the {rows.size:,} pictures of the {split} split do not exist.",
-                place=", ".join(str(path) for path in examples) + (", …" if gone.size > len(examples) else ""),
-                cause=f"the annotations in {index.root} name them; up to {share:.3g} of them may be missing"
-                f" (--max-bad); `stoker data check {index.root}` names all",
-                fix=where_instead(index.root, examples[0]),
+                place=", ".join(examples) + (", …" if gone.size > len(examples) else ""),
+                cause=f"the annotations in {index.source} name them; up to {share:.3g} of them may be missing"
+                f" (--max-bad); `stoker data check {index.source}` names all",
+                fix=where_instead(index.root, index.path(gone[0])),
             )
     return missing
 
@@ -296,15 +334,19 @@ def _require_annotations(index: Index, share: float) -> None:
     if count > tolerated(share, len(index) + count):
         raise DataError(
             f"{count:,} of the {len(index) + count:,} pictures are left out for their annotations.",
-            place=index.root,
+            place=index.source,
             cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in lost),
-            fix=f"`stoker data check {index.root}` names all of them: correct them, or allow more than {share:.3g} of"
+            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than {share:.3g} of"
             " the pictures with --max-bad",
         )
 
 
 def where_instead(root: Path, picture: Path) -> str:
     """What to do about a missing picture, which is looked for under another ending and in folders near the root."""
+    return places.in_words(_where_instead(root, picture), root)
+
+
+def _where_instead(root: Path, picture: Path) -> str:
     if picture.parent.is_dir():
         with os.scandir(picture.parent) as entries:
             stem = picture.stem.casefold()

@@ -151,6 +151,12 @@ class Store:
             except RAISED as error:
                 time.sleep(self._wait(tries, error, "list", prefix))
 
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        """The names of the folders directly below `prefix`, in order."""
+        found = self._ask("list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None))
+        self.budget.moved()
+        return tuple(sorted(path.rpartition("/")[2] for path in found["common_prefixes"]))
+
     def write(
         self, key: str, data: bytes | Path, *, if_absent: bool = False, if_match: str | None = None
     ) -> ObjectInfo:

@@ -392,11 +392,6 @@ def test_what_cannot_be_asked_for(
     assert fragment in str(raised.value)
 
 
-def test_an_address_of_an_object_store() -> None:
-    with pytest.raises(DataError, match="object store"):
-        open_index("gs://bucket/set")
-
-
 def test_a_name_that_is_empty_is_not_this_folder() -> None:
     with pytest.raises(DataError, match="name of the data set is empty"):
         open_index("")
