@@ -9,7 +9,6 @@ one cache for all of them. Nothing is mapped: a full or failing disk is an OSErr
 Where the file lies, how large it may become and whether there is one at all: `pixel_room.py`. Its user: `samples.py`.
 """
 
-import errno
 import os
 import struct
 import time
@@ -151,9 +150,10 @@ class PixelCache:
             if not self._has_room(self._handle, pixels.nbytes + BLOCK):
                 self._give_up("it has reached its limit, or the disk is nearly full")
                 return
-            head = identity + _CRC.pack(google_crc32c.value(pixels))
-            if os.pwritev(self._handle, [head, pixels.data], int(self._begins[row])) < len(head) + pixels.nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            head, begin = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._begins[row])
+            written = os.pwritev(self._handle, [head, pixels.data], begin)
+            if written < len(head) + pixels.nbytes:  # the rest will say why
+                os.pwrite(self._handle, (head + pixels.tobytes())[written:], begin + written)
         except OSError as error:
             self._give_up(f"writing failed: {error.strerror}")
         ended = time.monotonic()

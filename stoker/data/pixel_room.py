@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from stoker.cgroup import host_memory
+from stoker.cgroup import host_cores, host_memory
+from stoker.data import places
 from stoker.data.decode import SHRINKS
 from stoker.data.pixel_cache import MOST_FACTOR, Form, PixelCache, digest, offsets_of
 from stoker.errors import ConfigError
@@ -125,9 +126,8 @@ def situation(
     closest: float,
     epochs: float | None,
     threads: int,
-    remote: bool,
 ) -> Situation:
-    """What `choose` wants to know, of this machine as it is now."""
+    """What `choose` wants to know, of this machine as it is now. threads: 0 for as many as there are cores."""
     size = index.size[rows]
     size = size[(size > 0).all(1)]
     kept = form.kept(size)
@@ -140,8 +140,8 @@ def situation(
         shrinks=bool((kept < size).any()),
         closest=closest,
         epochs=epochs,
-        threads=threads,
-        remote=remote,
+        threads=threads or host_cores(),
+        remote=places.address_of(index.root) is not None,
         memory_free=max(0, limit - used),
         disk_room=disk_room(path),
         network=network_of(path),
@@ -209,7 +209,7 @@ def make_room(path: Path, wanted: int) -> list[Path]:
         if excess <= 0:
             break
         taken = _taken(other)
-        if _unused(other, remove=True):
+        if unused(other, remove=True):
             excess -= taken
             removed.append(other)
     return removed
@@ -220,7 +220,7 @@ def disk_room(path: Path) -> int:
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
-    return max(0, _limit(folder) - sum(_taken(other) for other in _others(path) if not _unused(other)))
+    return max(0, _limit(folder) - sum(_taken(other) for other in _others(path) if not unused(other)))
 
 
 def network_of(path: Path) -> str | None:
@@ -259,7 +259,7 @@ def _last_used(file: Path) -> int:
         return 0
 
 
-def _unused(file: Path, *, remove: bool = False) -> bool:
+def unused(file: Path, *, remove: bool = False) -> bool:
     """Whether no process has a cache file open, as far as its file system can tell; `remove`: and then removes it."""
     try:
         handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)
