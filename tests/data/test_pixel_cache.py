@@ -1,0 +1,409 @@
+"""The cache of decoded pictures: what it returns is whole and of the source as it is, whoever was killed writing it."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stoker.data import augment, pixel_cache
+from stoker.data.decode import decode
+from stoker.data.headers import header_of
+from stoker.data.index import Index, open_index
+from stoker.data.pixel_cache import BLOCK, HEADER_BYTES, Form, PixelCache, offsets_of
+from stoker.data.pixel_room import file_of, open_cache, open_file
+from tests.data import tfrecords
+
+FORM = Form((64, 96), "letterbox", 1.5)
+SIDES = (150, 200)
+PLENTY = 1 << 40
+
+
+def draw(folder: Path, count: int = 6, *, sized: bool = True, sides: tuple[int, int] = SIDES) -> Index:
+    """A COCO data set of smooth pictures; every third is smaller than it would be kept."""
+    folder.mkdir(parents=True)
+    images = []
+    for n in range(count):
+        height, width = sides if n % 3 else (40, 50)
+        rng = np.random.default_rng(n)
+        coarse = cv2.resize(rng.integers(0, 256, (6, 8, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(folder / f"{n}.jpg"), coarse)
+        images.append({"id": n, "file_name": f"{n}.jpg"} | ({"height": height, "width": width} if sized else {}))
+    boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [3, 3, 20, 20]} for n in range(count)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "_annotations.coco.json").write_text(json.dumps(content))
+    return open_index(folder)
+
+
+def cache_of(
+    index: Index, form: Form = FORM, *, most_bytes: int = PLENTY, said: Callable[[str], None] | None = None
+) -> PixelCache:
+    """What a new process has: nothing is remembered of the sources."""
+    return PixelCache(index, form, open_file(file_of(index, form)), most_bytes=most_bytes, on_trouble=said)
+
+
+def make(cache: PixelCache, index: Index, row: int) -> np.ndarray:
+    data, path = index.read(row), index.path(row)
+    return cache.make(row, data, path, header_of(data, path))
+
+
+def fill(cache: PixelCache, index: Index) -> list[np.ndarray]:
+    """Fills the cache as the loader does; returns the pictures."""
+    found = []
+    for row in range(len(index)):
+        pixels = cache.get(row)
+        if pixels is None:
+            pixels = make(cache, index, row)
+            cache.put(row, pixels)
+        found.append(pixels)
+    return found
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return draw(tmp_path / "set")
+
+
+def in_a_process(source: str, *arguments: object) -> subprocess.Popen[str]:
+    """Runs a script in which the names of this module are known."""
+    command = [sys.executable, "-c", f"from tests.data.test_pixel_cache import *\n{source}", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output
+
+
+# What is kept.
+
+
+def test_what_comes_back_is_what_was_kept(index: Index) -> None:
+    cache = cache_of(index)
+    assert [cache.get(row) for row in range(len(index))] == [None] * len(index)
+    made = fill(cache, index)
+    for row, pixels in enumerate(made):
+        assert cache.holds(row)
+        found = cache.get(row)
+        assert found is not None
+        assert np.array_equal(found, pixels)
+        assert found.shape[:2] == cache.shape(row) == ((96, 128) if row % 3 else (40, 50))
+
+
+def test_a_picture_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) -> None:
+    assert np.array_equal(make(cache_of(index), index, 0), decode(index.read(0), index.path(0)))
+
+
+@given(
+    st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
+    st.tuples(st.integers(32, 1400), st.integers(32, 1400)),
+    st.sampled_from(["letterbox", "squash"]),
+    st.floats(1.25, 1.5),
+)
+def test_a_picture_is_kept_as_small_as_covers_what_is_shown(
+    size: tuple[int, int], canvas: tuple[int, int], resize: str, factor: float
+) -> None:
+    kept = Form(canvas, resize, factor).kept(np.array([size], np.int32))[0]
+    scales = np.array(canvas) / size
+    wanted = np.minimum(size, factor * np.array(size) * (scales.min() if resize == "letterbox" else scales))
+    assert (kept >= np.floor(wanted)).all()
+    assert (kept <= np.ceil(wanted) + (wanted < 1)).all()
+    assert (kept >= 1).all()
+    # A whole kept picture is shown in as many pixels as the whole picture is, but for rounding.
+    shown = augment.place(size, canvas, resize).content
+    again = augment.place((int(kept[0]), int(kept[1])), canvas, resize).content
+    assert again == pytest.approx(shown, abs=2, rel=0.02) or min(kept) < 50
+
+
+@pytest.mark.parametrize(
+    ("crop", "zoom", "factor"),
+    [(0.5, (0.7, 1.5), 1.5), (0.5, (1, 1.4), 1.4), (0.5, (0.5, 4), 1.5), (0, (0.5, 4), 1.25)],
+)
+def test_pictures_are_kept_as_large_as_crops_want_them(crop: float, zoom: tuple[float, float], factor: float) -> None:
+    assert Form.of((64, 64), "letterbox", crop=crop, zoom=zoom).factor == factor
+
+
+def test_pictures_whose_size_is_unknown_have_no_place(tmp_path: Path) -> None:
+    index = draw(tmp_path / "set", sized=False)
+    cache = cache_of(index)
+    assert not index.size.any()
+    assert [cache.shape(row) for row in range(6)] == [None] * 6
+    cache.put(0, np.zeros((2, 2, 3), np.uint8))
+    assert cache.get(0) is None
+    assert file_of(index, FORM).stat().st_size == 0
+
+
+def test_places_do_not_overlap_and_lie_on_pages() -> None:
+    kept = np.array([[100, 100], [0, 0], [1, 1], [40, 50]], np.int32)
+    begins = offsets_of(kept)
+    assert (begins % BLOCK == 0).all()
+    assert (np.diff(begins) >= np.where(kept.prod(1) > 0, kept.prod(1) * 3 + HEADER_BYTES, 0)).all()
+    assert begins[1] == begins[2]
+
+
+def test_another_size_or_other_pictures_are_another_file(index: Index, tmp_path: Path) -> None:
+    forms = [FORM, Form((96, 64), "letterbox", 1.5), Form((64, 96), "squash", 1.5), Form((64, 96), "letterbox", 1.25)]
+    files = {file_of(index, form) for form in forms} | {file_of(draw(tmp_path / "2"), FORM)}
+    (tmp_path / "set" / "0.jpg").rename(tmp_path / "set" / "zero.jpg")
+    text = (tmp_path / "set" / "_annotations.coco.json").read_text()
+    (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
+    files.add(file_of(open_index(tmp_path / "set"), FORM))
+    assert len(files) == 6
+    assert file_of(open_index(tmp_path / "set", val_fraction=0.4), FORM) in files
+
+
+def test_memory_is_a_cache_without_a_file(index: Index) -> None:
+    cache = open_cache("memory", index, np.arange(6), FORM, print)
+    assert cache is not None
+    made = fill(cache, index)
+    assert all(np.array_equal(cache.get(row), made[row]) for row in range(6))
+    assert not file_of(index, FORM).exists()
+    other = open_cache("memory", index, np.arange(6), FORM, print)
+    assert other is not None
+    assert other.get(0) is None
+
+
+# What is not returned.
+
+
+def test_a_replaced_picture_is_noticed_by_the_next_process(index: Index) -> None:
+    cache = cache_of(index)
+    old = fill(cache, index)
+    path = index.path(1)
+    changed = path.stat().st_mtime_ns
+    cv2.imwrite(str(path), np.full((*SIDES, 3), 7, np.uint8))
+    os.utime(path, ns=(changed, changed + 1))
+    assert np.array_equal(cache.get(1), old[1])
+    again = cache_of(index)
+    assert again.get(1) is None
+    assert not again.holds(1)
+    new = fill(again, index)
+    assert (np.abs(new[1].astype(int) - 7) < 3).all()
+    assert np.array_equal(cache_of(index).get(1), new[1])
+
+
+def test_one_of_the_same_time_but_another_length_is_noticed(index: Index) -> None:
+    fill(cache_of(index), index)
+    stat = index.path(1).stat()
+    with index.path(1).open("ab") as file:
+        file.write(b"\0")
+    os.utime(index.path(1), ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert cache_of(index).get(1) is None
+
+
+def test_a_picture_that_is_gone_is_not_found_either(index: Index) -> None:
+    fill(cache_of(index), index)
+    index.path(2).unlink()
+    assert cache_of(index).get(2) is None
+
+
+def test_a_picture_inside_another_file_changes_with_it(tmp_path: Path) -> None:
+    box = ("thing", 1, 0.1, 0.1, 0.5, 0.5)
+    shades = [tfrecords.jpeg(200, 100, 40 * n) for n in range(1, 4)]
+    pictures = [tfrecords.picture(f"{n}.jpg", [box], image__encoded=[shade]) for n, shade in enumerate(shades)]
+    shard = tfrecords.write(tmp_path / "train.tfrecord", *pictures)
+    index = open_index(shard)
+    made = fill(cache_of(index), index)
+    assert len({pixels.tobytes() for pixels in made}) == 3
+    cache = cache_of(index)
+    assert all(np.array_equal(cache.get(row), made[row]) for row in range(3))
+    os.utime(shard, ns=(1, 1))
+    assert cache_of(index).get(0) is None
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 96 * 128 * 3 + HEADER_BYTES - 1), st.integers(1, 255))
+def test_a_flipped_byte_is_noticed(index: Index, at: int, flip: int) -> None:
+    made = fill(cache_of(index), index)
+    begin = int(offsets_of(FORM.kept(index.size))[1])
+    with file_of(index, FORM).open("r+b") as file:
+        file.seek(begin + at)
+        (byte,) = file.read(1)
+        file.seek(begin + at)
+        file.write(bytes([byte ^ flip]))
+    found = cache_of(index).get(1)
+    unused = HEADER_BYTES - 4 <= at < HEADER_BYTES
+    assert np.array_equal(found, made[1]) if unused else found is None
+    assert np.array_equal(fill(cache_of(index), index)[1], made[1])
+
+
+@pytest.mark.parametrize("length", [0, 10, 5000, 20_000])
+def test_a_file_that_was_cut_off_is_filled_again(index: Index, length: int) -> None:
+    made = fill(cache_of(index), index)
+    os.truncate(file_of(index, FORM), length)
+    again = fill(cache_of(index), index)
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+    cache = cache_of(index)
+    assert all(cache.get(row) is not None for row in range(6))
+
+
+def test_what_others_wrote_there_is_not_taken_for_a_picture(index: Index) -> None:
+    path = file_of(index, FORM)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"another program's file" * 9999)
+    assert cache_of(index).get(0) is None
+
+
+# Several processes, and their deaths.
+
+FILL = """
+index = open_index(sys.argv[1])
+print("began", flush=True)
+sys.stdin.readline()
+fill(cache_of(index), index)
+print(sum(cache_of(index).get(row) is not None for row in range(len(index))))
+"""
+
+
+def test_processes_that_fill_at_once_share_one_file(tmp_path: Path) -> None:
+    index = draw(tmp_path / "set", 40)
+    command = [sys.executable, "-c", f"from tests.data.test_pixel_cache import *\n{FILL}", str(tmp_path / "set")]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "began\n"
+    for process in both:
+        assert process.communicate("\n", timeout=60)[0] == "40\n"
+    cache = cache_of(index)
+    assert all(np.array_equal(cache.get(row), make(cache, index, row)) for row in range(40))
+
+
+def test_the_pictures_of_another_process_are_found(index: Index) -> None:
+    output_of(in_a_process("index = open_index(sys.argv[1])\nfill(cache_of(index), index)", index.root))
+    cache = cache_of(index)
+    assert all(np.array_equal(cache.get(row), make(cache, index, row)) for row in range(6))
+
+
+ENDLESS = """
+index = open_index(sys.argv[1])
+cache = cache_of(index, LARGE)
+made = [make(cache, index, row) for row in range(len(index))]
+for n in range(10**9):
+    for row, pixels in enumerate(made):
+        cache.put(row, pixels)
+    if n == 0:
+        print("wrote", flush=True)
+"""
+
+
+LARGE = Form((1000, 1400), "letterbox", 1.5)
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_returned_by_mistake(tmp_path: Path) -> None:
+    index = draw(tmp_path / "set", 3, sides=(1500, 2000))
+    made = [make(PixelCache(index, LARGE, None), index, row) for row in range(3)]
+    for _ in range(3):
+        process = in_a_process(ENDLESS, tmp_path / "set")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "wrote\n"
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        after = cache_of(index, LARGE)
+        found = [after.get(row) for row in range(3)]
+        assert all(pixels is None or np.array_equal(pixels, made[row]) for row, pixels in enumerate(found))
+        assert sum(pixels is not None for pixels in found) >= 2  # one was being written
+
+
+# Disks.
+
+
+def test_a_disk_that_refuses_is_said_once_and_reading_goes_on(index: Index) -> None:
+    said: list[str] = []
+    cache = cache_of(index, said=said.append)
+    cache.put(0, make(cache, index, 0))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        made = fill(cache, index)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(made) == 6
+    assert said == ["the cache of decoded pictures takes no more: writing failed: File too large"]
+    assert cache.get(0) is not None
+    assert fill(cache, index)[5] is not None
+    assert cache.get(5) is None  # not tried again
+
+
+FULL = """
+import shutil
+index = open_index(sys.argv[1])
+said = []
+cache = cache_of(index, said=said.append)
+first = fill(cache, index)
+kept = [row for row in range(len(index)) if cache.get(row) is not None]
+assert all(np.array_equal(cache.get(row), first[row]) for row in kept)
+assert shutil.disk_usage(os.environ["STOKER_CACHE_DIR"]).total < 1 << 20
+print(json.dumps([said, len(kept)]))
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    draw(tmp_path / "set", 60)
+    (tmp_path / "small").mkdir()
+    script = f"from tests.data.test_pixel_cache import *\n{FULL}"
+    inner = f'mount -t tmpfs -o size=512k none {tmp_path}/small && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", inner, "sh", sys.executable, "-c", script, str(tmp_path / "set")]
+    environment = os.environ | {"STOKER_CACHE_DIR": str(tmp_path / "small")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    said, kept = json.loads(done.stdout)
+    assert said == ["the cache of decoded pictures takes no more: writing failed: No space left on device"]
+    assert 0 < kept < 60
+
+
+def test_a_cache_takes_no_more_than_it_may(index: Index) -> None:
+    said: list[str] = []
+    cache = cache_of(index, most_bytes=60_000, said=said.append)
+    fill(cache, index)
+    assert 0 < file_of(index, FORM).stat().st_blocks * 512 <= 60_000
+    assert len(said) == 1
+    assert "its limit" in said[0]
+
+
+def test_some_of_the_disk_is_left_free(index: Index) -> None:
+    said: list[str] = []
+    handle = open_file(file_of(index, FORM))
+    disk = os.statvfs(index.root)
+    cache = PixelCache(index, FORM, handle, most_bytes=PLENTY, reserve_bytes=disk.f_blocks * disk.f_frsize,
+                       on_trouble=said.append)  # fmt: skip
+    fill(cache, index)
+    assert file_of(index, FORM).stat().st_blocks == 0
+    assert "nearly full" in said[0]
+
+
+def test_after_a_write_that_the_disk_held_up_comes_a_pause(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pixel_cache, "SLOW_WRITE_S", -1.0)
+    monkeypatch.setattr(pixel_cache, "PAUSES", 10**9)
+    cache = cache_of(index)
+    fill(cache, index)
+    assert [row for row in range(6) if cache.get(row) is not None] == [0]
+
+
+def test_a_cache_that_cannot_be_opened_is_said_and_pictures_keep_their_form(index: Index) -> None:
+    file_of(index, FORM).mkdir(parents=True)
+    said: list[str] = []
+    cache = open_cache("disk", index, np.arange(6), FORM, said.append)
+    assert cache is not None
+    assert "Is a directory" in said[0]
+    assert make(cache, index, 1).shape == (96, 128, 3)
+    assert cache.get(1) is None
+    cache.put(1, make(cache, index, 1))
+    assert cache.get(1) is None

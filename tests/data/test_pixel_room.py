@@ -1,0 +1,135 @@
+"""Whether decoded pictures are kept, where, and what has to go for them."""
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+
+from stoker.data import pixel_room
+from stoker.data.pixel_cache import Form
+from stoker.data.pixel_room import Situation, choose, decode_seconds, disk_room, make_room, network_of, open_cache
+from stoker.errors import ConfigError
+from tests.data.test_pixel_cache import FORM, cache_of, draw, file_of, fill
+
+GB = 10**9
+USUAL = Situation(
+    kept_bytes=10 * GB, pictures=10_000, decode_s=1e-3, shrinks=False, closest=1.5, epochs=12, threads=4, remote=False,
+    memory_free=64 * GB, disk_room=100 * GB, network=None, anonymous=True,
+)  # fmt: skip
+LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "why"),
+    [
+        ({}, "disk", "10 GB: as a file that stays in memory, as half of the free memory is 32 GB"),
+        ({"epochs": None}, "disk", "stays in memory"),
+        ({"pictures": 0, "kept_bytes": 0, "decode_s": 0.0}, "none", "do not say how large"),
+        ({"epochs": 2.9}, "none", "2.9 epochs"),
+        ({"epochs": 3}, "disk", "stays in memory"),
+        ({"closest": 2.0}, "disk", "stays in memory"),  # none is made smaller: nothing is lost
+        ({"closest": 2.0, "shrinks": True}, "none", "zoom in up to 2 times; pictures kept at 1.5 times"),
+        ({"decode_s": 1e-4}, "none", "about 0.1 ms a picture"),
+        ({"decode_s": 1e-4, "remote": True}, "disk", "stays in memory"),
+        ({"disk_room": 9 * GB}, "memory", "half of the free memory is 32 GB; the cache may take 9 GB of the disk"),
+        ({"disk_room": 9 * GB, "anonymous": False}, "none", "9 GB of the disk"),
+        ({"network": "nfs4"}, "memory", "network file system (nfs4)"),
+        ({"network": "nfs4", "memory_free": 19 * GB}, "none", "half of the free memory is 9.5 GB; the cache folder"),
+        ({"memory_free": 19 * GB, "disk_room": 9 * GB}, "none", "9 GB of the disk"),
+        # A megabyte in a millisecond on four threads: 4 GB/s.
+        (LARGER_THAN_MEMORY, "none", "from a disk, reading 4,000 MB/s would be as fast as decoding on 4 threads"),
+        (LARGER_THAN_MEMORY | {"decode_s": 2e-2}, "disk", "reading 200 MB/s would be as fast as decoding on 4"),
+        (LARGER_THAN_MEMORY | {"decode_s": 2e-2, "threads": 16}, "none", "reading 800 MB/s"),
+        (LARGER_THAN_MEMORY | {"remote": True}, "disk", "saves the requests to the bucket"),
+        (LARGER_THAN_MEMORY | {"remote": True, "disk_room": 79 * GB}, "none", "79 GB of the disk"),
+    ],
+)
+def test_the_choice_and_its_reason(changes: dict[str, object], kind: str, why: str) -> None:
+    found, reason = choose(dataclasses.replace(USUAL, **changes))  # type: ignore[arg-type]
+    assert (found, why in reason) == (kind, True), reason
+
+
+def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
+    """As measured: about 1 ms for 640 × 480, 15 to 22 ms for 4,000 × 3,000 at a canvas of 800."""
+    for size, low, high in (((480, 640), 0.7e-3, 1.3e-3), ((3000, 4000), 14e-3, 22e-3)):
+        sizes = np.array([size], np.int32)
+        kept = Form((800, 800), "letterbox", 1.5).kept(sizes)
+        assert low < decode_seconds(sizes, kept, 1.5) < high
+
+
+def test_the_situation_is_that_of_the_training_pictures(tmp_path: Path) -> None:
+    index = draw(tmp_path / "set")
+    rows = np.array([1, 2, 4])
+    found = pixel_room.situation(index, rows, FORM, closest=1.5, epochs=5, threads=2)
+    assert (found.pictures, found.shrinks, found.remote) == (3, True, False)
+    assert found.kept_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
+    assert 0 < found.memory_free <= psutil.virtual_memory().total
+    assert 0 < found.disk_room <= psutil.disk_usage(str(tmp_path)).free
+    assert not pixel_room.situation(index, np.array([0, 3]), FORM, closest=1.5, epochs=5, threads=2).shrinks
+
+
+def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [draw(tmp_path / str(n), 12) for n in range(4)]
+    files = [file_of(index, FORM) for index in sets]
+    caches = [cache_of(index) for index in sets[:3]]
+    for cache, index in zip(caches, sets, strict=False):
+        fill(cache, index)
+    taken = files[0].stat().st_blocks * 512
+    for n, used in enumerate((1, 3, 2)):
+        os.utime(files[n], (used, used))
+    del caches[1:], cache
+    monkeypatch.setenv(pixel_room.LIMIT, str(3 * taken / 2**30))
+    assert disk_room(files[3]) == 2 * taken
+    assert make_room(files[3], taken) == [files[2]]
+    assert make_room(files[3], 3 * taken) == [files[1]]
+    assert files[0].exists()
+    assert all(caches[0].get(row) is not None for row in range(12))
+
+
+def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
+    fill(cache_of(old), old)
+    taken = file_of(old, FORM).stat().st_blocks * 512
+    monkeypatch.setenv(pixel_room.LIMIT, str(1.5 * taken / 2**30))
+    said: list[str] = []
+    cache = open_cache("disk", new, np.arange(12), FORM, said.append)
+    assert cache is not None
+    fill(cache, new)
+    assert said == [f"decoded pictures of another data set or size are removed to make room: {file_of(old, FORM).name}"]
+    assert all(cache.get(row) is not None for row in range(12))
+
+
+def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = draw(tmp_path / "set", 12)
+    monkeypatch.setenv(pixel_room.LIMIT, str(100_000 / 2**30))
+    said: list[str] = []
+    cache = open_cache("disk", index, np.arange(12), FORM, said.append)
+    assert cache is not None
+    fill(cache, index)
+    assert "0.1 MB that they may keep a part" in said[0]
+    assert 0 < file_of(index, FORM).stat().st_blocks * 512 <= 100_000
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(pixel_room.LIMIT, text)
+    with pytest.raises(ConfigError, match=pixel_room.LIMIT):
+        disk_room(tmp_path / "x.pixels")
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("nfs4", "nfs4"), ("fuse.gcsfuse", "fuse.gcsfuse"), ("fuseblk", None), ("overlay", None)]
+)
+def test_a_cache_folder_across_a_network_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, found: str | None
+) -> None:
+    parts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: parts)  # noqa: ARG005
+    assert network_of(tmp_path / "cache" / "pictures" / "x.pixels") == found
+    assert network_of(Path("/elsewhere/x.pixels")) is None
