@@ -86,7 +86,9 @@ def read_failure(error: Exception) -> Failure:
     head = text.partition("\n\nDebug source")[0].strip()
     status = int(found[1]) if (found := _STATUS.search(head)) else None
     code = found[1] if (found := _CODE.search(head)) else None
-    said = "; ".join(dict.fromkeys(_SAID.findall(head))) or head.rpartition(" - ")[2].partition(": <")[0]
+    said = "; ".join(dict.fromkeys(words for words in _SAID.findall(head) if words))
+    if not said and status is None:
+        said = head.rpartition(" - ")[2]
     name = " ".join(str(part) for part in (status, code) if part is not None)
     region = (found[1] or found[2]) if (found := _EXPECTED_REGION.search(head)) else None
     kind = _kind(error, head, status, code)
@@ -107,7 +109,7 @@ def _kind(error: Exception, head: str, status: int | None, code: str | None) -> 
         return "clock"
     if code in REGION_CODES or "incorrectly configured region" in head:
         return "region"
-    if code in CREDENTIAL_CODES or status == 401:
+    if code in CREDENTIAL_CODES or status == 401 or "token request" in head:
         return "credentials"
     if isinstance(error, FileNotFoundError):
         return "missing"

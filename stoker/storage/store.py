@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import obstore
 from obstore.exceptions import BaseError
 
-from stoker.errors import StorageError
+from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.storage import clients
 from stoker.storage.address import Address
 from stoker.storage.failures import Action, Damaged, TooShort, explain, read_failure
@@ -31,9 +31,12 @@ from stoker.storage.requests import Budget, Counts, Limits, Tries
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
 
+__all__ = ["Conflict", "ObjectInfo", "ObjectMissing", "Store", "Unsupported", "open_store"]
+
 RAISED = (BaseError, FileNotFoundError, OSError, NotImplementedError, Damaged, TooShort)
 """What obstore raises for what a store does. Its ValueErrors and the like are ours to avoid."""
-LISTED_AT_ONCE = 1000
+LISTED_AT_ONCE = 250
+"""A list that breaks goes on after the last of these; a page of the stores' own has 1,000."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _Answer = TypeVar("_Answer")
 
@@ -170,17 +173,19 @@ class Store:
         if if_absent:
             mode = "create"
         elif if_match is not None:
-            mode = {"version": if_match, "e_tag": None} if self.address.scheme == "gs" else {"e_tag": if_match}
+            mode = {"version": if_match} if self.address.scheme == "gs" else {"e_tag": if_match}
         size = data.stat().st_size if isinstance(data, Path) else len(data)
+        parts = mode is None and size > clients.PART_BYTES
+        client = self._clients.uploads if parts else self._clients.writes
         unsure = False
 
         def attempt() -> "PutResult":
             nonlocal unsure
             try:
                 if isinstance(data, bytes):
-                    return self._put(key, data, mode)
+                    return obstore.put(client, key, data, mode=mode, use_multipart=parts, chunk_size=clients.PART_BYTES)
                 with data.open("rb") as file:
-                    return self._put(key, file, mode)
+                    return obstore.put(client, key, file, mode=mode, use_multipart=parts, chunk_size=clients.PART_BYTES)
             except BaseError as error:
                 failure = read_failure(error)
                 if failure.kind == "conflict" and unsure and (done := self._is_ours(key, data)):
@@ -204,9 +209,6 @@ class Store:
 
         self._ask("delete", key, attempt)
         self.budget.moved()
-
-    def _put(self, key: str, data: object, mode: "PutMode | None") -> "PutResult":
-        return obstore.put(self._clients.writes, key, data, mode=mode, chunk_size=clients.PART_BYTES)  # type: ignore[arg-type]
 
     def _is_ours(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After a try whose answer was lost: a conflict may be with ourselves. Then the object has our bytes."""
