@@ -19,6 +19,8 @@ import numpy as np
 from PIL import Image
 
 from stoker.data import decode
+from stoker.data.bucket import pictures_at
+from stoker.data.places import shown
 from stoker.device import Device, host_cores
 from stoker.draw import draw_boxes
 from stoker.errors import DataError, UsageError, writing
@@ -27,6 +29,7 @@ from stoker.files import write_whole
 from stoker.metrics import Detections, no_detections
 from stoker.models.detections import Finder
 from stoker.models.saved import Card
+from stoker.storage.address import expand, is_address, parse
 from stoker.tiles import Tiling, is_cut, merge
 from stoker.windows import Source, Window, batches, read_picture, windows_of
 
@@ -52,14 +55,15 @@ class Predicted(NamedTuple):
 
 
 def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -> list[Path]:
-    """The pictures of files, folders (with those inside) and patterns, each once, in order. Those in `beside` are not.
+    """The pictures of files, folders (with those inside), patterns and addresses of these, each once, in order. Those
+    in `beside` are not. Of a picture in a bucket it is its placeholder (`data/places.py`).
 
-    Raises UsageError that names what was not found.
+    Raises UsageError that names what was not found, DataError and StorageError of an address.
     """
     hidden = None if beside is None else beside.resolve()
     found: dict[Path, Path] = {}
     for place in places:
-        path = Path(place).expanduser()
+        path = _local(place)
         if path.is_dir():
             pictures = sorted(p for p in path.rglob("*") if p.suffix.lower() in KINDS and p.is_file())
         elif path.exists():
@@ -67,16 +71,22 @@ def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -
         else:
             matched = (Path(name) for name in glob.glob(str(path), recursive=True))
             pictures = sorted(p for p in matched if p.suffix.lower() in KINDS and p.is_file())
-        shown = [p for p in pictures if hidden is None or hidden not in p.resolve().parents]
-        if pictures and not shown:
+        seen = [p for p in pictures if hidden is None or hidden not in p.resolve().parents]
+        if pictures and not seen:
             what = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
             raise UsageError(what, place=beside, fix="name another folder with --out")
         if not pictures:
             raise UsageError(_not_found(path), place=Path.cwd() / path, choices=KINDS,
                              fix="name picture files, a folder with such files, or a pattern in quotes")  # fmt: skip
-        for picture in shown:
+        for picture in seen:
             found.setdefault(picture.resolve(), picture)
     return list(found.values())
+
+
+def _local(place: str | Path) -> Path:
+    """The path of a place, variables in it replaced; the mirror's, of an address."""
+    text = expand(str(place))
+    return pictures_at(parse(text)) if is_address(text) else Path(text)
 
 
 def _not_found(path: Path) -> str:
@@ -183,12 +193,12 @@ def predict_to_folder(
                 results.append(as_json(one, card.class_names))
                 if one.error is not None:
                     failed.append(one.error)
-                    yield f"{path}: not read: {one.error.cause or one.error.what}"
+                    yield f"{shown(path)}: not read: {one.error.cause or one.error.what}"
                     continue
                 drawing.append(pool.submit(_save_drawn, path, one.found, card.class_names, out / name))
                 while len(drawing) > 2 * BATCH:
                     drawing.popleft().result()
-                yield f"{path}: {_summary(one.found, card.class_names)}"
+                yield f"{shown(path)}: {_summary(one.found, card.class_names)}"
             for job in drawing:
                 job.result()
     finally:
@@ -209,7 +219,7 @@ def as_json(one: Predicted, class_names: Sequence[str]) -> dict[str, Any]:
     found = one.found
     columns = zip(found.label.tolist(), found.score.tolist(), found.boxes.tolist(), strict=True)
     entry: dict[str, Any] = {
-        "path": str(one.path),
+        "path": None if one.path is None else shown(one.path),
         "width": one.size[1],
         "height": one.size[0],
         "detections": [

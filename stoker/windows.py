@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stoker.batch import Batch
-from stoker.data import augment, decode
+from stoker.data import augment, decode, places
 from stoker.data.headers import header_of, read_header
 from stoker.data.samples import Slot, as_batch
 from stoker.device import Device, host_cores
@@ -160,11 +160,13 @@ def _read(slot: Slot, k: int, window: Window, resize: str) -> None:
 
 
 def read_picture(path: Path) -> bytes:
-    """The encoded picture. Raises DataError."""
+    """The encoded picture, of a file or of a placeholder. Raises DataError; StorageError where a bucket cannot be
+    read."""
     try:
-        return path.read_bytes()
+        return places.read(path)
     except OSError as error:
-        raise DataError("The picture cannot be read.", place=path, cause=error.strerror or str(error)) from error
+        cause = error.strerror or str(error)
+        raise DataError("The picture cannot be read.", place=places.shown(path), cause=cause) from error
 
 
 def fill(slot: Slot, k: int, data: bytes, path: Path, resize: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.formats.columns import ANNOTATION_FOLDERS
 from stoker.data.formats.tfrecord_files import without_number
-from stoker.data.mirror import FIX_ROOM, SAY_AFTER_S, complaint, in_bytes, refuse_clashes, update, wanted
+from stoker.data.mirror import FIX_ROOM, SAY_AFTER_S, complaint, expected, in_bytes, refuse_clashes, update, wanted
 from stoker.data.places import ADDRESS, FOLDER, in_words, is_shard, say
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
 from stoker.files import cache_folder, write_whole
@@ -88,6 +88,32 @@ def place_of(address: Address, endings: tuple[str, ...]) -> Placed:
     above = folder_of(address)
     made = mirror(above)
     return Placed(made.folder / address.key.removeprefix(above.key).lstrip("/"), made.folder, made.notes)
+
+
+def pictures_at(address: Address) -> Path:
+    """The local path of pictures without annotations: a folder, a picture, or a pattern of such. Raises as `mirror`.
+
+    A picture that is named gets a mirror for itself, so that the folder it is in need not be listed.
+    """
+    if address.scheme in ("https", "http") or (address.key and not has_magic(address.key)):
+        from stoker.storage.store import open_store
+
+        store = open_store(address)
+        info = store.stat(address.key) if address.key else None
+        if info is not None:
+            home = home_of(address)
+            what = "The picture's place in the cache cannot be written."
+            with writing(what, home, fix=FIX_ROOM), held(home, address.parent):
+                root = root_in(home, address.parent)
+                update(store, root, {address.name: expected(info)}, address)
+            return root / address.name
+        if address.scheme in ("https", "http"):
+            raise DataError("There is no such picture.", place=address, fix="name one; a web server lists no folders")
+    plain = address
+    while has_magic(plain.key):
+        plain = plain.parent
+    made = mirror(plain)
+    return made.folder / address.key.removeprefix(plain.key).lstrip("/")
 
 
 def folder_of(file: Address) -> Address:

@@ -7,6 +7,7 @@ which `--json` prints as it is. It writes nothing but the index, into the cache.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.cgroup import host_cores
+from stoker.data import places
 from stoker.data.check_pictures import Progress, check_pictures
+from stoker.data.formats.sizes import REMOTE_THREADS
 from stoker.data.index import Index, missing_pictures, open_index, unnamed_pictures, where_instead
 from stoker.data.problems import KINDS, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import DataError
@@ -104,7 +107,7 @@ def check(
         return Report(data=str(data), items=_items(problems.found(), {}), refusals=(error.what,), max_bad=max_bad)
     lost = sum(problem.count for problem in problems.found() if problem.loses_pictures)
     if pictures:
-        usable = check_pictures(index, problems, threads=threads or host_cores(), progress=progress)
+        usable = check_pictures(index, problems, threads=threads or _threads(index), progress=progress)
     else:
         usable = np.ones(len(index), np.bool_)
         for row in missing_pictures(index):
@@ -112,13 +115,13 @@ def check(
             problems.add("missing-picture", os.path.relpath(index.path(row), index.root))
     for path in unnamed_pictures(index):
         problems.add("unlabelled-picture", os.path.relpath(path, index.root))
-    found = problems.found()
+    found = [replace(one, examples=_shown(one.examples, index)) for one in problems.found()]
     absent = next((index.root / p.examples[0] for p in found if p.kind == "missing-picture"), None)
     splits = {split: _count(index, index.rows(split), usable) for split in index.splits}
     left_out = sum(p.count for p in found if KINDS[p.kind].unit == "box" and KINDS[p.kind].action == "skipped")
     return Report(
         data=str(data),
-        root=str(index.root),
+        root=index.source,
         format=index.format,
         classes=index.class_names,
         splits=splits,
@@ -132,6 +135,15 @@ def check(
         refusals=tuple(_refusals(found, splits, lost, len(index), max_bad)),
         notes=index.notes,
     )
+
+
+def _shown(examples: Sequence[str], index: Index) -> tuple[str, ...]:
+    return tuple(places.in_words(text, index.root) for text in examples)
+
+
+def _threads(index: Index) -> int:
+    """The cores; of pictures in a bucket, which are mostly waited for, many more."""
+    return max(host_cores(), REMOTE_THREADS) if places.address_of(index.root) else host_cores()
 
 
 def _items(found: Sequence[Problem], fixes: dict[str, str]) -> tuple[Item, ...]:

@@ -1,7 +1,8 @@
 """Where a file of pretrained weights lies: the user's folder, torch's cache, else a download into one of the two.
 
-A download is checked against the hash in its name and appears under that name only when it is whole. What is inside a
-file is `weights.py`.
+torchvision's are checked against the hash in their name. What lies at an address of the user's (`gs://`, `s3://`,
+`https://`) is kept under a name with a hash of its version, and fetched again when that changes. Either appears under
+its name only when it is whole. What is inside a file is `weights.py`.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from stoker.errors import WeightsError
+from stoker.errors import WeightsError, writing
+from stoker.storage.address import expand, is_address, parse
 
 TIMEOUT_S = 30.0
 """Silence of a server, not a whole download, after which it counts as failed."""
@@ -50,6 +52,34 @@ def fetch(url: str) -> tuple[Path, str]:
             "or --weights FILE; or --weights none, which starts from random weights",
         ) from error
     return path, f"downloaded to {path.parent}"
+
+
+def local(text: str) -> Path:
+    """The file that a path or an address names, variables in it replaced; the object at an address is fetched once.
+
+    Raises WeightsError where there is no such object, StorageError where it cannot be read or kept.
+    """
+    text = expand(text)
+    if not is_address(text):
+        return Path(text)
+    from stoker.storage.download import download  # only where there is an address
+    from stoker.storage.store import open_store
+
+    address = parse(text)
+    store = open_store(address)
+    info = store.stat(address.key) if address.key else None
+    if info is None:
+        raise WeightsError("There is no such object.", place=address, fix="correct the address of the weights")
+    stem, dot, ending = address.name.rpartition(".")
+    version = f"{address}\0{info.etag}\0{info.modified_s!r}\0{info.size_bytes}"
+    digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    path = folders()[0] / (f"{stem}-{digest}.{ending}" if dot else f"{ending}-{digest}")
+    if not path.is_file() or path.stat().st_size != info.size_bytes:
+        print(f"Downloading {address} to {path.parent}", file=sys.stderr, flush=True)
+        fix = f"make room, or name another folder by {FOLDER_VARIABLE}"
+        with writing("The weights cannot be kept.", path.parent, fix=fix):
+            download(store, address.key, path)
+    return path
 
 
 class _WrongHash(Exception):

@@ -21,7 +21,7 @@ from stoker.config import ModelSettings
 from stoker.errors import WeightsError, nearest
 from stoker.models.class_head import fit_class_head, tensors_of
 from stoker.models.detector import Detector
-from stoker.models.sources import fetch
+from stoker.models.sources import fetch, local
 from stoker.models.table import MODELS, architecture, build
 
 ALIKE = 0.9
@@ -54,7 +54,7 @@ class Fit(NamedTuple):
 def architecture_of(path: str | Path) -> str | None:
     """The name in MODELS of the architecture that a file's weights belong to (a classifier's: the first that has it as
     body); None when there is none. Raises WeightsError when the file is missing or cannot be read."""
-    return _recognise(read(Path(path)))
+    return _recognise(read(local(str(path))))
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
@@ -74,7 +74,7 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
             choices=[*row.urls, "none", "FILE"],
             fix=f"--model with {choice} weights: {', '.join(with_it)}",
         )
-    path, where = fetch(row.urls[choice]) if choice in row.urls else (Path(choice), "")
+    path, where = fetch(row.urls[choice]) if choice in row.urls else (local(choice), "")
     weights = read(path, choices=(*row.urls, "none"))
     fit = _fit(weights.tensors, model)
     if fit.alike < ALIKE or weights.model not in (None, settings.model):

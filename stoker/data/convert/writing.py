@@ -19,6 +19,7 @@ from typing import Literal, TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data import places
 from stoker.data.convert.coco import CocoWriter
 from stoker.data.convert.item import CannotHold, Item, Writer, turned
 from stoker.data.convert.tfrecord import TfRecordWriter
@@ -80,6 +81,8 @@ def convert(
             cause="only TFRecords are cut into files",
             choices=["1 or more, with --to tfrecord"],
         )
+    if link and places.address_of(index.root) is not None:
+        raise UsageError("--link is of local pictures.", place=index.source, fix="leave it out to copy the pictures")
     partial = _claim(out)
     try:
         converted = _write(index, partial, out, to, shards, link, progress)

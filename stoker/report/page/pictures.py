@@ -11,8 +11,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from stoker.data import places
 from stoker.data.decode import thumbnail
-from stoker.errors import DataError
+from stoker.errors import DataError, StokerError, StorageError
 from stoker.evaluation import FoundBox, PictureEvaluation, TrueBox
 from stoker.report.page.markup import Markup, tag
 
@@ -65,8 +66,8 @@ def picture(one: PictureEvaluation, class_names: Sequence[str]) -> Markup:
     )
     try:
         data, (width, height), original = _jpeg(one)
-    except (OSError, DataError) as error:
-        reason = error.what if isinstance(error, DataError) else (error.strerror or str(error))
+    except (OSError, DataError, StorageError) as error:
+        reason = error.what if isinstance(error, StokerError) else (error.strerror or str(error))
         gone = tag("div", f"The picture cannot be shown: {reason}", class_="gone")
         return tag("figure", gone, caption, class_="picture")
     image = tag(
@@ -99,16 +100,10 @@ def _content(one: PictureEvaluation, class_names: Sequence[str]) -> str:
 def _jpeg(one: PictureEvaluation) -> tuple[str, tuple[int, int], tuple[int, int]]:
     """(base64; width and height at which it is shown; height and width of the original, as its boxes were drawn).
 
-    Raises OSError, DataError.
+    Raises OSError, DataError, StorageError.
     """
-    path = Path(one.path)
-    with (path if one.span is None else path.parent).open("rb") as file:
-        if one.span is None:
-            data = file.read()
-        else:
-            file.seek(one.span[0])
-            data = file.read(one.span[1])
-    pixels, original = thumbnail(data, path, SIDE, said=one.size or (0, 0))
+    data = places.read(one.path, one.span)
+    pixels, original = thumbnail(data, Path(one.path), SIDE, said=one.size or (0, 0))
     small = Image.fromarray(pixels)
     enlarged = SIDE / max(small.size)
     sides = max(1, round(small.width * enlarged)), max(1, round(small.height * enlarged))
