@@ -18,6 +18,8 @@ from stoker.data.headers import header_of
 from stoker.errors import DataError
 
 PATH = Path("pictures/somewhere.jpg")
+RESIZES = ("BOX", "BILINEAR", "HAMMING", "BICUBIC", "LANCZOS")
+"""Pillow's filters, all of which reach over all pixels of what they reduce."""
 
 
 def smooth(height: int, width: int, detail: int = 6) -> np.ndarray:
@@ -175,6 +177,33 @@ def test_a_region_is_where_the_whole_picture_has_it(kind, factor):
     assert error < shifted / 2
 
 
+@functools.cache
+def detailed(kind: str) -> tuple[bytes, Image.Image]:
+    """Octaves of noise, as photographs have them, as a file and as Pillow opens it."""
+    chance = np.random.default_rng(0)
+    pixels = np.full((752, 1000, 3), 128, np.float32)
+    for octave in range(9):
+        grid = chance.standard_normal((3 * 2**octave, 4 * 2**octave, 3)).astype(np.float32)
+        pixels += cv2.resize(grid, (1000, 752), interpolation=cv2.INTER_CUBIC) * 40 / 2 ** (0.6 * octave)
+    shown = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+    data = encoded(shown, kind, quality=95)
+    return data, Image.fromarray(by_pillow(data))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("target", [(200, 200), (188, 240), (100, 333), (37, 51), (400, 560)])
+def test_a_detailed_picture_is_no_further_from_pillows_filters_than_they_are_apart(kind, target):
+    """At (200, 200) the DCT scale falls short of the height."""
+    data, shown = detailed(kind)
+    out = np.empty((*target, 3), np.uint8)
+    decode_into(data, PATH, region=(0, 0, 1000, 752), out=out)
+    by = {name: np.asarray(shown.resize(target[::-1], getattr(Image.Resampling, name)), int) for name in RESIZES}
+    apart = np.abs(by["LANCZOS"] - by["BILINEAR"]).mean()
+    assert min(np.abs(out - other).mean() for other in by.values()) < apart
+    sampled = np.asarray(shown.resize(target[::-1], Image.Resampling.NEAREST), int)
+    assert min(np.abs(sampled - other).mean() for other in by.values()) > apart
+
+
 def test_a_region_outside_the_picture_is_refused():
     out = np.empty((10, 10, 3), np.uint8)
     with pytest.raises(ValueError, match="not inside the picture, 83 × 61"):
@@ -182,11 +211,11 @@ def test_a_region_outside_the_picture_is_refused():
 
 
 @given(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), st.tuples(st.integers(1, 2000), st.integers(1, 2000)))
-def test_dct_scaling_never_goes_below_the_target(source, target):
+def test_dct_scaling_never_goes_far_below_the_target(source, target):
     divisor = shrink_for(source, target)
     if divisor > 1:
-        assert source[0] / divisor >= target[0]
-        assert source[1] / divisor >= target[1]
+        assert source[0] / divisor >= target[0] * 0.93
+        assert source[1] / divisor >= target[1] * 0.93
     if divisor < 8:
         assert min(source[0] / target[0], source[1] / target[1]) < divisor * 2
 
