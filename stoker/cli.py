@@ -47,7 +47,8 @@ def train(
         Folder or file with labelled pictures (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), or `demo`: pictures that
         stoker draws itself.
     run
-        Folder of the run; default `runs/<data>-<model>-<n>`.
+        Folder of the run; default `runs/<data>-<model>-<n>`. With gs://… or s3://… it is kept in a bucket, and any
+        machine can continue it.
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
     """
@@ -197,7 +198,7 @@ def export(
     from stoker.export import export_onnx
 
     fixed = None if batch == "dynamic" else int(batch)
-    for line in export_onnx(Path(run), out=out, batch=fixed, conf=conf, iou=iou, max_detections=max_detections,
+    for line in export_onnx(run, out=out, batch=fixed, conf=conf, iou=iou, max_detections=max_detections,
                             opset=opset, pictures=pictures or ()):  # fmt: skip
         print(line)
 
@@ -236,7 +237,7 @@ def report(run: str, /, *, out: Path | None = None, price: float | None = None, 
     run
         Folder of the run.
     out
-        File of the page; default: report.html in the run.
+        File of the page; default: report.html in the run; of a run in a bucket, NAME-report.html in this folder.
     price
         Money per device-hour; default: the price that the run was given.
     json

@@ -30,6 +30,7 @@ from stoker.models.detections import DETECTIONS
 from stoker.onnx_model import SUFFIX, OnnxModel, require
 from stoker.predict import find_pictures
 from stoker.records import CONFIG
+from stoker.storage.address import expand, is_address, parse
 from stoker.windows import fill, read_picture
 
 PICTURES = 32
@@ -54,7 +55,7 @@ class Given(NamedTuple):
 
 
 def export_onnx(
-    run: Path,
+    run: str | Path,
     *,
     out: Path | None = None,
     batch: int | None = None,
@@ -66,22 +67,24 @@ def export_onnx(
 ) -> Iterator[str]:
     """Writes a run's best weights (or a .safetensors file) as ONNX; yields lines about it, the file's name first.
 
-    out: default beside the weights. pictures: what the file is compared on, default pictures of the run's validation
-    split. conf, iou: the thresholds that the file has by itself; whoever runs it can give others.
+    out: default beside the weights; of a run in a bucket, in the current folder. pictures: what the file is compared
+    on, default pictures of the run's validation split. conf, iou: the thresholds that the file has by itself; whoever
+    runs it can give others.
 
     Raises ParityError when the file does not find what the model finds, PreflightError when a package is missing,
     UsageError when there are no pictures to compare on or `out` is another's file, StorageError.
     """
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require(package, "Nothing can be exported")
-    weights = saved.find(run)
+    source = saved.local(run)
+    weights = saved.find(source)
     if weights.suffix == SUFFIX:
         raise UsageError(f"{str(weights)!r} is exported already.", fix="name a run folder or a .safetensors file")
     model, card = saved.load(weights)
     limit = model.iou_threshold if iou is None else iou
-    target = out or _beside(weights, run)
+    target = out or (_here(run) if isinstance(run, str) else None) or _beside(weights, source)
     _require_ours(target)
-    given = _pictures(run, weights, card, pictures)
+    given = _pictures(source, weights, card, pictures)
     content = onnx_graph.build(
         model, card, score_threshold=conf, iou_threshold=limit, slots=max_detections, opset=opset, batch=batch,
         metadata=_metadata(card, weights),
@@ -107,6 +110,12 @@ def export_onnx(
     said = _keep(content, target, compare)
     yield f"{target} ({len(content) / 1e6:.1f} MB, opset {opset}, from {weights})"
     yield said
+
+
+def _here(run: str) -> Path | None:
+    """Of what is in a bucket: its name, in the current folder. None: it is on this machine."""
+    run = expand(run)
+    return Path(parse(run).name.removesuffix(".safetensors") + SUFFIX) if is_address(run) else None
 
 
 def _beside(weights: Path, run: Path) -> Path:

@@ -20,6 +20,8 @@ import msgspec
 
 from stoker.errors import UsageError
 from stoker.files import write_whole
+from stoker.storage.address import Address, expand, is_address, parse
+from stoker.storage.runs import LEASE, working_copy
 
 if os.name == "posix":
     import fcntl
@@ -29,6 +31,9 @@ PHASES = (
     "recovery", "idle", "unattributed",
 )  # fmt: skip
 """The ledger's phases; `compute` is the productive one, the others are losses. What each means: docs/run-folder.md."""
+
+INPUT_STAGES = ("fetch", "decode", "copy", "queue")
+"""What `input_wait` is made of; what each means: docs/run-folder.md."""
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
@@ -65,6 +70,8 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     devices: int
     phases: dict[str, float]
     """Device-seconds by phase; a phase that is absent took none."""
+    input: dict[str, float] = {}
+    """Device-seconds of `input_wait` by what was waited for, one of INPUT_STAGES; they add up to it."""
     losses: dict[str, float] = {}
     """Mean of each part of the loss over the finite steps of the window, and `total`."""
     rate: float | None = None
@@ -286,14 +293,39 @@ def read_settings(run: Path) -> dict[str, Any] | None:
 
 
 def open_run(text: str | Path) -> Path:
-    """The folder of an existing run, to read. Raises UsageError that lists the runs beside it."""
+    """The folder of an existing run, to read: of one in a bucket, a copy of its records. Raises UsageError that lists
+    the runs beside it; StorageError."""
+    text = expand(text) if isinstance(text, str) else str(text)
+    if is_address(text):
+        return fetch_run(parse(text))
     path = Path(text)
     if (path / EVENTS).exists():
         return path
     parent = path.parent if path.parent.exists() else Path("runs")
-    runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
+    others = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix="name a folder that training wrote")
+    fix = "name a folder that training wrote"
+    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=others, fix=fix)
+
+
+def fetch_run(address: Address, *, weights: bool = False) -> Path:
+    """A run in a bucket as a folder of this machine, to read: the working copy where that is at least as new, else a
+    copy of the run's records; weights: of its settings and best weights instead (else final ones, else those of the
+    newest checkpoint). Raises UsageError when there is no run, StorageError."""
+    from stoker.storage import download, store  # loads obstore, which folders do not need
+
+    own = working_copy(address)
+    if (own / EVENTS).exists():
+        with contextlib.suppress(OSError), locked(own) as free:
+            if free is False:
+                return own
+    if not weights:
+        records = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, QUARANTINE, LEASE)
+        return download.fetch(address, records, events=EVENTS)
+    names = download.objects(store.open_store(address), address)
+    steps = [name for name in names if name.startswith(f"{CHECKPOINTS}/step-")]
+    newest = sorted((name for name in steps if name.endswith("/weights.safetensors")), reverse=True)
+    return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL, *newest))
 
 
 def is_finished(run: Path) -> bool:
@@ -316,12 +348,14 @@ def runs_named(parent: Path, stem: str) -> list[Path]:
 class Totals:
     """What a run took so far: all windows of all attempts, since time that was spent is spent.
 
-    phases: device-seconds by phase; they add up to device_s. wall_s: seconds in which a process trained; the time
-    between attempts is in no window. steps: optimizer steps that were done; step: how many of them the newest state
-    has, the others were lost by a kill and done again. pictures: trained on, those of lost steps included.
+    phases: device-seconds by phase; they add up to device_s. input: those of `input_wait` by stage. wall_s: seconds in
+    which a process trained; the time between attempts is in no window. steps: optimizer steps that were done; step: how
+    many of them the newest state has, the others were lost by a kill and done again. pictures: trained on, those of
+    lost steps included.
     """
 
     phases: dict[str, float]
+    input: dict[str, float]
     device_s: float
     wall_s: float
     devices: int
@@ -334,18 +368,21 @@ class Totals:
 def totals(run: Path) -> Totals:
     """Sums steps.jsonl. All zero for a run without a window; the number of devices is that of the newest window."""
     phases: dict[str, float] = {}
+    stages: dict[str, float] = {}
     device_s, wall_s, devices, pictures, steps, step = 0.0, 0.0, 0, 0, 0, 0
     for window in read_lines(run, STEPS, StepWindow):
         for name, took_s in window.phases.items():
             phases[name] = phases.get(name, 0.0) + took_s
+        for name, took_s in window.input.items():
+            stages[name] = stages.get(name, 0.0) + took_s
         device_s += window.wall_s * window.devices
         wall_s += window.wall_s
         pictures += window.pictures
         steps += window.steps
         devices, step = window.devices, window.step
     return Totals(
-        phases=phases, device_s=device_s, wall_s=wall_s, devices=devices, pictures=pictures, steps=steps, step=step,
-        attempts=last_attempt(run),
+        phases=phases, input=stages, device_s=device_s, wall_s=wall_s, devices=devices, pictures=pictures, steps=steps,
+        step=step, attempts=last_attempt(run),
     )  # fmt: skip
 
 

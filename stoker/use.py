@@ -17,12 +17,11 @@ from PIL import Image, ImageOps
 from stoker.config import DataSettings, from_toml
 from stoker.data import decode
 from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.loader import Loader, box_slots
 from stoker.data.problems import MAX_BAD
 from stoker.device import Device, host_cores, pick
 from stoker.draw import draw_boxes
 from stoker.errors import DataError, UsageError
-from stoker.evaluate import evaluate
+from stoker.evaluate import evaluate, evaluation_loader
 from stoker.metrics import Detections, Metrics
 from stoker.models import saved
 from stoker.models.detections import Finder
@@ -189,17 +188,14 @@ class Model:
         max_bad = MAX_BAD if own.max_bad is None else own.max_bad
         require_pictures(index, (split,), max_bad=max_bad)
         _require_same_classes(index, self.class_names, self.weights)
-        batches = Loader(
+        batches = evaluation_loader(
             index,
             rows,
-            device=self._device,
+            self._device,
             batch=batch,
             canvas=self._card.canvas,
             resize=self._card.resize,
-            boxes=box_slots(index, rows),
-            seed=0,
             threads=host_cores(),
-            train=False,
             max_bad=max_bad,
         )
         with contextlib.closing(batches):
@@ -207,13 +203,14 @@ class Model:
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
-    """A trained detector: of a run folder its best weights, or of a .safetensors or .onnx file that stoker saved.
+    """A trained detector: of a run folder its best weights, or of a .safetensors or .onnx file that stoker saved. Each
+    may be in a bucket: gs://, s3://.
 
     device: cpu, cuda …; default: the accelerator that torch finds, else the cpu. An ONNX file runs on the cpu.
 
     Raises UsageError when there is no such run, WeightsError for a file that is not one of stoker's.
     """
-    source = Path(run)
+    source = saved.local(run)
     weights = saved.find(source)
     if weights.suffix == SUFFIX:
         if device not in (None, "cpu"):
@@ -262,7 +259,7 @@ def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: P
     if index.class_names != class_names:
         raise DataError(
             "The data set has other classes than the model was trained on.",
-            place=index.root,
+            place=index.source,
             cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
             fix="name a data set with the same classes in the same order",
         )

@@ -3,6 +3,7 @@
 Not here: pretrained weights of others (`weights.py`) and whole checkpoints (`training/checkpoint.py`).
 """
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 from stoker import models
 from stoker.config import ModelSettings
 from stoker.errors import WeightsError
-from stoker.records import BEST, CHECKPOINTS, FINAL
+from stoker.records import BEST, CHECKPOINTS, FINAL, fetch_run
+from stoker.storage.address import expand, is_address, parse
 
 KEY = "stoker"
 
@@ -51,6 +53,20 @@ def load(path: Path) -> tuple["models.Detector", Card]:
     model = models.build(card.settings, len(card.class_names))
     model.load_state_dict(tensors)
     return model.eval(), card
+
+
+def local(run: str | os.PathLike[str]) -> Path:
+    """The run folder or file that a person names, as a path: what is in a bucket is fetched, of a run its settings and
+    weights. Raises UsageError when there is no such run there, StorageError."""
+    text = expand(run) if isinstance(run, str) else os.fspath(run)
+    if not is_address(text):
+        return Path(text)
+    address = parse(text)
+    if address.name.endswith((".safetensors", ".onnx")):
+        from stoker.storage.download import fetch_file
+
+        return fetch_file(address)
+    return fetch_run(address, weights=True)
 
 
 def find(path: Path) -> Path:

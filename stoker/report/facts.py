@@ -21,6 +21,7 @@ from stoker.records import DeviceSample, Event, Quarantined, StepWindow
 from stoker.report.advice import Advice, advise
 from stoker.report.series import Bins, Series, ShareBins, Shares
 from stoker.report.why import Why, gather
+from stoker.storage.runs import shown
 
 EVENTS_KEPT, QUARANTINED_KEPT = 300, 100
 """Of long lists, the first and the last half of so many are kept; how many there were is said."""
@@ -114,7 +115,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     report = Report(
         stoker=metadata.version("stoker"),
         made_t=time.time(),
-        run=str(path),
+        run=shown(path),
         model=values.get("model"),
         data=Path(values["data"]).name if "data" in values else None,
         start_t=start_t,

@@ -18,6 +18,7 @@ from stoker.report.facts import Report, collect
 from stoker.report.page import record, results
 from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, code, join, tag
+from stoker.storage.address import expand, is_address, parse
 
 _POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
@@ -38,16 +39,22 @@ SECTIONS = (
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price: float | None = None) -> Path:
-    """Writes the page of a run, live or not, into its folder or to `out`; returns where it is.
+    """Writes the page of a run, live or not, into its folder or to `out`; returns where it is. That of a run in a
+    bucket is NAME-report.html in the current folder: whoever looks at a run changes nothing there.
 
     Raises UsageError when there is no such run, StorageError when the page cannot be written.
     """
     page = render(collect(run, price))
-    path = Path(run) / REPORT if out is None else out
+    path = out or _default(str(run))
     with writing("The report cannot be written.", path, fix="name another file: --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page.encode())
     return path
+
+
+def _default(run: str) -> Path:
+    run = expand(run)
+    return Path(f"{parse(run).name}-{REPORT}") if is_address(run) else Path(run) / REPORT
 
 
 def report_as_json(report: Report) -> str:

@@ -5,6 +5,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 from stoker import records
 from stoker.diagnose import rules
 from stoker.records import Event, Finding, Totals
+from stoker.storage.runs import LEASE, shown
 
 State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
 
@@ -34,6 +36,14 @@ MEANINGS = {
 }
 """A phase in a few words; docs/run-folder.md has more."""
 
+STAGES = {
+    "fetch": "for their bytes, from the disk or the bucket",
+    "decode": "for decoding and resizing",
+    "copy": "for copies to the device",
+    "queue": "for the batch to be handed over",
+}
+"""A stage of `input_wait` in a few words."""
+
 
 class PhaseShare(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table. share: of all device time, 0 … 1; money: None without a price."""
@@ -43,6 +53,8 @@ class PhaseShare(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     money: float | None
     meaning: str
+    parts: list["PhaseShare"] = []
+    """Of `input_wait`: its stages, the largest first; their shares are of all device time too."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +87,13 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, str]
     """Record → path, of those that are there."""
 
+    def lines(self) -> Iterator[tuple[str, PhaseShare]]:
+        """The rows of a table: each phase, and indented below it its parts."""
+        for row in self.phases:
+            yield row.phase, row
+            for part in row.parts:
+                yield f"  {part.phase}", part
+
 
 def gather(run: str | Path, price: float | None = None) -> Why:
     """Reads a run. price: money per device-hour; None: the run's own. Raises UsageError when there is no such run."""
@@ -90,7 +109,7 @@ def gather(run: str | Path, price: float | None = None) -> Why:
     names = (records.STEPS, records.EVENTS, records.DEVICES, records.QUARANTINE, records.CONFIG, records.ENVIRONMENT,
              records.CHECKPOINTS, records.BEST, records.FINAL)  # fmt: skip
     return Why(
-        run=str(path),
+        run=shown(path),
         state=state,
         state_text=text,
         last_event=last,
@@ -119,18 +138,27 @@ def why_as_dict(why: Why) -> dict[str, Any]:
 
 
 def _phases(totals: Totals, price: float) -> list[PhaseShare]:
-    rows = [
-        PhaseShare(
-            phase=phase,
+    def share_of(name: str, seconds: float, meaning: str, parts: list[PhaseShare]) -> PhaseShare:
+        return PhaseShare(
+            phase=name,
             device_s=seconds,
             share=seconds / totals.device_s,
             money=seconds * price / 3600 if price > 0 else None,
-            meaning=MEANINGS.get(phase, ""),
+            meaning=meaning,
+            parts=parts,
         )
-        for phase, seconds in totals.phases.items()
-        if seconds > 0
-    ]
-    return sorted(rows, key=lambda row: -row.device_s)
+
+    def largest_first(rows: list[PhaseShare]) -> list[PhaseShare]:
+        return sorted(rows, key=lambda row: -row.device_s)
+
+    stages = [share_of(name, took_s, STAGES.get(name, ""), []) for name, took_s in totals.input.items() if took_s > 0]
+    return largest_first(
+        [
+            share_of(name, took_s, MEANINGS.get(name, ""), largest_first(stages) if name == "input_wait" else [])
+            for name, took_s in totals.phases.items()
+            if took_s > 0
+        ]
+    )
 
 
 def _last_sign(path: Path) -> float | None:
@@ -143,10 +171,17 @@ _ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "fa
 
 
 def _state(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
-    """Live when a process holds the run; else what the newest attempt wrote last; dead when it wrote no end."""
+    """Live when a process holds the run, of one in a bucket when its lease is fresh; else what the newest attempt wrote
+    last; dead when it wrote no end."""
     held = _is_held(path)
     if held:
         return "live", "live: a process is training it"
+    if (path / LEASE).exists():  # a copy of a run in a bucket
+        from stoker.storage.lease import read_file
+
+        holder = read_file(path / LEASE)
+        if holder is not None and holder.left_s() > 0:
+            return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
     newest = [event for event in events if event.attempt == max(e.attempt for e in events)]
     ended = next((event for event in reversed(newest) if event.kind in _ENDS), None)
     if ended is not None:

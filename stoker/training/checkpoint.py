@@ -185,7 +185,7 @@ class Writer:
             self._report_failure(error, snapshot.step)
         else:
             self.saved_step, self.failed = snapshot.step, None
-            folders = _folders(self._run)
+            folders = folders_of(self._run)
             way_back = [folder for folder in folders if _is_sound(folder)][:KEPT]
             for old in folders[KEPT:]:
                 if old not in way_back:
@@ -203,7 +203,7 @@ def _packed(snapshot: Snapshot) -> bytes:
     return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.card)
 
 
-def _folders(run: Path) -> list[Path]:
+def folders_of(run: Path) -> list[Path]:
     """Checkpoint folders, newest step first."""
     found = [p for p in (run / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
@@ -223,7 +223,7 @@ def _is_sound(folder: Path) -> bool:
 
 def sound_steps(run: Path) -> list[int]:
     """Steps of the checkpoints that a run may go back to, the newest first. Their files are not checked."""
-    return [int(folder.name[5:]) for folder in _folders(run) if _is_sound(folder)]
+    return [int(folder.name[5:]) for folder in folders_of(run) if _is_sound(folder)]
 
 
 def newest_weights(run: Path) -> Path | None:
@@ -234,7 +234,7 @@ def newest_weights(run: Path) -> Path | None:
 
 def discard(run: Path, *, after: int, slowed: int) -> None:
     """Removes the checkpoints behind step `after` that were made before the run went back for the `slowed`-th time."""
-    for folder in _folders(run):
+    for folder in folders_of(run):
         try:
             manifest = _manifest(folder)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -257,7 +257,7 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
 
     Raises CheckpointError when there are checkpoints and all are damaged: starting over in silence would cost days.
     """
-    folders = _folders(run)
+    folders = folders_of(run)
     reasons, bad = [], []
     for folder in folders:
         try:
@@ -280,7 +280,17 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
     return None
 
 
-def _load(folder: Path) -> Loaded:
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint's files are those of its manifest, by their checksums."""
+    try:
+        _verified(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _verified(folder: Path) -> Manifest:
+    """Raises CheckpointError."""
     try:
         manifest = _manifest(folder)
         for name, entry in manifest.files.items():
@@ -290,8 +300,16 @@ def _load(folder: Path) -> Loaded:
             with (folder / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                     raise CheckpointError("damaged", cause=f"the checksum of {name} is wrong")
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError("damaged", cause=str(error)) from error
+    return manifest
+
+
+def _load(folder: Path) -> Loaded:
+    manifest = _verified(folder)
+    try:
         weights = load_file(folder / WEIGHTS)
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError("damaged", cause=str(error)) from error
     return Loaded(manifest.step, weights, state)

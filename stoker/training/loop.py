@@ -8,32 +8,29 @@ due at the start is `start.py`. Errors end the run as the exception tree says; a
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from stoker.batch import Batch
 from stoker.config import Config, parse_duration, rows_of
 from stoker.data.augment_device import augment_batch
-from stoker.data.loader import Loader
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import Preempted, StokerError, StorageError
-from stoker.evaluate import appraise, detect, ground_truth, score_with_curves, some_pictures
 from stoker.measure.ledger import Account, Ledger
 from stoker.measure.witness import Witness
 from stoker.metrics import Metrics
-from stoker.records import BEST, EVALUATION, FINAL, STEPS, WARNING_KINDS, RunFolder, StepWindow
+from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS, RunFolder, StepWindow
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.training import checkpoint, runs, start
+from stoker.training import bucket_run, checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.forward import compile_now, forward_backward, losses_of
 from stoker.training.optim import NO_STEPS, Reading, rate_at
 from stoker.training.recover import SLOWDOWN, Stop, go_back, peak_rate, stop_on_signals, stopped
+from stoker.training.scoring import Scorer, Unscored, find_boxes
 from stoker.training.stability import Watch
 from stoker.training.start import Job
 from stoker.training.trial import worst_case
@@ -62,11 +59,17 @@ def train(
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
     with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
+        remote = bucket_run.join(run, resume, stop=stop, stack=stack, note=screen.note)
+        if remote is not None:
+            run, resume = (str(remote.folder), None) if resume is None else (None, str(remote.folder))
         path, asked, said = runs.choose(runs.with_absolute_paths(asked), run, resume, stack)
         with out_of_memory_as_error("looking for the batch that fits"):
             settled = start.settle(asked, path)
         stop.check()
         folder = runs.open_folder(settled.config, settled.reasons, path, run, stack, said)
+        if remote is not None:
+            said += remote.said
+            stack.push(remote.finish)
         stack.callback(conclude, folder, screen)
         job: Job | None = None
 
@@ -76,7 +79,7 @@ def train(
             folder.event(kind, text, step=None if job is None else job.step, **data)
 
         try:
-            with out_of_memory_as_error("training"):
+            with out_of_memory_as_error("training"), bucket_run.uploading(remote, stop, say):
                 screen.settings(rows_of(settled.config, settled.reasons))
                 for line in said:
                     say("note", line)
@@ -114,7 +117,7 @@ class Training:
         self.ledger = Ledger(job.device.make_clock(), started_s=started_s)
         self.board = Board(job.folder.path, purge_step=job.step, on_error=lambda text: say("warning", text))
         self.stream = job.device.make_stream()
-        self.truth = ground_truth(job.index, job.val_rows)
+        self.scorer = Scorer(job, screen, self.board, say)
         self.length = parse_duration(run.for_)
         self.eval_due = Due(parse_duration(run.eval_every, "eval-every"), len(job.rows), run.batch)
         self.save_due = Due(parse_duration(run.checkpoint_every, "checkpoint-every"), len(job.rows), run.batch)
@@ -129,8 +132,6 @@ class Training:
         """Step whose skip made too many in a row; the run goes back then."""
         self.watch = Watch(optim, peak=peak_rate(job), fp16=run.precision == "fp16")
         self.remarked = False
-        self.metrics: Metrics | None = None
-        """Of the newest evaluation of this attempt."""
 
     def run(self) -> Metrics:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
@@ -147,7 +148,7 @@ class Training:
                 self.say("note", f"stopped at step {job.step:,}: {job.stale} evaluations without an AP above "
                          f"{job.best_ap:.3f}, whose weights are {BEST}")  # fmt: skip
             self.save()
-            metrics = self.score(final=True)
+            metrics = self.score_final()
             with self.ledger.phase("checkpoint"):
                 job.writer.wait()
             self.read_all()
@@ -164,13 +165,14 @@ class Training:
     def learn(self) -> None:
         """Steps, and what is due after each, until the length is reached or too many in a row were skipped."""
         job = self.job
+        self.scorer.go_on()
+        self.take_in()
         if job.evaluated_step != job.step and self.evaluation_due():
             self.score()  # what had come between the checkpoint of this step and its evaluation: a signal, a kill
         while self.hopeless_at is None and self.progress() < 1 and not self.stalled():
             self.step()
             self.read()
-            if self.stop.requested:
-                self.preempt()
+            self.heed_signals()
             if self.save_due.now(job.step):
                 self.save()
             if self.evaluation_due():
@@ -186,10 +188,11 @@ class Training:
 
     def go_back(self, failed_at: int) -> None:
         """Begins again from the last sound state, at a lower rate."""
+        self.take_in()
         with self.ledger.phase("recovery"):
             go_back(self.job, failed_at, self.rate, self.say)
         self.read_steps, self.hopeless_at = self.job.step, self.job.hopeless_at
-        self.copying = self.metrics = None
+        self.copying = self.scorer.metrics = None
         optim, precision = self.job.config.optim, self.job.config.run.precision
         self.watch = Watch(optim, peak=peak_rate(self.job), fp16=precision == "fp16")
 
@@ -208,6 +211,7 @@ class Training:
         began = time.perf_counter()
         with self.ledger.phase("input_wait"):
             batch = next(job.loader)
+            self.ledger.split(job.loader.last_wait)
         with self.ledger.compute(again=job.step < job.redo_until):
             if self.copying is not None:  # a snapshot is being copied: the weights may move only after it
                 self.copying.block_device()
@@ -277,6 +281,7 @@ class Training:
             wall_s=account.wall_s,
             devices=1,
             phases=account.phases,
+            input=account.input,
             losses=reading.losses,
             rate=self.rate if steps else None,
             grad_norm=reading.norm,
@@ -299,14 +304,19 @@ class Training:
         self.screen.progress(window, done=min(1.0, done), total_steps=self.job.total_steps, eta_s=left,
                              memory=(memory.peak, memory.total))  # fmt: skip
 
-    def save(self) -> None:
-        """Starts saving a checkpoint, unless this step's is there; the files are written in the background."""
+    def save(self, unscored: Unscored | None = None) -> None:
+        """Starts saving a checkpoint, unless this step's is there; the files are written in the background.
+
+        unscored: what the continued run shall score first; else a score that is under way is waited for.
+        """
         job = self.job
+        self.take_in()
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
             if job.writer.saved_step == job.step:
                 return
-            snapshot = self.snapshot(start.state_of(job), ap=None)
+            pending = None if unscored is None else unscored.as_state()
+            snapshot = self.snapshot(start.state_of(job) | {"unscored": pending}, ap=None)
             job.writer.save(snapshot)
         self.copying = snapshot.ready
         self.save_due.done()
@@ -318,67 +328,63 @@ class Training:
         weights = job.stepper.averaged.state_dict()
         return checkpoint.snapshot(self.stream, step=job.step, card=job.card.header(), weights=weights, state=state)
 
-    def score(self, *, final: bool = False) -> Metrics:
-        """Evaluates the averaged weights on the validation split; keeps them when they are the best so far."""
-        job, config = self.job, self.job.config
-        names = [FINAL] if final else []
-        if self.metrics is not None and job.evaluated_step == job.step:  # patience has ended the run after a score
-            self.keep(self.metrics, names)
-            return self.metrics
+    def score(self, *, at_once: bool = False) -> None:
+        """Runs the averaged weights over the validation split. How good they are is found out beside training, or at
+        once where that is asked for, could end the run, or lacks the memory."""
+        job = self.job
+        self.take_in()
         with self.ledger.phase("eval"):
-            batches = start.validation_loader(job)
-            with contextlib.closing(batches):
-                pictures = self.until_stopped(batches)
-                found = detect(job.stepper.averaged, pictures, job.device, precision=config.run.precision)
-            scored = score_with_curves(self.truth, found)
-            metrics = scored.metrics
-        ap = metrics.ap if metrics.ap is not None else 0.0
-        if ap > job.best_ap:
-            job.best_ap, job.stale = ap, 0
-            with self.ledger.phase("eval"):
-                job.folder.replace(EVALUATION, appraise(scored, self.truth, found, job.index, step=job.step))
-            names.append(BEST)
-        elif job.best_ap > 0:  # before the first hit a training is at its beginning, not at a standstill
-            job.stale += 1
-        if names:
-            self.keep(metrics, names)
-        self.metrics, job.evaluated_step = metrics, job.step
-        job.folder.event("evaluated", step=job.step, metrics=msgspec.to_builtins(metrics))
-        self.screen.evaluated(job.step, metrics)
-        self.board.metrics(job.step, metrics)
-        self.board.pictures(job.step, some_pictures(job.index, job.val_rows, found), job.index.class_names)
+            found = find_boxes(job, self.heed_signals)
+        with self.ledger.phase("checkpoint"):
+            weights = self.snapshot({}, ap=None)
+        self.copying = weights.ready
+        self.scorer.start(Unscored(job.step, found, weights))
+        job.evaluated_step = job.step
         self.eval_due.done()
-        self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
         remark = None if self.remarked else job.model.remark()  # the device has been waited for: all is there
         if remark is not None:
             self.say("warning", remark)
             self.remarked = True
-        return metrics
+        if at_once or 0 < job.config.run.patience <= job.stale + 1 or not self.scorer.has_room(found):
+            self.take_in()
+        self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
 
-    def keep(self, metrics: Metrics, names: list[str]) -> None:
-        """Starts saving the averaged weights by themselves, as files of these names."""
+    def take_in(self) -> None:
+        """Lets the run know the newest score, when it is there; a signal meanwhile saves the training at once."""
+        with self.ledger.phase("eval"):
+            self.scorer.take_in(self.heed_signals)
+
+    def score_final(self) -> Metrics:
+        """Scores and saves the final weights, if patience has not ended the run after their score."""
+        job = self.job
+        if self.scorer.metrics is None or job.evaluated_step != job.step:
+            self.score(at_once=True)
+        metrics = self.scorer.metrics
+        assert metrics is not None
         with self.ledger.phase("checkpoint"):
             snapshot = self.snapshot({}, ap=metrics.ap)
-            self.job.writer.save_weights(snapshot, names)
-        self.copying = snapshot.ready
+            job.writer.save_weights(snapshot, [FINAL])
+        return metrics
 
-    def until_stopped(self, batches: Loader) -> Iterator[Batch]:
-        """The batches of an evaluation; a signal in the middle saves the training at once."""
-        for batch in batches:
-            if self.stop.requested:
-                self.preempt()
-            yield batch
+    def heed_signals(self) -> None:
+        """Where a signal has come, the training is saved and ends."""
+        if self.stop.requested:
+            self.preempt()
 
     def preempt(self) -> None:
-        """Saves and leaves with exit code 75."""
+        """Saves and leaves with exit code 75; without saving where the run is not ours any more."""
         job = self.job
+        if self.stop.error is not None:
+            raise self.stop.error
         self.say("note", f"{self.stop.requested}: saving")
-        self.save()
+        self.save(self.scorer.give_up())
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
         self.read_all()
         raise stopped(job, self.stop)
 
     def close(self) -> None:
-        """Lets a write that is under way end, whatever ended the training."""
+        """Lets a write under way end, whatever ended the training; drops a score that nobody took in: no checkpoint is
+        behind its evaluation."""
+        self.scorer.give_up()
         self.job.writer.wait()

@@ -28,12 +28,20 @@ SLOWDOWN = 3.0
 
 
 class Stop:
-    """`requested` names the signal once one has come."""
+    """`requested` names the signal once one has come; `error` is why the training must end without saving."""
 
     requested: str | None = None
+    error: StokerError | None = None
+
+    def fail(self, error: StokerError) -> None:
+        """Ends the training with this error at its next step. From any thread."""
+        self.error = error
+        self.requested = self.requested or "an error"
 
     def check(self) -> None:
-        """Raises Preempted before the first step, when there is nothing to save."""
+        """Raises Preempted before the first step, when there is nothing to save; or the error."""
+        if self.error is not None:
+            raise self.error
         if self.requested is not None:
             raise Preempted(f"Stopped by {self.requested} before the first step.", fix="the same command starts again")
 

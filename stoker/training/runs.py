@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from stoker.config import Config, from_toml, to_toml
+from stoker.data.find import endings_of_files
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.files import write_whole
 from stoker.measure.environment import describe
@@ -23,6 +24,8 @@ from stoker.records import (
     open_run,
     runs_named,
 )
+from stoker.storage.address import expand, is_address, parse
+from stoker.storage.runs import shown
 
 RUNS = Path("runs")
 NO_LOCKS = "this storage has no locks: nothing keeps a second process from training the same run"
@@ -33,30 +36,35 @@ def choose(
 ) -> tuple[Path | None, Config, list[str]]:
     """(the unfinished run to continue or None, what was asked for when it began, lines to say).
 
-    name: --run; resume: --resume. The run is held in `stack`. Raises UsageError when the run that was named is
-    finished, was started by another command, or is being trained by another process.
+    name: --run; resume: --resume; folders of this machine, of a run in a bucket its working copy. The run is held in
+    `stack`. Raises UsageError when the run that was named is finished, was started by another command, or is being
+    trained by another process.
     """
     if resume is not None:
         if asked.set_fields() or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
         path = open_run(resume)
         if is_finished(path):
-            raise UsageError("The run is finished: there is nothing to resume.", place=path, fix=f"`stoker why {path}`")
+            place = shown(path)
+            raise UsageError(
+                "The run is finished: there is nothing to resume.", place=place, fix=f"`stoker why {place}`"
+            )
         return path, _asked_of(path), _hold(path, stack)
     if "data" not in asked.set_fields():
         choices = ("a folder", "a file of annotations", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
     if name is not None:
-        path = Path(name)
+        path = Path(expand(name))
         if not (path / EVENTS).exists():
             return None, asked, []
+        place = shown(path)
         if is_finished(path):
             fix = "another --run, or none: a new folder is made then"
-            raise UsageError("The run is finished.", place=path, fix=fix)
+            raise UsageError("The run is finished.", place=place, fix=fix)
         if _asked_of(path) != asked:
             cause = f"it was started with {_words(_asked_of(path))}; now it is {_words(asked)}"
-            fix = f"`stoker train --resume {path}`, or another --run"
-            raise UsageError("The run was started with other settings.", place=path, cause=cause, fix=fix)
+            fix = f"`stoker train --resume {place}`, or another --run"
+            raise UsageError("The run was started with other settings.", place=place, cause=cause, fix=fix)
         return path, asked, _hold(path, stack)
     said = []
     for path in reversed(_runs_of(asked)):
@@ -76,7 +84,7 @@ def _hold(path: Path, stack: contextlib.ExitStack) -> list[str]:
     """Holds the run in `stack`; returns what there is to say about it."""
     held = stack.enter_context(locked(path))
     if held is False:
-        raise UsageError("Another process is training this run.", place=path)
+        raise UsageError("Another process is training this run.", place=shown(path))
     return [] if held else [NO_LOCKS]
 
 
@@ -110,7 +118,7 @@ def open_folder(
 
 def _new_run(config: Config, name: str | None) -> Path:
     if name is not None:
-        path = Path(name)
+        path = Path(expand(name))
         path.mkdir(parents=True, exist_ok=True)
         return path
     stem = f"{_data_name(config)}-{config.model.model}"
@@ -140,14 +148,25 @@ def _has_settings(path: Path, asked: Config) -> bool:
 
 
 def with_absolute_paths(asked: Config) -> Config:
-    """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere."""
+    """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere.
+
+    Addresses stay; environment variables are replaced here: what a run was trained on must not change with a variable,
+    and two commands that mean the same are the same run. Raises ConfigError where one is not set.
+    """
     changes = {}
     data, weights = asked.data.data, asked.model.weights
-    if data not in (None, "demo") and Path(data).exists():
-        changes["data"] = str(Path(data).absolute())
-    if weights not in (None, "coco", "imagenet", "none") and Path(weights).is_file():
-        changes["weights"] = str(Path(weights).absolute())
+    if data not in (None, "demo"):
+        changes["data"] = _named_from_root(data)
+    if weights not in (None, "coco", "imagenet", "none"):
+        changes["weights"] = _named_from_root(weights)
     return asked.replace(**changes)
+
+
+def _named_from_root(text: str) -> str:
+    text = expand(text)
+    if is_address(text):
+        return str(parse(text))
+    return str(Path(text).absolute()) if Path(text).exists() else text
 
 
 def _words(config: Config) -> str:
@@ -155,8 +174,13 @@ def _words(config: Config) -> str:
 
 
 def _data_name(config: Config) -> str:
-    path = Path(config.data.data)
-    name = path.resolve().parent.name if path.is_file() else path.resolve().name
+    if is_address(config.data.data):
+        address = parse(config.data.data)
+        is_file = address.name.lower().endswith(endings_of_files())
+        name = address.parent.name if is_file else address.name
+    else:
+        path = Path(config.data.data)
+        name = path.resolve().parent.name if path.is_file() else path.resolve().name
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
 
 

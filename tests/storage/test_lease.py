@@ -1,0 +1,150 @@
+"""The lease of a run in a bucket: one holder at a time, on both kinds of store; the dead are replaced at once."""
+
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from stoker.errors import UsageError
+from stoker.storage.address import Address, parse
+from stoker.storage.lease import Holder, Lease, LeaseLost, acquire
+from stoker.storage.store import open_store
+from tests.storage.proxy import Conditions
+from tests.storage.servers import Place, Server, apply
+
+
+@pytest.fixture(params=["s3", "google"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    server: Server = request.getfixturevalue(request.param)
+    place = server.bucket()
+    apply(monkeypatch, place.environment)
+    return place
+
+
+@pytest.fixture
+def address(place: Place) -> Address:
+    return parse(f"{place.address}/runs/x/lease.json")
+
+
+def take(address: Address, said: list[str] | None = None) -> Lease:
+    lease = acquire(address, say=(said if said is not None else []).append, check=lambda: None)
+    assert lease is not None
+    return lease
+
+
+def holder(address: Address) -> Holder:
+    return msgspec.json.decode(open_store(address).read(address.key), type=Holder)
+
+
+def put(address: Address, found: Holder) -> None:
+    open_store(address).write(address.key, msgspec.json.encode(found))
+
+
+def test_a_second_process_is_refused_until_it_is_given_back(address: Address):
+    first = take(address)
+    with pytest.raises(UsageError, match="Another process is training") as caught:
+        take(address)
+    assert str(holder(address)) in str(caught.value)
+    assert caught.value.place == str(address.parent)
+    first.renew()
+    first.release()
+    second = take(address)
+    with pytest.raises(LeaseLost, match="taken over"):
+        first.renew()
+    with pytest.raises(LeaseLost):
+        first.require()
+    second.require()
+
+
+HOLD = """
+import sys
+from stoker.storage.address import parse
+from stoker.storage.lease import acquire
+acquire(parse(sys.argv[1]), say=print, check=lambda: None)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_dead_process_of_this_machine_is_replaced_at_once(address: Address):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(address)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(UsageError, match="Another process") as caught:
+        take(address)
+    assert f"process {process.pid}" in str(caught.value)
+    process.kill()
+    process.wait()
+    said: list[str] = []
+    take(address, said)
+    assert said == []
+
+
+def test_a_number_that_is_used_again_is_another_process(address: Address):
+    take(address)
+    put(address, msgspec.structs.replace(holder(address), started=1.0))
+    take(address)
+
+
+def test_of_another_machine_it_has_to_expire(address: Address):
+    take(address)
+    put(address, msgspec.structs.replace(holder(address), machine="other", host="far", renewed_s=time.time() - 59.5))
+    said: list[str] = []
+    take(address, said)
+    assert len(said) == 1
+    assert "far" in said[0]
+
+
+def test_of_another_machine_that_renews_it_lives(address: Address):
+    """The renewal comes while we look: at the second look it is there."""
+    take(address)
+    far = msgspec.structs.replace(holder(address), machine="other", host="far")
+    put(address, far)
+
+    def renew() -> None:
+        put(address, msgspec.structs.replace(far, renewed_s=time.time()))
+
+    with pytest.raises(UsageError, match="Another process") as caught:
+        acquire(address, say=lambda _: None, check=renew)
+    assert "far" in str(caught.value)
+
+
+def test_waiting_can_be_ended(address: Address):
+    take(address)
+    put(address, msgspec.structs.replace(holder(address), machine="other"))
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        acquire(address, say=lambda _: None, check=stop)
+
+
+def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: Address, monkeypatch: pytest.MonkeyPatch):
+    """Every other write is done and its answer never comes."""
+    puts = 0
+
+    def plan(_number: int, method: str, _path: str):
+        nonlocal puts
+        puts += method == "PUT"
+        return "lose" if method == "PUT" and puts % 2 else None
+
+    with place.through(Conditions(plan=plan)) as (worse, _):
+        apply(monkeypatch, worse.environment)
+        lease = take(address)
+        for _ in range(3):
+            lease.renew()
+        lease.require()
+    assert puts > 4
+
+
+def test_removed_by_hand_is_lost(address: Address):
+    lease = take(address)
+    open_store(address).delete(address.key)
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert "removed" in str(caught.value)
