@@ -145,7 +145,7 @@ class RunSettings:
     device: str = AUTO
     """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the cpu."""
     threads: int = AUTO
-    """Threads that read and decode pictures."""
+    """Threads that read and decode pictures; 0: their number is tuned while training."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
     eval_every: str = AUTO
@@ -334,7 +334,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "accumulate": (1, 4096),
     "max_skipped": (1, 10**6),
     "batch": (1, 10**6),
-    "threads": (1, 1024),
+    "threads": (0, 1024),
     "patience": (0, 10**6),
     "seed": (0, 2**63 - 1),
     "price": (0, 1e6),

@@ -1,15 +1,19 @@
 """The threads of a loader and the queue they work from: they end with it, and never hold up the interpreter's end.
 
-They know nothing of batches but their places: `samples.py` fills one, `loader.py` hands them out and takes them in.
+They take the earliest sample of the stream first, so that one whose bytes come late waits behind none that is needed
+later. Their number can change while they work. They know nothing of batches but their places: `samples.py` fills one,
+`loader.py` hands them out and takes them in.
 """
 
 import atexit
-import queue
+import heapq
 import threading
 import time
 import weakref
+from typing import NamedTuple
 
-from stoker.data.samples import Outcome, Samples, Slot, Stats
+from stoker.data.samples import Counters, Fetch, Outcome, Samples, Slot
+from stoker.data.timeline import DONE, Marks
 
 JOIN_TIMEOUT_S = 10.0
 """How long `close`, or the end of the interpreter, waits for threads whose file system does not answer."""
@@ -21,7 +25,17 @@ class Work:
     def __init__(self, base: int, start: int, slot: Slot, count: int) -> None:
         self.base, self.start, self.slot = base, start, slot
         self.outcomes: list[Outcome | BaseException | None] = [None] * count
+        self.marks: list[Marks] = [[] for _ in range(count)]
         self.left = count
+
+
+class Task(NamedTuple):
+    """A sample to load. Ordered by its position, which no other task of the queue has."""
+
+    position: int
+    work: Work
+    k: int
+    fetch: Fetch | None
 
 
 class Crew:
@@ -29,35 +43,68 @@ class Crew:
 
     def __init__(self, samples: Samples, threads: int) -> None:
         self.done = threading.Condition()
-        self.stats = [Stats() for _ in range(threads)]
-        self._samples = samples
-        self._tasks: queue.SimpleQueue[tuple[Work, int] | None] = queue.SimpleQueue()
         self.stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, args=(stats,), name=f"stoker-loader-{n}", daemon=True)
-            for n, stats in enumerate(self.stats)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._samples = samples
+        self._tasks: list[Task] = []
+        self._work = threading.Condition()
+        self._wanted = 0
+        self._threads: dict[threading.Thread, Counters] = {}
+        self._ended = Counters()
+        self.resize(threads)
         _CREWS.add(self)
 
-    def give(self, work: Work) -> None:
-        for k in range(work.left):
-            self._tasks.put((work, k))
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a thread."""
+        return len(self._tasks)
 
-    def _run(self, stats: Stats) -> None:
-        while True:
-            asked = time.perf_counter()
-            task = self._tasks.get()
-            stats.idle_s += time.perf_counter() - asked
-            if task is None or self.stopped:
+    def counters(self) -> list[Counters]:
+        """Of each thread, and the sum of those that have left."""
+        with self._work:
+            return [self._ended, *self._threads.values()]
+
+    def resize(self, threads: int) -> None:
+        """More threads at once; fewer as soon as some have ended the sample they are at."""
+        with self._work:
+            if self.stopped:
                 return
-            work, k = task
+            self._wanted = threads
+            for _ in range(threads - len(self._threads)):
+                counters = Counters()
+                thread = threading.Thread(target=self._run, args=(counters,), name="stoker-loader", daemon=True)
+                self._threads[thread] = counters
+                thread.start()
+            self._work.notify_all()
+
+    def give(self, task: Task) -> None:
+        with self._work:
+            heapq.heappush(self._tasks, task)
+            self._work.notify()
+
+    def _take(self, counters: Counters) -> Task | None:
+        """The next task; None: leave, which is settled under the same lock, so that just as many leave as have to."""
+        began_s = time.perf_counter()
+        with self._work:
+            while not self._tasks and not self.stopped and len(self._threads) <= self._wanted:
+                self._work.wait()
+            counters.idle_s += time.perf_counter() - began_s
+            if self.stopped:
+                return None
+            if len(self._threads) > self._wanted:
+                self._ended.add(self._threads.pop(threading.current_thread()))
+                self._work.notify()  # a task that woke this one needs another
+                return None
+            return heapq.heappop(self._tasks)
+
+    def _run(self, counters: Counters) -> None:
+        while (task := self._take(counters)) is not None:
+            _, work, k, fetch = task
             outcome: Outcome | BaseException
             try:
-                outcome = self._samples.load(work.slot, k, work.start + k, stats)
+                outcome = self._samples.load(work.slot, k, task.position, counters, work.marks[k], fetch)
             except BaseException as error:  # noqa: BLE001  (it travels: `Loader` raises it when it comes to the sample)
                 outcome = error
+            work.marks[k].append((time.perf_counter(), DONE))
             with self.done:
                 work.outcomes[k] = outcome
                 work.left -= 1
@@ -67,14 +114,14 @@ class Crew:
     def stop(self) -> None:
         """Asks the threads to end after the sample they are at. Does not wait."""
         self.stopped = True
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._work:
+            self._work.notify_all()
         with self.done:
             self.done.notify_all()
 
     def join(self) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -1,11 +1,15 @@
 """The stream of batches: threads decode into a ring of host batches, copies run beside the step, the state is exact.
 
-One queue of samples, any number of threads: each takes the next place of the next batch, reads, decodes and resizes
-into it. The thread that asks for batches does everything else, in the order of the stream: it hands out tasks when a
-slot of the ring is free, commits what came of them (the quarantine), and starts copies. So nothing that a run sees
-depends on how many threads there are or which was first. What one sample is: `samples.py`.
+Stages: fetch, decode (with crop and resize, into the ring), copy. Local files are read by the thread that decodes them;
+pictures of a bucket are asked for ahead (`ahead.py`) and come to the threads when their bytes are there. Any number of
+threads takes samples in the order of the stream (`crew.py`). The thread that asks for batches does everything else, in
+that order too: it hands out tasks when a slot of the ring is free, commits what came of them (`commit.py`), starts
+copies, and once a second looks whether other numbers of threads and slots would do better (`tuning.py`). So nothing
+that a run sees depends on how many threads there are or which was first. What one sample is: `samples.py`; where a wait
+went: `timeline.py`.
 """
 
+import functools
 import time
 import weakref
 from collections import deque
@@ -18,19 +22,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.batch import Batch
-from stoker.data.crew import Crew, Work
-from stoker.data.problems import MAX_BAD, tolerated
-from stoker.data.samples import Outcome, Quarantine, Samples, Slot, Stats, as_batch, box_slots
+from stoker.data.ahead import Ahead, Flights, positions
+from stoker.data.commit import Commit
+from stoker.data.crew import Crew, Task, Work
+from stoker.data.problems import MAX_BAD
+from stoker.data.samples import Counters, Quarantine, Samples, Slot, as_batch, box_slots
+from stoker.data.stages import Stats, stats_of
+from stoker.data.timeline import COPY, QUEUE, Intervals, Waits, split
+from stoker.data.tuning import LOOK_S, WAITS_FROM, Gauge, tuner_for
 from stoker.device import Device, Ready
 from stoker.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
+    from stoker.data.pixel_cache import PixelCache
+    from stoker.storage.fetcher import Fetcher
 
 __all__ = ["DEPTH", "Loader", "Quarantine", "Stats", "box_slots"]
 
 DEPTH = 3
-"""Batches ahead of training: one ready, one being finished, one being begun by the threads that are free."""
+"""Batches ahead of training, to begin with: one ready, one being finished, one begun by the threads that are free."""
 HELD = 2
 """Slots beside them: that of the batch in work, and of the one before (CPU) or of the next one's copy (device)."""
 
@@ -40,7 +51,8 @@ class Loader:
 
     rows: int64 [N], rows of the index. batch: B, pictures per batch of this rank; canvas: height and width; boxes: M,
     see `box_slots`; resize, crop, zoom, overlap: see `augment.draw_placement` (the last three in training only).
-    depth: batches decoded ahead; host memory is (depth + 2) · B · H · W · 3 bytes.
+    threads: how many read and decode; 0: tuned while it runs. depth: batches decoded ahead; None: tuned. Host memory is
+    (depth + 2) · B · H · W · 3 bytes. on_tuned is told each change and its reason.
     max_bad: share of the pictures that may be in quarantine before the loader raises.
 
     ranks: a global batch is B · ranks positions of the stream, of which rank r takes the r-th B. Each rank knows its
@@ -50,6 +62,8 @@ class Loader:
 
     In evaluation the last batch is filled with rows of image_id -1, and a picture that fails becomes one.
     `iter` starts a pass from its beginning.
+
+    cache: pictures are made from what it keeps; a run has one from its beginning to its end, or none.
     """
 
     def __init__(
@@ -68,14 +82,16 @@ class Loader:
         seed: int,
         threads: int,
         train: bool = True,
-        depth: int = DEPTH,
+        depth: int | None = None,
         max_bad: float = MAX_BAD,
         rank: int = 0,
         ranks: int = 1,
         on_quarantine: Callable[[Quarantine], None] | None = None,
+        on_tuned: Callable[[str], None] | None = None,
+        cache: "PixelCache | None" = None,
     ) -> None:
         if not len(rows):
-            raise DataError("There is no picture to load.", place=index.root)
+            raise DataError("There is no picture to load.", place=index.source)
         self._samples = Samples(
             index,
             rows,
@@ -87,15 +103,25 @@ class Loader:
             boxes=boxes,
             seed=seed,
             train=train,
+            cache=cache,
         )
-        self._index, self._device, self._batch, self._threads = index, device, batch, threads
-        self._rank, self._ranks, self._on_quarantine = rank, ranks, on_quarantine
-        self._max_bad = max_bad
+        self._device, self._batch, self._rank, self._ranks = device, batch, rank, ranks
         self._stream = device.make_stream()
-        self._slots = [Slot(device, batch, canvas, boxes) for _ in range(depth + HELD)]
-        self._errors: dict[int, str] = {}
-        self._stats = Stats()
+        self._make_slot = functools.partial(Slot, device, batch, canvas, boxes)
+        self._slots = [self._make_slot() for _ in range((DEPTH if depth is None else depth) + HELD)]
+        self._tuner = tuner_for(
+            threads, len(self._slots) - HELD, self._slots[0].nbytes, is_cpu=device.is_cpu, tunes_depth=depth is None
+        )
+        self._on_tuned = on_tuned
+        self._gauge: Gauge | None = None
+        self._counters, self._flights, self._waits = Counters(), Flights(), Waits()
+        self._wait_s, self._copies = 0.0, 0
+        self._commit = Commit(
+            index, self._samples, max_bad=max_bad, on_quarantine=on_quarantine, counters=self._counters
+        )
         self._crew: Crew | None = None
+        self._ahead: Ahead | None = None
+        self._fetcher: Fetcher | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -110,6 +136,12 @@ class Loader:
     def position(self) -> int:
         """Samples handed out so far, by all ranks together: where in the stream the next batch begins."""
         return self._position
+
+    @property
+    def last_wait(self) -> Intervals:
+        """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
+        first interval begins with the call. Nearly all of it where the loader is the slower one."""
+        return self._waits.last
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch handed out. What was decoded ahead is not part of it."""
@@ -143,17 +175,29 @@ class Loader:
         return [self._samples.row_at(at) for at in range(position, position + count)]
 
     def stats(self) -> Stats:
-        """Seconds per stage so far; a snapshot."""
-        total = Stats()
-        total.add(self._stats)
-        for stats in self._crew.stats if self._crew else ():
-            total.add(stats)
-        return total
+        """What was done so far and what is being done; a snapshot."""
+        left = sum(work.left for work in list(self._pending))
+        return stats_of(
+            [self._counters, *(self._crew.counters() if self._crew else ())],
+            self._flights,
+            self._waits,
+            self._slots[0],
+            copies=self._copies,
+            copying=sum(not ready.done() for _, ready in list(self._handed)),
+            wait_s=self._wait_s,
+            queued=self._crew.waiting if self._crew else 0,
+            ready=self._batch * (len(self._pending) + (self._copied is not None)) - left,
+            threads=self._tuner.threads,
+            depth=self._tuner.depth,
+            ahead=self._ahead.most if self._ahead else 0,
+        )
 
     def close(self) -> None:
         """Ends the threads. May be called twice, in the middle of an epoch, after an error, from another thread."""
         self._closed = True
         self._halt()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +216,8 @@ class Loader:
         """The next batch, on the device.
 
         On a CPU its tensors are the ring's own memory: they stay as they are until the next call but one.
-        Raises DataError when too many pictures cannot be used; RuntimeError with the picture's path for a bug.
+        Raises DataError when too many pictures cannot be used; StorageError when a bucket cannot be read; RuntimeError
+        with the picture's path for a bug.
         """
         if self._failure is not None:
             raise self._failure
@@ -197,30 +242,44 @@ class Loader:
         self._free = deque(slot for slot in self._slots if id(slot) not in held)
         self._position = self._next_base = position
 
+    def _start(self) -> Crew:
+        """The threads, and what is fetched ahead of them, from the place of the stream that comes next."""
+        crew = self._crew = Crew(self._samples, self._tuner.threads)
+        self._finalizer = weakref.finalize(self, crew.stop)
+        self._finalizer.atexit = False  # `crew.py` stops and joins at exit
+        if self._samples.is_remote:
+            if self._fetcher is None:
+                from stoker.storage.fetcher import Fetcher  # obstore is needed for buckets only
+
+                self._fetcher = Fetcher()
+                weakref.finalize(self, self._fetcher.close)
+            first = self._next_base + self._rank * self._batch
+            stream = positions(first, self._batch, self._batch * self._ranks)
+            self._ahead = Ahead(self._samples, self._fetcher, self._flights, stream)
+        return crew
+
     def _halt(self) -> None:
-        crew, self._crew = self._crew, None
+        crew, self._crew, self._ahead, self._gauge = self._crew, None, None, None
         if crew is None:
             return
         if self._finalizer is not None:
             self._finalizer.detach()
         crew.stop()
         crew.join()
-        for stats in crew.stats:
-            self._stats.add(stats)
+        for counters in crew.counters():
+            self._counters.add(counters)
 
     def _hand_out(self) -> Batch:
         if self._closed:
             raise RuntimeError("this loader is closed")
-        if self._crew is None:
-            self._crew = Crew(self._samples, self._threads)
-            self._finalizer = weakref.finalize(self, self._crew.stop)
-            self._finalizer.atexit = False  # `crew.py` stops and joins at exit
-        crew = self._crew
+        self._waits.begin()
+        crew = self._crew or self._start()
         self._take_back()
         self._schedule(crew)
         if self._copied is None:
+            self._waits.until(QUEUE)
             work = self._wait_for_next(crew)
-            self._commit(work)
+            self._commit.batch(work)
             self._copied = self._copy(work)
         work, tensors, ready = self._copied
         self._copied = None
@@ -233,19 +292,23 @@ class Loader:
             not self._device.is_cpu
             and self._pending
             and self._pending[0].left == 0
-            and self._is_clean(self._pending[0])
+            and self._commit.is_empty(self._pending[0])
         ):
             self._copied = self._copy(self._pending.popleft())
         ready.block_device()
+        self._tune(crew)
+        self._waits.until(QUEUE)
         return as_batch(tensors)
 
     def _take_back(self) -> None:
-        """Frees the slots that nobody reads any more."""
+        """Frees the slots that nobody reads any more; gives up those that the ring is too deep by."""
         if self._device.is_cpu:
             while len(self._handed) > 1:
                 self._free.append(self._handed.popleft()[0])
         while self._handed and not self._device.is_cpu and self._handed[0][1].done():
             self._free.append(self._handed.popleft()[0])
+        while len(self._slots) > self._tuner.depth + HELD and self._free:
+            self._slots.remove(self._free.popleft())
 
     def _schedule(self, crew: Crew) -> None:
         """Gives the samples of the next batches to the threads, as far as there are free slots."""
@@ -253,86 +316,66 @@ class Loader:
             work = Work(self._next_base, self._next_base + self._rank * self._batch, self._free.popleft(), self._batch)
             self._next_base += self._batch * self._ranks
             self._pending.append(work)
-            crew.give(work)
+            for k in range(self._batch):
+                self._give(crew, work, k)
+        if self._ahead is not None:
+            self._ahead.top_up()
+
+    def _give(self, crew: Crew, work: Work, k: int) -> None:
+        found = None if self._ahead is None else self._ahead.take(work.start + k)
+        if found is None:
+            crew.give(Task(work.start + k, work, k, None))
+            return
+        fetch, work.marks[k] = found
+        task = Task(work.start + k, work, k, fetch)
+        fetch.future.add_done_callback(lambda _: crew.give(task))  # so a slow object holds up no thread
 
     def _wait_for_next(self, crew: Crew) -> Work:
         """The next batch of the stream, once all its samples are there. Raises StopIteration after the last."""
-        started = time.perf_counter()
+        began_s = time.perf_counter()
         try:
             if not self._pending:
                 if not self._samples.train and self._next_base >= len(self._samples):
                     raise StopIteration
                 self._handed[0][1].wait()  # every slot is still being copied from
+                self._waits.until(COPY)
                 self._take_back()
                 self._schedule(crew)
+                self._waits.until(QUEUE)
+            since_s = time.perf_counter()
             with crew.done:
                 crew.done.wait_for(lambda: self._pending[0].left == 0 or crew.stopped)
             if crew.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
-            return self._pending.popleft()
+            work = self._pending.popleft()
+            others = [marks for later in self._pending for marks in later.marks]
+            self._waits.add(split(since_s, time.perf_counter(), work.marks, others))
+            return work
         finally:
-            self._stats.wait_s += time.perf_counter() - started
+            self._wait_s += time.perf_counter() - began_s
 
     def _copy(self, work: Work) -> tuple[Work, list[Tensor], Ready]:
+        self._waits.until(QUEUE)
         tensors, ready = self._stream.to_device(work.slot.tensors)
+        self._copies += 1
+        self._waits.until(COPY)
         return work, tensors, ready
 
-    def _is_clean(self, work: Work) -> bool:
-        """Whether committing this batch would change nothing."""
-        return all(
-            isinstance(outcome, Outcome)
-            and not outcome.failures
-            and (self._samples.usable(outcome.row, work.start + k) if outcome.row >= 0 else not self._samples.train)
-            for k, outcome in enumerate(work.outcomes)
-        )
-
-    def _commit(self, work: Work) -> None:
-        """Makes what the threads found the truth, sample by sample in the order of the stream.
-
-        A thread reads ahead, so it may have used a picture that an earlier position has put into quarantine meanwhile
-        (it failed once, then not again): that sample is loaded anew, here. So the stream is the one that a single
-        thread would have made.
-        """
-        samples = self._samples
-        for k, outcome in enumerate(work.outcomes):
-            position = work.start + k
-            if isinstance(outcome, BaseException):
-                raise outcome
-            assert outcome is not None
-            if outcome.row >= 0 and not samples.usable(outcome.row, position):
-                outcome = samples.load(work.slot, k, position, self._stats)
-            for row, error in outcome.failures:
-                if samples.usable(row, position):
-                    self._quarantine(row, error, position, outcome.row)
-            if samples.train and outcome.row < 0:
-                raise self._unusable(f"None of the {len(samples.quarantined):,} pictures tried can be used.")
-            if len(samples.quarantined) > tolerated(self._max_bad, len(samples)):
-                raise self._unusable(
-                    f"{len(samples.quarantined):,} of {len(samples):,} pictures cannot be used; "
-                    f"up to {self._max_bad:.3g} of them may be bad."
-                )
-
-    def _quarantine(self, row: int, error: Exception, position: int, replaced_by: int) -> None:
-        text = _in_one_line(error)
-        self._samples.quarantined[row] = position
-        self._errors[row] = text
-        if self._on_quarantine is not None:
-            self._on_quarantine(Quarantine(row, self._index.path(row), text, position, replaced_by))
-
-    def _unusable(self, what: str) -> DataError:
-        bad = list(self._samples.quarantined)
-        named = [f"{self._index.path(row)}: {self._errors.get(row, 'failed in an earlier start')}" for row in bad[:5]]
-        more = [f"and {len(bad) - len(named):,} more"] if len(bad) > len(named) else []
-        return DataError(
-            what,
-            place=self._index.root,
-            cause="\n          ".join(named + more),
-            fix=f"`stoker data check {self._index.root}` names all of them: repair them, remove them from the"
-            " annotations, or allow more with --max-bad; if all are gone, check the path and the mount",
-        )
-
-
-def _in_one_line(error: Exception) -> str:
-    if isinstance(error, DataError):
-        return error.what if error.cause is None else f"{error.what} {error.cause}"
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    def _tune(self, crew: Crew) -> None:
+        """Once a second of training: measures, and follows what `Tuner` decides."""
+        if self._gauge is None:
+            self._gauge = Gauge(self.stats())  # from here on: the start says nothing
+            return
+        if time.perf_counter() - self._gauge.looked_s < LOOK_S:
+            return
+        seen = self._gauge.look(self.stats())
+        if self._fetcher is not None:
+            self._fetcher.note(seen.handed_per_s, seen.waits * seen.flights >= WAITS_FROM)
+        for sentence in self._tuner.see(seen):
+            if self._on_tuned is not None:
+                self._on_tuned(f"loader: {sentence}")
+        crew.resize(self._tuner.threads)
+        while len(self._slots) < self._tuner.depth + HELD:
+            slot = self._make_slot()
+            self._slots.append(slot)
+            self._free.append(slot)

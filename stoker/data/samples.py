@@ -9,7 +9,8 @@ import dataclasses
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,17 +21,21 @@ from torch import Tensor
 
 from stoker.batch import DRAWS, Batch
 from stoker.data import augment, decode
-from stoker.data.headers import header_of
+from stoker.data.headers import Header, header_of
+from stoker.data.timeline import DECODING, READ, Marks
 from stoker.device import Device
-from stoker.errors import DataError, OutOfMemoryError
+from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
+    from stoker.data.pixel_cache import PixelCache
 
 PADDING = (124, 116, 104)
 """RGB of the canvas beside the picture: the ImageNet mean, which normalises to about 0."""
 REPLACEMENTS = 64
 """How many stand-ins are drawn for a picture. All of them in quarantine, or failing too: the data set is gone."""
+EPOCHS_KEPT = 2
+"""Orders of epochs that are kept: where one ends, some positions belong to the next."""
 NOT_THE_PICTURE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of reading that say nothing about the file."""
 
@@ -39,7 +44,8 @@ class Quarantine(NamedTuple):
     """A picture that could not be used, and what stood in for it: the substance of a `records.Quarantined`."""
 
     row: int
-    path: Path
+    place: str
+    """Path or address of the picture."""
     error: str
     position: int
     """Place in the stream of samples from which on the picture is not used."""
@@ -48,23 +54,59 @@ class Quarantine(NamedTuple):
 
 
 @dataclasses.dataclass
-class Stats:
-    """What the loader's time went to, in seconds since it was made, summed over its threads."""
+class Counters:
+    """What one thread has done, and what it is at. Written by that thread alone; `tuning.Stats` sums them up."""
 
     pictures: int = 0
+    read: int = 0
+    """Files that it read, those of a bucket that came ahead not counted."""
     read_bytes: int = 0
     read_s: float = 0.0
-    """Threads reading files."""
+    """Reading files."""
+    hits: int = 0
+    """Of what it read, pictures that the cache had decoded."""
+    hit_bytes: int = 0
+    misses: int = 0
+    """Pictures that it decoded for the cache."""
     decode_s: float = 0.0
-    """Threads decoding, resizing and placing boxes."""
+    """Decoding, resizing and placing boxes."""
     idle_s: float = 0.0
-    """Threads waiting for a free place in the ring: the loader is faster than training."""
-    wait_s: float = 0.0
-    """The caller waiting in `__next__`: training is faster than the loader."""
+    """Waiting for a free place in the ring, or for bytes."""
+    doing: tuple[str, float] | None = None
+    """READ or DECODING, and since when."""
 
-    def add(self, other: "Stats") -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    def add(self, other: "Counters") -> None:
+        self.pictures += other.pictures
+        self.read += other.read
+        self.read_bytes += other.read_bytes
+        self.read_s += other.read_s
+        self.hits += other.hits
+        self.hit_bytes += other.hit_bytes
+        self.misses += other.misses
+        self.decode_s += other.decode_s
+        self.idle_s += other.idle_s
+
+
+def sum_up(each: Iterable[Counters]) -> tuple[Counters, dict[str, int]]:
+    """(the sum, with what is being done up to now; how many threads are READING, how many DECODING)."""
+    total, doing, now_s = Counters(), {READ: 0, DECODING: 0}, time.perf_counter()
+    for counters in each:
+        total.add(counters)
+        if (busy := counters.doing) is not None:
+            stage, since_s = busy
+            doing[stage] += 1
+            if stage == READ:
+                total.read_s += now_s - since_s
+            else:
+                total.decode_s += now_s - since_s
+    return total, doing
+
+
+class Fetch(NamedTuple):
+    """The bytes of a row's picture, on their way."""
+
+    row: int
+    future: "Future[bytes]"
 
 
 class Outcome(NamedTuple):
@@ -112,6 +154,10 @@ class Slot:
         self._padding = np.empty((*canvas, 3), np.uint8)
         self._padding[:] = PADDING
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def pad(self, k: int, content: tuple[int, int]) -> None:
         """Fills what `content` (height, width) leaves of picture k; by copying, NumPy repeats 3 bytes 60 × slower."""
         height, width = content
@@ -146,17 +192,25 @@ class Samples:
         boxes: int,
         seed: int,
         train: bool,
+        cache: "PixelCache | None" = None,
     ) -> None:
+        """cache: of decoded pictures, of this index and for this canvas and resize."""
         self.index, self.rows, self.train, self.seed = index, np.asarray(rows, np.int64), train, seed
         self.quarantined: dict[int, int] = {}
         """Row → position from which on it is not used."""
         self._canvas, self._resize, self._boxes = canvas, resize, boxes
         self._crop, self._zoom, self._overlap = crop, zoom, overlap
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self.rows)
+        self._cache = cache
+        self._orders: dict[int, NDArray[np.int64]] = {}
         self._order_lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether pictures lie in a bucket."""
+        return self.index.remote(int(self.rows[0])) is not None
 
     def usable(self, row: int, position: int) -> bool:
         return self.quarantined.get(row, position + 1) > position
@@ -178,16 +232,26 @@ class Samples:
             return -1
         return next((row for row in self.candidates(position) if self.usable(row, position)), -1)
 
+    def cached(self, row: int) -> bool:
+        """Whether a row's picture most likely comes from the cache, so that nothing need be fetched for it."""
+        return self._cache is not None and self._cache.holds(row)
+
     def _epoch_rows(self, epoch: int) -> NDArray[np.int64]:
         with self._order_lock:  # the one that comes first in an epoch sorts for all
-            if self._order[0] != epoch:
-                self._order = epoch, self.rows[augment.order(self.seed, epoch, len(self.rows))]
-            return self._order[1]
+            if epoch not in self._orders:
+                for old in sorted(self._orders)[: 1 - EPOCHS_KEPT]:
+                    del self._orders[old]
+                self._orders[epoch] = self.rows[augment.order(self.seed, epoch, len(self.rows))]
+            return self._orders[epoch]
 
-    def load(self, slot: Slot, k: int, position: int, stats: Stats) -> Outcome:
+    def load(
+        self, slot: Slot, k: int, position: int, counters: Counters, marks: Marks, fetch: Fetch | None = None
+    ) -> Outcome:
         """Writes the sample of `position` into place k. What is wrong with a picture is in the outcome.
 
-        Anything else travels, with the picture's path: OutOfMemoryError, or RuntimeError from the exception itself.
+        fetch: bytes that were asked for ahead, which are there; used where they are of the row that it takes. Anything
+        else than a wrong picture travels, with its path: OutOfMemoryError, StorageError, or RuntimeError from the
+        exception itself.
         """
         failures: list[tuple[int, Exception]] = []
         if self.train or position < len(self.rows):
@@ -197,14 +261,16 @@ class Samples:
                     continue
                 path = self.index.path(row)
                 try:
-                    self._load_row(slot, k, position, row, path, stats)
+                    self._load_row(slot, k, position, row, path, counters, marks, fetch)
                     return Outcome(row, failures)
-                except DataError as error:
+                except (DataError, ObjectMissing) as error:
                     failures.append((row, error))
                 except OSError as error:
                     if error.errno in NOT_THE_PICTURE:
                         raise RuntimeError(f"reading {path} failed: {error}") from error
                     failures.append((row, error))
+                except StorageError:  # a bucket that cannot be read says nothing about the picture
+                    raise
                 except MemoryError as error:
                     raise OutOfMemoryError("Out of host memory while loading a picture.", place=path) from error
                 except Exception as error:
@@ -213,48 +279,102 @@ class Samples:
         slot.blank(k)
         return Outcome(-1, failures)
 
-    def _load_row(self, slot: Slot, k: int, position: int, row: int, path: Path, stats: Stats) -> None:
-        started = time.perf_counter()
+    def _load_row(
+        self,
+        slot: Slot,
+        k: int,
+        position: int,
+        row: int,
+        path: Path,
+        counters: Counters,
+        marks: Marks,
+        fetch: Fetch | None,
+    ) -> None:
         try:
-            data = self.index.read(row)
+            future = None if fetch is None or fetch.row != row else fetch.future
+            data = self._read(row, counters, marks) if future is None else future.result()
+            began_s = time.perf_counter()
+            counters.doing = DECODING, began_s
+            marks.append((began_s, DECODING))
+            try:
+                self._place(slot, k, position, row, path, data, counters)
+                counters.pictures += 1
+            finally:
+                counters.decode_s += time.perf_counter() - began_s
         finally:
-            read = time.perf_counter()
-            stats.read_s += read - started
-        stats.read_bytes += len(data)
-        try:
-            self._place(slot, k, position, row, path, data)
-            stats.pictures += 1
-        finally:
-            stats.decode_s += time.perf_counter() - read
+            counters.doing = None
 
-    def _place(self, slot: Slot, k: int, position: int, row: int, path: Path, data: bytes) -> None:
+    def _read(self, row: int, counters: Counters, marks: Marks) -> bytes | decode.Pixels:
+        """The picture as it is encoded, or decoded as the cache has it."""
+        began_s = time.perf_counter()
+        counters.doing = READ, began_s
+        marks.append((began_s, READ))
+        try:
+            pixels = None if self._cache is None else self._cache.get(row)
+            data = self.index.read(row) if pixels is None else b""
+        finally:
+            counters.read_s += time.perf_counter() - began_s
+        counters.read += 1
+        if pixels is not None:
+            counters.hits += 1
+            counters.hit_bytes += pixels.nbytes
+            return pixels
+        counters.read_bytes += len(data)
+        return data
+
+    def _place(
+        self, slot: Slot, k: int, position: int, row: int, path: Path, data: bytes | decode.Pixels, counters: Counters
+    ) -> None:
+        """data: the encoded picture, or what the cache keeps of it: from there on all is the same for both.
+
+        With a cache the picture in the form of the cache is the one that is shown: regions are of its pixels, and its
+        boxes are moved to it.
+        """
         index = self.index
         said = (int(index.size[row, 0]), int(index.size[row, 1]))
-        header = header_of(data, path).shown_for(said)
-        size = header.size
-        _check_size(size, said, path)
+        size = said
+        kept: decode.Pixels | None = None
+        header: Header | None = None
+        if isinstance(data, bytes):
+            header = header_of(data, path).shown_for(said)
+            size = header.size
+            _check_size(size, said, path)
+            if self._cache is not None and self._cache.shape(row) is not None:
+                kept = self._cache.make(row, data, path, header)
+                self._cache.put(row, kept)
+                counters.misses += 1
+        else:
+            kept = data
+        shown = size if kept is None else (kept.shape[0], kept.shape[1])
+        ratio = np.array((shown[0] / size[0], shown[1] / size[1]), np.float32)
         epoch, place = divmod(position, len(self.rows))
-        boxes = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
+        of_row = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
+        boxes = index.boxes[of_row] * ratio[[1, 0, 1, 0]]
         if self.train and self._crop > 0:
             placement = augment.draw_placement(
-                size,
+                shown,
                 self._canvas,
                 self._resize,
                 crop=self._crop,
                 zoom=self._zoom,
                 overlap=self._overlap,
-                boxes=index.boxes[boxes][~index.crowd[boxes]],
+                boxes=boxes[~index.crowd[of_row]],
                 u=augment.placement_draws(self.seed, epoch, place),
             )
         else:
-            placement = augment.place(size, self._canvas, self._resize)
+            placement = augment.place(shown, self._canvas, self._resize)
         height, width = placement.content
-        decode.decode_into(data, path, region=placement.region, out=slot.pixels[k, :height, :width], header=header)
+        out = slot.pixels[k, :height, :width]
+        if kept is not None:
+            x0, y0, x1, y1 = placement.region
+            decode.resize_into(kept[y0:y1, x0:x1], out)
+        elif isinstance(data, bytes):
+            decode.decode_into(data, path, region=placement.region, out=out, header=header)
         slot.pad(k, placement.content)
         slot.boxes[k], slot.labels[k], slot.valid[k] = augment.place_boxes(
-            index.boxes[boxes], index.labels[boxes], index.crowd[boxes], placement, self._boxes
+            boxes, index.labels[of_row], index.crowd[of_row], placement, self._boxes
         )
-        slot.content[k], slot.scale[k], slot.size[k] = placement.content, placement.scale, size
+        slot.content[k], slot.scale[k], slot.size[k] = placement.content, placement.scale * ratio, size
         slot.image_id[k] = row
         slot.draw[k] = augment.device_draws(self.seed, epoch, place, DRAWS)
 

@@ -13,6 +13,10 @@ So a device that still works on step n while the thread waits for the pictures o
 pictures costs only what the device stood still. A phase inside `compute` interrupts it on the device too: the marks end
 before it and begin after it.
 
+Within `input_wait` the thread says afterwards what it waited for (`split`), as intervals of stages. They refine its own
+line before the two are merged, so the split too speaks only of time in which the device stood still, and adds up to the
+phase exactly; what no interval covers is `queue`.
+
 The marks bracket a step, so a device that starves *between* the kernels of a step counts as computing.
 
 What the host knows bounds every mark: it is not before it was issued, not before the device was last seen not to have
@@ -30,13 +34,15 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from stoker.records import PHASES
+from stoker.records import INPUT_STAGES, PHASES
 
 SAYABLE = frozenset(PHASES) - {"compute", "unattributed"}
 """What the training thread may say it is doing; `compute` has its own block."""
+
+_INPUT, _HAND_OVER = "input_wait", "queue"
 
 _CALIBRATE_EVERY_S = 1.0
 _CALIBRATE_QUESTIONS = 30
@@ -61,6 +67,7 @@ class Account:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
 
     phases: device-seconds by phase, none negative, a phase that took none is absent; they add up to wall_s × devices.
+    input: those of `input_wait` by stage, of records.INPUT_STAGES; they add up to it.
     steps: optimizer steps that the device ended in it.
     """
 
@@ -68,6 +75,7 @@ class Account:
     end_s: float
     wall_s: float
     phases: dict[str, float]
+    input: dict[str, float]
     steps: int
 
 
@@ -96,7 +104,7 @@ class Ledger:
         self._stack = ["startup"]
         self._computing: str | None = None
 
-        self._host_changes: deque[tuple[float, str]] = deque()
+        self._host_changes: deque[tuple[float, str, str]] = deque()
         self._device_changes: deque[tuple[float, str | None, bool]] = deque()
         self._pending: deque[_Pending] = deque()
         self._skew_s = 0.0
@@ -105,9 +113,10 @@ class Ledger:
 
         self._window_s = started_s
         self._settled_s = started_s
-        self._host_label = "startup"
+        self._host_label, self._host_stage = "startup", _HAND_OVER
         self._device_label: str | None = None
         self._seconds: dict[str, float] = {}
+        self._input: dict[str, float] = {}
         self._steps = 0
 
     @contextlib.contextmanager
@@ -127,6 +136,21 @@ class Ledger:
             if interrupted is not None:
                 self._computing = interrupted
                 self._mark(interrupted)
+
+    def split(self, parts: Sequence[tuple[float, str]]) -> None:
+        """What the `input_wait` that ends now was spent on: (end in seconds of `now`, one of INPUT_STAGES), ascending;
+        the first part begins with the phase. Raises RuntimeError in another phase, ValueError for another stage."""
+        if self._stack[-1] != _INPUT:
+            raise RuntimeError(f"split() belongs into the phase {_INPUT}, not into {self._stack[-1]}")
+        begin_s = self._host_changes.pop()[0] if self._host_changes else self._settled_s
+        now_s = self._now()
+        for end_s, stage in parts:
+            if stage not in INPUT_STAGES:
+                raise ValueError(f"{stage!r} is not a stage; valid: {', '.join(INPUT_STAGES)}")
+            if end_s > begin_s:
+                self._host_changes.append((begin_s, _INPUT, stage))
+                begin_s = min(end_s, now_s)
+        self._host_changes.append((begin_s, _INPUT, _HAND_OVER))
 
     @contextlib.contextmanager
     def compute(self, *, again: bool = False) -> Iterator[None]:
@@ -153,10 +177,18 @@ class Ledger:
         self._settle()
         wall_s = self._settled_s - self._window_s
         phases = {name: seconds * self._devices for name, seconds in self._seconds.items()}
+        stages = {stage: seconds * self._devices for stage, seconds in self._input.items()}
+        if stages:
+            phases[_INPUT] = sum(stages.values())  # so that they add up to the last bit
         account = Account(
-            start_s=self._window_s, end_s=self._settled_s, wall_s=wall_s, phases=phases, steps=self._steps
+            start_s=self._window_s,
+            end_s=self._settled_s,
+            wall_s=wall_s,
+            phases=phases,
+            input=stages,
+            steps=self._steps,
         )
-        self._window_s, self._seconds, self._steps = self._settled_s, {}, 0
+        self._window_s, self._seconds, self._input, self._steps = self._settled_s, {}, {}, 0
         return account
 
     def finish(self) -> Account | None:
@@ -173,7 +205,7 @@ class Ledger:
         self._say(self._stack[-1])
 
     def _say(self, label: str) -> None:
-        self._host_changes.append((self._now(), label))
+        self._host_changes.append((self._now(), label, _HAND_OVER))
         if len(self._host_changes) >= _MOST_CHANGES:
             self._settle()
 
@@ -220,7 +252,7 @@ class Ledger:
                 _, self._device_label, ends_step = device.popleft()
                 self._steps += ends_step
             elif host and host_s <= until_s:
-                self._host_label = host.popleft()[1]
+                _, self._host_label, self._host_stage = host.popleft()
             else:
                 return
 
@@ -230,4 +262,6 @@ class Ledger:
         if took_s > 0:
             label = self._device_label or self._host_label
             self._seconds[label] = self._seconds.get(label, 0.0) + took_s
+            if label == _INPUT:
+                self._input[self._host_stage] = self._input.get(self._host_stage, 0.0) + took_s
             self._settled_s = until_s

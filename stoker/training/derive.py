@@ -12,6 +12,7 @@ from stoker.config import Config, Duration, check, parse_duration
 from stoker.data.index import Index
 from stoker.data.problems import MAX_BAD
 from stoker.data.shapes import best_canvas, box_sides, spread_sizes
+from stoker.data.tuning import first_threads
 from stoker.device import Device, host_cores, untried
 from stoker.errors import ConfigError
 from stoker.models import MODELS, Architecture, architecture
@@ -171,10 +172,9 @@ def _tail(weights: str, asked: str | None) -> tuple[str, str]:
 
 
 def _threads(device: Device) -> tuple[int, str]:
-    cores = host_cores()
-    if device.is_cpu:
-        return min(2, cores), "on a CPU the model needs the cores itself"
-    return max(1, min(32, cores - 1)), f"{cores} cores, one left to the training thread"
+    first = first_threads(host_cores(), is_cpu=device.is_cpu)
+    share = "; no more than these decode, as the model needs the cores itself" if device.is_cpu else ""
+    return 0, f"tuned while training, from {first} on{share}"
 
 
 def _batch(filling: _Filling, pictures: int, index: Index, device: Device) -> None:

@@ -164,6 +164,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         threads=config.run.threads,
         max_bad=config.data.max_bad,
         on_quarantine=quarantine,
+        on_tuned=lambda text: say("note", text),
     )
     job = Job(
         folder=folder,
@@ -228,7 +229,7 @@ def _quarantine_reporter(folder: RunFolder, say: Say) -> Callable[[Quarantine], 
                 t=time.time(),
                 attempt=folder.attempt,
                 row=found.row,
-                path=str(found.path),
+                path=found.place,
                 error=found.error,
                 position=found.position,
                 replaced_by=found.replaced_by,

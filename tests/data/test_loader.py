@@ -32,7 +32,7 @@ class Pictures:
     """An index in memory, as docs/structure.md has it, of small pictures that are really there."""
 
     def __init__(self, root: Path, count: int) -> None:
-        self.root = root
+        self.root, self.source = root, str(root)
         rng = np.random.default_rng(count)
         self.size = rng.integers(8, 60, (count, 2)).astype(np.int32)
         self.image_id = np.arange(count) * 10
@@ -47,6 +47,12 @@ class Pictures:
 
     def read(self, row: int) -> bytes:
         return self.path(row).read_bytes()
+
+    def remote(self, _row: int) -> None:
+        return None
+
+    def place(self, row: int) -> str:
+        return str(self.path(row))
 
     def path(self, row: int) -> Path:
         return self.root / f"{row:03}.{'jpg' if row % 2 else 'png'}"
@@ -83,7 +89,7 @@ def take(loader, count):
 
 def wait_until_full(loader, places=4 * (DEPTH + HELD)):
     """Until the threads have filled every place of the ring that they were given at first."""
-    while loader.stats().pictures < places:
+    while loader.stats().decode.pictures < places:
         assert loader_threads()
 
 
@@ -312,7 +318,7 @@ def test_a_bad_picture_is_quarantined_by_name_and_replaced(pictures, row, damage
     assert len(told) == 1  # once, though the picture comes four times
     first = ids(healthy).index(row)
     assert told[0].row == row
-    assert told[0].path == pictures.path(row)
+    assert told[0].place == str(pictures.path(row))
     assert told[0].position == first
     assert told[0].replaced_by == ids(found)[first]
     assert told[0].error
@@ -520,7 +526,7 @@ def test_close_joins_threads_that_wait_on_a_full_ring(pictures):
     wait_until_full(loader)
     loader.close()
     assert not loader_threads()
-    assert loader.stats().pictures == 4 * (DEPTH + HELD)
+    assert loader.stats().decode.pictures == 4 * (DEPTH + HELD)
 
 
 def test_close_from_another_thread_ends_a_wait(pictures, monkeypatch):
@@ -582,10 +588,10 @@ def test_stats_tell_reading_from_decoding_and_waiting(pictures):
         take(loader, 6)
         ahead = loader.stats()
     total = loader.stats()
-    assert 24 <= ahead.pictures <= total.pictures <= 4 * (6 + DEPTH + HELD)
-    assert total.read_bytes >= 24 * min(pictures.path(row).stat().st_size for row in range(13))
-    assert min(total.read_s, total.decode_s, total.idle_s, total.wait_s) > 0
-    assert total.read_s >= ahead.read_s
+    assert 24 <= ahead.decode.pictures <= total.decode.pictures <= 4 * (6 + DEPTH + HELD)
+    assert total.fetch.bytes >= 24 * min(pictures.path(row).stat().st_size for row in range(13))
+    assert min(total.fetch.seconds, total.decode.seconds, total.idle_s, total.wait_s) > 0
+    assert total.fetch.seconds >= ahead.fetch.seconds
 
 
 # A device.
