@@ -35,9 +35,6 @@ PHASES = (
 INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 """What `input_wait` is made of; what each means: docs/run-folder.md."""
 
-INPUT_STAGES = ("fetch", "decode", "copy", "queue")
-"""What `input_wait` is made of; what each means: docs/run-folder.md."""
-
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
 EVALUATION, REPORT = "evaluation.json", "report.html"
@@ -376,8 +373,6 @@ def totals(run: Path) -> Totals:
     for window in read_lines(run, STEPS, StepWindow):
         for name, took_s in window.phases.items():
             phases[name] = phases.get(name, 0.0) + took_s
-        for name, took_s in window.input.items():
-            stages[name] = stages.get(name, 0.0) + took_s
         for name, took_s in window.input.items():
             stages[name] = stages.get(name, 0.0) + took_s
         device_s += window.wall_s * window.devices

@@ -14,6 +14,7 @@ from stoker import records
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
 from stoker.files import write_whole
 from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow, Totals
+from stoker.storage.address import is_address
 
 _SHOWN = 3
 """Names that a finding's evidence lists at most."""
@@ -43,6 +44,8 @@ class Records:
     totals: Totals
     price: float = 0.0
     """Money per device-hour; 0: unknown."""
+    from_bucket: bool = False
+    """The pictures lie in a bucket."""
     skipped: int = 0
     memory_peak_bytes: int | None = None
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
@@ -74,7 +77,12 @@ class Records:
 
 def read(run: Path, price: float | None = None) -> Records:
     """The records of a run, live, dead or finished. price: money per device-hour, instead of the run's own setting."""
-    seen = Records(totals=records.totals(run), price=_price(run) if price is None else price)
+    settings = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
+    seen = Records(
+        totals=records.totals(run),
+        price=float(settings.get("run", {}).get("price", 0.0)) if price is None else price,
+        from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
+    )
     for window in records.read_lines(run, records.STEPS, StepWindow):
         seen.skipped += window.skipped
         if window.memory_peak_bytes is not None:
@@ -89,12 +97,6 @@ def read(run: Path, price: float | None = None) -> Records:
     for sample in records.read_lines(run, records.DEVICES, DeviceSample):
         _add_sample(seen, sample)
     return seen
-
-
-def _price(run: Path) -> float:
-    """The setting, read without its schema: a run of another version has it in the same place."""
-    settings = records.read_settings(run) or {}
-    return float(settings.get("run", {}).get("price", 0.0))
 
 
 def _add_sample(seen: Records, sample: DeviceSample) -> None:
@@ -122,17 +124,27 @@ Rule = Callable[[Records], Finding | None]
 
 def input_bound(seen: Records) -> Finding | None:
     evidence = [_phase(seen, "input_wait")]
+    stages, waited_s = seen.totals.input, seen.seconds("input_wait")
+    largest = max(stages, key=lambda stage: stages[stage], default="")
+    if largest:
+        share = stages[largest] / waited_s
+        what = {"fetch": "the bucket" if seen.from_bucket else "reading files", "decode": "decoding and resizing"}
+        text = f"of this {share:.0%} {largest}" + (f": {what[largest]}" if largest in what else "")
+        evidence.append(Evidence(text=text, value=share, place=f"steps.jsonl: input.{largest}"))
     busy = seen.cpu_busy.value
     hint = ""
+    if largest == "fetch":
+        where = "a bucket in the machine's own region" if seen.from_bucket else "a faster disk"
+        hint = f"; most of the wait is for bytes here, so {where} or --cache comes first"
     if busy is not None:
         evidence.append(Evidence(text=f"the cores were {busy:.0%} busy", value=busy, place="devices.jsonl: cpu"))
-        hint = (
+        hint = hint or (
             "; cores are idle here, so more --threads come first"
             if busy < IDLE_CORES_BELOW
             else "; the cores are busy here, so more --threads do not help"
         )
     return _finding(
-        seen, "input_bound", seen.share("input_wait"), evidence, lost_s=seen.seconds("input_wait"), more_fix=hint
+        seen, "input_bound", seen.share("input_wait"), evidence, lost_s=waited_s, more_fix=hint
     )
 
 

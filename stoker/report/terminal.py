@@ -206,11 +206,9 @@ def print_why(why: Why, file: TextIO | None = None, *, width: int | None = None)
     phases = table(
         "phase", "device time", "share", *(["cost"] if money else []), "", right=(1, 2, 3) if money else (1, 2)
     )
-    for row in why.phases:
+    for name, row in why.lines():
         cost = [fmt.money(row.money)] if money else []
-        phases.add_row(
-            row.phase, fmt.duration(row.device_s), fmt.share(row.share), *cost, plain_text(row.meaning, "dim")
-        )
+        phases.add_row(name, fmt.duration(row.device_s), fmt.share(row.share), *cost, plain_text(row.meaning, "dim"))
     total = [fmt.money(why.device_s * why.price / 3600)] if money else []
     phases.add_row("total", fmt.duration(why.device_s), "100 %", *total, "")
     print_parts([facts, "", phases, "", _verdict(why), *_findings(why), "", _places(why)], file, width=width)

@@ -212,7 +212,6 @@ class Training:
         with self.ledger.phase("input_wait"):
             batch = next(job.loader)
             self.ledger.split(job.loader.last_wait)
-            self.ledger.split(job.loader.last_wait)
         with self.ledger.compute(again=job.step < job.redo_until):
             if self.copying is not None:  # a snapshot is being copied: the weights may move only after it
                 self.copying.block_device()
@@ -282,7 +281,6 @@ class Training:
             wall_s=account.wall_s,
             devices=1,
             phases=account.phases,
-            input=account.input,
             input=account.input,
             losses=reading.losses,
             rate=self.rate if steps else None,

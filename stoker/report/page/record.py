@@ -65,13 +65,12 @@ def times(report: Report, charts: Charts) -> Markup:
         )
     money = why.price > 0
     rows: list[list[Child]] = []
-    for row in why.phases:
-        swatch = tag(
-            "span", class_="key", style=f"background:{PHASE_COLOURS.get(row.phase, 'var(--c8)')}", aria_hidden="true"
-        )
+    for name, row in why.lines():
+        colour = PHASE_COLOURS.get(row.phase, "var(--c8)")
+        swatch = tag("span", class_="key", style=f"background:{colour}", aria_hidden="true")
         rows.append(
             [
-                tag("span", swatch, _name(row.phase), class_="nobr"),
+                f"of this {name.strip()}" if name.startswith(" ") else tag("span", swatch, _name(name), class_="nobr"),
                 fmt.duration(row.device_s),
                 fmt.share(row.share),
                 *([fmt.money(row.money)] if money else []),
