@@ -1,27 +1,30 @@
 """COCO metrics: runs a model over pictures with known boxes and scores what it finds.
 
-`detect` runs the model, `score` compares, `evaluate` does both; `appraise` adds where a model is wrong (`mistakes.py`)
-for evaluation.json. Detections leave the device by a side stream and are read one batch later, so the host never waits
-for the batch it has just issued. The waits have names: "detections", and "nms" inside the model's `decode`. Matching is
-faster-coco-eval's C++; pycocotools is the oracle in the tests (equal within 1e-9). Pictures without known boxes are
-`predict.py`'s.
+`detect` runs the model, `score` compares (`coco.py`), `evaluate` does both; `appraise` adds where a model is wrong
+(`mistakes.py`) for evaluation.json. Detections leave the device by a side stream and are read one batch later, so the
+host never waits for the batch it has just issued. The waits have names: "detections", and "nms" inside the model's
+`decode`. Several ranks each detect in their share of the pictures (`Loader`'s rank and ranks); the shares together, in
+any order, score as one. Pictures without known boxes are `predict.py`'s.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 import torch
-from faster_coco_eval import COCO, COCOeval_faster
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stoker import coco
 from stoker.batch import Batch
+from stoker.coco import Scored
 from stoker.data.decode import thumbnail
 from stoker.data.index import Index
+from stoker.data.loader import Loader, Quarantine, box_slots
+from stoker.data.problems import MAX_BAD
 from stoker.device import Device, Ready
 from stoker.draw import Shown
 from stoker.errors import DataError
@@ -34,8 +37,8 @@ from stoker.evaluation import (
     PictureEvaluation,
     TrueBox,
 )  # fmt: skip
-from stoker.metrics import TWELVE, ClassMetrics, Detections, GroundTruth, Metrics
-from stoker.mistakes import RIGHT, Judged, PictureScore, by_class, count_mistakes, judge, match, worst_and_best
+from stoker.metrics import Detections, GroundTruth, Metrics
+from stoker.mistakes import RIGHT, Judged, PictureScore, by_class, count_mistakes, judge, worst_and_best
 from stoker.models.detections import Finder
 from stoker.waits import allow_host_wait
 
@@ -60,6 +63,39 @@ def ground_truth(index: Index, rows: NDArray[np.int64]) -> GroundTruth:
         crowd=index.crowd[box],
         area=index.area[box],
         class_names=tuple(index.class_names),
+    )
+
+
+def evaluation_loader(
+    index: Index,
+    rows: NDArray[np.int64],
+    device: Device,
+    *,
+    batch: int,
+    canvas: tuple[int, int],
+    resize: str,
+    threads: int,
+    max_bad: float = MAX_BAD,
+    rank: int = 0,
+    ranks: int = 1,
+    on_quarantine: Callable[[Quarantine], None] | None = None,
+) -> Loader:
+    """One pass over some rows of an index, or over a rank's share of them; close it. See `Loader`."""
+    return Loader(
+        index,
+        rows,
+        device=device,
+        batch=batch,
+        canvas=canvas,
+        resize=resize,
+        boxes=box_slots(index, rows),
+        seed=0,  # nothing is drawn
+        threads=threads,
+        train=False,
+        max_bad=max_bad,
+        rank=rank,
+        ranks=ranks,
+        on_quarantine=on_quarantine,
     )
 
 
@@ -164,71 +200,30 @@ def _read(tensors: list[Tensor], ready: Ready) -> Detections:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scored:
-    """The metrics, and what they are means of."""
-
-    metrics: Metrics
-    precision: NDArray[np.float64]
-    """[10 IoU thresholds 0.50 … 0.95, 101 recalls, classes] of all areas and 100 detections; -1 where undefined."""
-
-
 def score(truth: GroundTruth, found: Detections) -> Metrics:
     """The twelve COCO numbers, and AP and AP50 of each class. Pictures that the model did not see are left out.
 
     Raises DataError when there is no box to score against.
     """
-    return score_with_curves(truth, found).metrics
+    return score_with_matches(truth, found).metrics
 
 
-def score_with_curves(truth: GroundTruth, found: Detections) -> Scored:
-    """As `score`, and the precision-recall curves."""
+def score_with_matches(truth: GroundTruth, found: Detections) -> Scored:
+    """As `score`, with the precision-recall curves, and which detection is right about what."""
     require_boxes(truth)
-    asked = len(truth.pictures)
-    truth, found = _seen(truth, found)
-    pictures = truth.pictures
-    true_anns = _annotations(truth.row, truth.boxes, truth.label, "area", truth.area)
-    for annotation, crowd in zip(true_anns, truth.crowd.tolist(), strict=True):
-        annotation["iscrowd"] = int(crowd)
-    found_anns = _annotations(found.row, found.boxes, found.label, "score", found.score)
-    for annotation in found_anns:
-        annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
-    frame = {
-        "images": [{"id": row} for row in pictures.tolist()],
-        "categories": [{"id": label, "name": name} for label, name in enumerate(truth.class_names)],
-    }
-    run = COCOeval_faster(
-        COCO(frame | {"annotations": true_anns}, print_function=_silent),
-        COCO(frame | {"annotations": found_anns}, print_function=_silent),
-        "bbox",
-        print_function=_silent,
-    )
-    run.evaluate()
-    run.accumulate()
-    run.summarize()
-    counted = np.bincount(truth.label[~truth.crowd], minlength=len(truth.class_names))
-    precision = np.asarray(run.eval["precision"])[:, :, :, 0, -1]  # [IoU, recall, class] of all areas, 100 detections
-    per_class = [
-        ClassMetrics(
-            name=name, ap=_mean(precision[:, :, label]), ap50=_mean(precision[0, :, label]), boxes=int(counted[label])
-        )
-        for label, name in enumerate(truth.class_names)
-    ]
-    metrics = Metrics(
-        **{name: None if value < 0 else float(value) for name, value in zip(TWELVE, run.stats[:12], strict=True)},
-        per_class=per_class,
-        pictures=len(pictures),
-        boxes=int(counted.sum()),
-        detections=len(found),
-        missing=asked - len(pictures),
-    )
-    return Scored(metrics=metrics, precision=precision)
+    seen, counted = _seen(truth, found)
+    scored = coco.score(seen, counted)
+    missing = len(truth.pictures) - len(seen.pictures)
+    return dataclasses.replace(scored, metrics=msgspec.structs.replace(scored.metrics, missing=missing))
 
 
 def appraise(scored: Scored, truth: GroundTruth, found: Detections, index: Index, *, step: int) -> Evaluation:
-    """What evaluation.json says: scores, curves, kinds of mistakes, and the worst and best pictures of the truth's."""
+    """What evaluation.json says: scores, curves, kinds of mistakes, and the worst and best pictures of the truth's.
+
+    scored: `score_with_matches` of the same truth and detections.
+    """
     truth, found = _seen(truth, found)
-    matches = match(truth, found)
+    matches = scored.matches
     classes = by_class(truth, found, matches)
     judged = judge(truth, found, matches, classes)
     mistakes = count_mistakes(truth, found, judged)
@@ -294,7 +289,7 @@ def _picture(
     height, width = index.size[one.row].tolist()
     return PictureEvaluation(
         row=one.row,
-        path=str(index.path(one.row)),
+        path=index.place(one.row),
         span=index.span(one.row),
         size=(height, width) if height and width else None,
         f1=round(one.f1, 4),
@@ -354,25 +349,3 @@ def require_boxes(truth: GroundTruth) -> None:
             cause=f"{len(truth.pictures)} pictures, {boxes}",
             fix="evaluate another split, or annotate this one",
         )
-
-
-def _annotations(
-    row: NDArray[Any], boxes: NDArray[Any], label: NDArray[Any], key: str, values: NDArray[Any]
-) -> list[dict[str, Any]]:
-    """Columns as the list of dicts that COCO tools read; ids from 1, since they take 0 for "no match"."""
-    corners = boxes.astype(np.float64)
-    xywh = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1).tolist()
-    columns = zip(row.tolist(), xywh, label.tolist(), values.tolist(), strict=True)
-    return [
-        {"id": n, "image_id": image, "bbox": box, "category_id": category, key: value}
-        for n, (image, box, category, value) in enumerate(columns, start=1)
-    ]
-
-
-def _mean(precision: NDArray[Any]) -> float | None:
-    defined = precision[precision > -1]
-    return float(defined.mean()) if defined.size else None
-
-
-def _silent(*_: object, **__: object) -> None:
-    """faster-coco-eval reports its progress through this."""

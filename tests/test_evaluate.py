@@ -1,6 +1,7 @@
 """evaluate.py against pycocotools, and its handling of batches, modes and odd splits."""
 
 import contextlib
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,24 @@ from torch import Tensor, nn
 
 from stoker.batch import DRAWS, Batch
 from stoker.config import ModelSettings
+from stoker.data.index import open_index
 from stoker.device import Device
 from stoker.errors import DataError
-from stoker.evaluate import GroundTruth, detect, evaluate, ground_truth, score, some_pictures
+from stoker.evaluate import (
+    GroundTruth,
+    appraise,
+    detect,
+    evaluate,
+    evaluation_loader,
+    ground_truth,
+    score,
+    score_with_matches,
+    some_pictures,
+)
 from stoker.metrics import TWELVE, Detections, Metrics, no_detections
 from stoker.models import architecture, build
 from stoker.waits import HostWait, NoHostWaits
+from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
 
@@ -38,6 +51,9 @@ class Columns(NamedTuple):
 
     def path(self, row: int) -> Path:
         return Path(f"{row}.jpg")
+
+    def place(self, row: int) -> str:
+        return f"{row}.jpg"
 
     def span(self, row: int) -> tuple[int, int] | None:
         return (row * 100, 50) if row % 2 else None
@@ -172,12 +188,67 @@ def test_random_boxes_score_as_pycocotools(seed: int, pictures: int, class_count
     assert_equals_oracle(*random_case(seed, pictures, class_count))
 
 
+@given(seed=st.integers(0, 2**32), pictures=st.integers(1, 4), class_count=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, pictures: int, class_count: int) -> None:
+    """Equal overlaps, overlaps equal to a threshold, the same box twice, areas of 32² and 96² exactly, equal scores."""
+    draw = np.random.default_rng(seed)
+
+    def boxes(count: int) -> np.ndarray:
+        corner = draw.choice([0, 8, 16, 32], (count, 2))
+        return np.concatenate([corner, corner + draw.choice([16, 32, 64, 96, 144], (count, 2))], axis=1)
+
+    truth_rows, rows = [], np.sort(draw.integers(0, pictures, int(draw.integers(0, 60 * pictures))))
+    for _ in range(pictures):
+        mine = boxes(int(draw.integers(0, 9)))
+        truth_rows.append([(*box, float(draw.integers(class_count)), float(draw.random() < 0.2), 1.0) for box in mine])
+    index = columns([[(0, 0, 32, 32, 0, 0, 1.0)], *truth_rows], class_count)
+    found = detections((rows + 1).tolist(), boxes(len(rows)), draw.integers(1, 5, len(rows)) / 5,
+                       draw.integers(0, class_count, len(rows)), range(pictures + 1))  # fmt: skip
+    assert_equals_oracle(ground_truth(index, np.arange(pictures + 1)), found)
+
+
 def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> None:
     truth, found = random_case(5, 4, 2, most_found=400)
     assert max(np.bincount(found.row)) > 200
     metrics = assert_equals_oracle(truth, found)
     assert metrics.ar1 is not None
     assert metrics.ar1 < (metrics.ar100 or 0)
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4))
+@settings(max_examples=20, deadline=None)
+def test_shares_of_the_pictures_score_as_one_in_any_order(seed: int, ranks: int) -> None:
+    truth, found = random_case(seed, 9, 3)
+    shares = []
+    for rank in np.random.default_rng(seed).permutation(ranks).tolist():
+        mine = found.where(found.row % ranks == rank)
+        shares.append(dataclasses.replace(mine, pictures=found.pictures[found.pictures % ranks == rank]))
+    together = Detections.concatenate(shares)
+    index = columns([[] for _ in range(10)], 3)
+    one, many = (appraise(score_with_matches(truth, of), truth, of, index, step=1) for of in (found, together))
+    assert one == many
+
+
+def test_each_rank_detects_in_its_share(tmp_path: Path) -> None:
+    """Three loaders as three processes would have: together every picture once, and the score of one."""
+    index = open_index(draw(tmp_path / "data", val=7))
+    rows = index.rows("val")
+    row = architecture("retinanet_tiny_fpn")
+    torch.manual_seed(0)
+    model = build(ModelSettings(model="retinanet_tiny_fpn", weights="none", **row.defaults), 3)
+
+    def share(rank: int, ranks: int) -> Detections:
+        with evaluation_loader(index, rows, CPU, batch=2, canvas=(64, 64), resize="letterbox", threads=1,
+                               rank=rank, ranks=ranks) as batches:  # fmt: skip
+            return detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
+
+    shares = [share(rank, 3) for rank in (2, 0, 1)]
+    assert [sorted(of.pictures.tolist()) for of in shares] == [rows[[4, 5]].tolist(), rows[[0, 1, 6]].tolist(),
+                                                               rows[[2, 3]].tolist()]  # fmt: skip
+    truth = ground_truth(index, rows)
+    assert len(shares[0]) > 0
+    assert score(truth, Detections.concatenate(shares)) == score(truth, share(0, 1))
 
 
 def test_area_ranges_come_from_the_source_not_from_the_box() -> None:

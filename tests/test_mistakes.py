@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker import evaluation
+from stoker.coco import match
 from stoker.errors import UsageError
-from stoker.evaluate import appraise, ground_truth, score_with_curves
+from stoker.evaluate import appraise, ground_truth, score_with_matches
 from stoker.evaluation import MISTAKES, RECALLS, Evaluation, read_evaluation
 from stoker.metrics import Detections, GroundTruth
-from stoker.mistakes import by_class, judge, match, worst_and_best
+from stoker.mistakes import by_class, judge, worst_and_best
 from stoker.records import EVALUATION, RunFolder
 from tests.test_evaluate import columns, detections, pycocotools, random_case
 
@@ -122,7 +123,7 @@ def test_no_threshold_has_a_better_f1(seed: int) -> None:
 
 def appraised(truth: GroundTruth, found: Detections, pictures: int, class_count: int) -> Evaluation:
     index = columns([[] for _ in range(pictures)], class_count)
-    return appraise(score_with_curves(truth, found), truth, found, index, step=7)
+    return appraise(score_with_matches(truth, found), truth, found, index, step=7)
 
 
 @given(seed=st.integers(0, 2**32), pictures=st.integers(1, 12))

@@ -17,10 +17,12 @@ from stoker import models
 from stoker.config import Config, check, from_toml, parse_duration
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.loader import Loader, Quarantine, box_slots
+from stoker.data.pixel_cache import Form
+from stoker.data.pixel_room import open_cache
 from stoker.data.problems import KINDS
 from stoker.device import Device, keep_freed_memory, pick
 from stoker.errors import CheckpointError, DataError
-from stoker.evaluate import ground_truth, require_boxes
+from stoker.evaluate import evaluation_loader, ground_truth, require_boxes
 from stoker.models.saved import Card
 from stoker.models.table import check_canvas
 from stoker.models.weights import load_weights
@@ -82,6 +84,8 @@ class Job:
     """Evaluations since the best one."""
     evaluated_step: int = -1
     """Step of the last evaluation."""
+    unscored: dict[str, Any] | None = None
+    """The last evaluation, where the state was saved before anybody knew its score (`scoring.Unscored`)."""
     redo_until: int = 0
     """Steps up to this one were done before and lost, with an earlier attempt or by going back."""
     slowed: int = 0
@@ -121,7 +125,7 @@ def settle(asked: Config, path: Path | None) -> Settled:
         if split not in index.splits:
             raise DataError(
                 f"The data set has no {split} split.",
-                place=index.root,
+                place=index.source,
                 choices=index.splits,
                 fix="name a data set with pictures to train on and to hold back",
             )
@@ -149,6 +153,8 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows, mosaic=config.data.mosaic)
     quarantine = _quarantine_reporter(folder, say)
+    data = config.data
+    form = Form.of(data.canvas, data.resize, crop=data.crop, zoom=data.zoom)
     loader = Loader(
         index,
         rows,
@@ -165,6 +171,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         max_bad=config.data.max_bad,
         on_quarantine=quarantine,
         on_tuned=lambda text: say("note", text),
+        cache=open_cache(config.run.cache, index, rows, form, say),
     )
     job = Job(
         folder=folder,
@@ -277,7 +284,7 @@ def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     setbacks = read_setbacks(job.folder.path)
     job.slowed = max([job.slowed, *(event.data["count"] for event in setbacks)])
     job.meter = Meter(job.device, limit=job.config.optim.max_skipped)
-    job.hopeless_at = None
+    job.hopeless_at = job.unscored = None
     # The best weights stay the best, also where training went back behind them.
     best_ap = max([-1.0, *(event.data["best_ap"] for event in setbacks)])
     if loaded is None:
@@ -290,7 +297,7 @@ def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     if loaded.state["data"] != fingerprint(job):
         raise CheckpointError(
             "The data set is not the one that the run was started with.",
-            place=job.index.root,
+            place=job.index.source,
             cause=f"then {_brief(loaded.state['data'])}, now {_brief(fingerprint(job))}",
             fix="start a new run with another --run, or put the data set back",
         )
@@ -304,6 +311,7 @@ def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     job.best_ap = max(best_ap, loaded.state["best_ap"])
     job.stale = loaded.state["stale"]
     job.evaluated_step = loaded.state["evaluated_step"]
+    job.unscored = loaded.state["unscored"]
     lost = max(0, job.redo_until - job.step)
     say("note", f"continuing from step {job.step:,}" + (f"; {lost:,} steps are done again" if lost else ""))
 
@@ -311,17 +319,14 @@ def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
 def validation_loader(job: Job) -> Loader:
     """One pass over the validation split, in batches of the size that training has in memory at once."""
     run, data = job.config.run, job.config.data
-    return Loader(
+    return evaluation_loader(
         job.index,
         job.val_rows,
-        device=job.device,
+        job.device,
         batch=max(1, run.batch // job.config.optim.accumulate),
         canvas=data.canvas,
         resize=data.resize,
-        boxes=box_slots(job.index, job.val_rows),
-        seed=run.seed,
         threads=run.threads,
-        train=False,
         max_bad=data.max_bad,
         on_quarantine=job.quarantine,
     )

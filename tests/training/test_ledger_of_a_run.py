@@ -3,6 +3,7 @@
 The truth is measured around the delayed call itself, by the same clock, so a busy machine changes both alike.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from stoker.config import Config, from_fields
 from stoker.data.loader import Loader
-from stoker.records import STEPS, StepWindow, read_lines, totals
-from stoker.training import checkpoint, loop
+from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines, totals
+from stoker.training import checkpoint, loop, scoring
 from tests.drawn import draw
 
 DELAYS = {"input_wait": 0.05, "eval": 1.5, "checkpoint": 0.4}
@@ -57,9 +58,9 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     slow_next = delayed(spent, "input_wait", next_batch)
     # only of training: evaluation has a loader of its own
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
-    monkeypatch.setattr(loop, "detect", delayed(spent, "eval", loop.detect))
-    for name in ("score_with_curves", "appraise"):  # the rest of an evaluation
-        monkeypatch.setattr(loop, name, delayed(spent, "eval", getattr(loop, name), by=0.0))
+    monkeypatch.setattr(scoring, "detect", delayed(spent, "eval", scoring.detect))
+    # the rest of an evaluation, where training waits for it
+    monkeypatch.setattr(scoring.Scorer, "take_in", delayed(spent, "eval", scoring.Scorer.take_in, by=0.0))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(checkpoint.Writer, "wait", delayed(spent, "checkpoint", checkpoint.Writer.wait, by=0.0))
     result = loop.train(settings(data), run=str(tmp_path / "run"))
@@ -90,3 +91,32 @@ def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: 
     charged = sum(window.phases.get("checkpoint", 0.0) for window in middle)
     assert spent["checkpoint"] > 3 * DELAYS["checkpoint"]
     assert charged < DELAYS["checkpoint"]
+
+
+def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
+    data = draw(tmp_path / "data")
+    gate = threading.Event()
+    score, step = scoring.score_with_matches, loop.Training.step
+
+    def after_five_steps(*args: Any) -> Any:
+        gate.wait()
+        return score(*args)
+
+    def step_and_open(self: loop.Training) -> None:
+        step(self)
+        if self.job.step == 15:
+            gate.set()
+
+    monkeypatch.setattr(scoring, "score_with_matches", after_five_steps)
+    monkeypatch.setattr(loop.Training, "step", step_and_open)
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    config = settings(data).replace(checkpoint_every="0", eval_every="10", for_="18")
+    result = loop.train(config, run=str(tmp_path / "run"))
+    (line,) = [
+        event for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated" and event.step == 10
+    ]
+    between = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 < w.step <= 14]
+    assert sum(window.steps for window in between) == 4
+    assert all(window.t < line.t for window in between)
+    assert sum(window.phases.get("eval", 0.0) for window in between) == 0

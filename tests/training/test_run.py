@@ -33,7 +33,7 @@ from stoker.records import (
     StepWindow,
     read_lines,
 )
-from stoker.training import checkpoint, loop, start
+from stoker.training import checkpoint, loop, scoring, start
 from stoker.training.loop import train
 from stoker.training.runs import with_absolute_paths
 from tests.drawn import CLASSES, draw
@@ -286,7 +286,7 @@ def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(d
     config = settings(data, eval_every="6")
     whole = train(config, run=str(tmp_path / "whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "detect", stopping(loop.detect, 0))
+        patch.setattr(scoring, "detect", stopping(scoring.detect, 0))
         with pytest.raises(Preempted, match="at step 6"):
             train(config, run=str(tmp_path / "run"))
     result = train(config, run=str(tmp_path / "run"))
@@ -325,14 +325,14 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     """Evaluations find these APs, the last one from then on."""
-    scored, left = loop.score_with_curves, list(values)
+    scored, left = scoring.score_with_matches, list(values)
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         ap = left.pop(0) if len(left) > 1 else left[0]
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
 
-    monkeypatch.setattr(loop, "score_with_curves", score)
+    monkeypatch.setattr(scoring, "score_with_matches", score)
 
 
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

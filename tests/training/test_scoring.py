@@ -1,0 +1,257 @@
+"""Scores that come late, early, or not at all: what a run decides and leaves behind is the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.config import Config, from_fields
+from stoker.errors import Preempted
+from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, Event, read_lines
+from stoker.training import loop, scoring
+from stoker.training.loop import train
+from tests.drawn import draw
+
+
+def settings(data: Path, **changes: object) -> Config:
+    usual: dict[str, object] = {
+        "data": str(data), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "16",
+        "precision": "fp32", "eval_every": "6", "checkpoint_every": "4", "threads": 2,
+    }  # fmt: skip
+    return from_fields(usual | changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(settings(data), run=str(tmp_path_factory.mktemp("runs") / "whole")).run
+
+
+class Gate:
+    """Holds every score back until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        score = scoring.score_with_matches
+
+        def held(*arguments: Any) -> Any:
+            self.opened.wait()
+            return score(*arguments)
+
+        patch.setattr(scoring, "score_with_matches", held)
+
+
+def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training], None]) -> None:
+    step = loop.Training.step
+
+    def step_and_act(self: loop.Training) -> None:
+        step(self)
+        if self.job.step == at:
+            act(self)
+
+    patch.setattr(loop.Training, "step", step_and_act)
+
+
+def as_late_as_possible(patch: pytest.MonkeyPatch) -> None:
+    """A score begins when the training thread asks for it."""
+    asked = threading.Event()
+    score, take_in = scoring.score_with_matches, scoring.Scorer.take_in
+
+    def held(*arguments: Any) -> Any:
+        asked.wait()
+        asked.clear()
+        return score(*arguments)
+
+    def ask(self: scoring.Scorer, meanwhile: Callable[[], None]) -> None:
+        if self._work is not None:
+            asked.set()
+        take_in(self, meanwhile)
+
+    patch.setattr(scoring, "score_with_matches", held)
+    patch.setattr(scoring.Scorer, "take_in", ask)
+
+
+def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
+    """A score is there before the training thread does anything else."""
+    start = scoring.Scorer.start
+
+    def start_and_wait(self: scoring.Scorer, unscored: scoring.Unscored) -> None:
+        start(self, unscored)
+        assert self._work is not None
+        self._work.done.wait()
+
+    patch.setattr(scoring.Scorer, "start", start_and_wait)
+
+
+def decided(run: Path) -> dict[str, dict[str, Any]]:
+    """What the checkpoints of a run say about its evaluations."""
+    names = ("best_ap", "stale", "evaluated_step", "unscored")
+    states = {
+        path.parent.name: torch.load(path, weights_only=True) for path in run.glob(f"{CHECKPOINTS}/step-*/state.pt")
+    }
+    return {step: {name: state[name] for name in names} for step, state in states.items()}
+
+
+def scores(run: Path) -> dict[int | None, Any]:
+    return {e.step: e.data["metrics"] for e in read_lines(run, EVENTS, Event) if e.kind == "evaluated"}
+
+
+def assert_same(one: Path, two: Path) -> None:
+    for name in (BEST, FINAL):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    assert (one / EVALUATION).read_text() == (two / EVALUATION).read_text()
+    assert scores(one) == scores(two)
+    assert decided(one) == decided(two)
+
+
+@pytest.mark.parametrize("patience", [0, 2])
+def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: Path, patience: int):
+    """Every second evaluation comes with a checkpoint after it, every one could stop the run at its patience's end."""
+    ends = []
+    for name, when in (("late", as_late_as_possible), ("early", as_early_as_possible)):
+        with pytest.MonkeyPatch.context() as patch:
+            when(patch)
+            asked = settings(
+                data, eval_every="3", checkpoint_every="6", patience=patience, rate=1e-9, warmup=0, ema=0.0
+            )
+            ends.append(train(asked, run=str(tmp_path / name)))
+    assert ends[0].steps == ends[1].steps
+    assert_same(ends[0].run, ends[1].run)
+
+
+def test_training_goes_on_while_an_evaluation_is_scored(undisturbed: Path, data: Path, tmp_path: Path):
+    """The score of step 6 comes after step 7, as one of step 6; the checkpoint of step 8 waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        seen: list[int] = []
+
+        def look_and_open(_: loop.Training) -> None:
+            seen.extend(e.step or 0 for e in read_lines(tmp_path / "run", EVENTS, Event) if e.kind == "evaluated")
+            gate.opened.set()
+
+        after_step(patch, 7, look_and_open)
+        run = train(settings(data), run=str(tmp_path / "run")).run
+    assert seen == []
+    assert_same(undisturbed, run)
+    order = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "checkpoint")]
+    assert order.index(("evaluated", 6)) < [text for text, _ in order].index("checkpoint", 1)
+
+
+def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Path, data: Path, tmp_path: Path):
+    """The score is held back for ever; the continued run finds it from what the checkpoint holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted, match="at step 7"):
+            train(settings(data), run=str(tmp_path / "run"))
+    assert scores(tmp_path / "run") == {}
+    gate.opened.set()  # nobody listens to that score any more
+    wait_for_scorers()
+    assert not (tmp_path / "run" / BEST).exists()
+    assert decided(tmp_path / "run")["step-00000007"]["unscored"]["step"] == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "detect", only_once_more(scoring.detect))
+        run = train(settings(data), run=str(tmp_path / "run")).run
+    assert_same(undisturbed, run)
+
+
+def wait_for_scorers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "stoker-scorer":
+            thread.join()
+
+
+def only_once_more(detect: Callable[..., Any]) -> Callable[..., Any]:
+    """`detect` for the evaluations of steps 12 and 16: that of step 6 is not done again."""
+    left = [12, 16]
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        left.pop()
+        return detect(*arguments, **named)
+
+    return counted
+
+
+def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Path, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        Gate(patch)
+        take_in = scoring.Scorer.take_in
+
+        def stopped(self: scoring.Scorer, meanwhile: Callable[[], None]) -> None:
+            if self._work is not None and self._work.unscored.step == 16:
+                os.kill(os.getpid(), signal.SIGTERM)
+            take_in(self, meanwhile)
+
+        patch.setattr(scoring.Scorer, "take_in", stopped)
+        with pytest.raises(Preempted, match="at step 16"):
+            train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
+    result = train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
+    assert (result.run / FINAL).read_bytes() == (undisturbed / FINAL).read_bytes()
+    assert list(scores(result.run)) == [16]
+
+
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+from stoker.training import loop, scoring
+from tests.training.test_scoring import settings
+
+scoring.score_with_matches = lambda *_: threading.Event().wait()
+step = loop.Training.step
+
+def step_and_die(self):
+    step(self)
+    if self.job.step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+loop.Training.step = step_and_die
+loop.train(settings(Path(sys.argv[1])), run=sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_between_an_evaluation_and_its_score(undisturbed: Path, data: Path, tmp_path: Path):
+    """The run continues from the checkpoint of step 4, before the evaluation of step 6, which is made again."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(data), str(tmp_path / "run")], cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert list(decided(tmp_path / "run")) == ["step-00000004"]
+    assert scores(tmp_path / "run") == {}
+    assert_same(undisturbed, train(settings(data), run=str(tmp_path / "run")).run)
+
+
+def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
+    undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring, "host_memory", lambda: (2**30, 2**30 - 1))
+    late: list[bool] = []
+    after_step(monkeypatch, 7, lambda training: late.append(training.scorer._work is not None))
+    run = train(settings(data), run=str(tmp_path / "run")).run
+    assert late == [False]
+    said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the score" in e.text]
+    assert len(said) == 1
+    assert "of host memory, 0 MiB are free" in said[0]
+    assert_same(undisturbed, run)
+
+
+def test_a_score_that_fails_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no score today")
+
+    monkeypatch.setattr(scoring, "score_with_matches", fail)
+    with pytest.raises(ArithmeticError, match="no score today"):
+        train(settings(data), run=str(tmp_path / "run"))
+    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
+    assert (last.kind, last.step) == ("failed", 8), "the checkpoint of step 8 asks for the score of step 6"
