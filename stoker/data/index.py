@@ -180,9 +180,7 @@ def open_index(
         mirror = bucket.place_of(parse(text), endings_of_files(format))
         with bucket.addresses_in_errors(mirror.root):
             index = _open(mirror.place, format, fraction, asked, only, problems)
-        examples = [tuple(places.in_words(text, mirror.root) for text in found.examples) for found in index.problems]
-        found = tuple(replace(one, examples=some) for one, some in zip(index.problems, examples, strict=True))
-        return replace(index, notes=(*index.notes, *mirror.notes), problems=found)
+        return _with_addresses(index, mirror.root, mirror.notes)
     except OSError as error:
         raise DataError(
             "The data set cannot be read.",
@@ -190,6 +188,16 @@ def open_index(
             cause=error.strerror or str(error),
             fix="check the permissions of the folder and that its disk is there",
         ) from error
+
+
+def _with_addresses(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
+    """An index whose words name objects rather than files of the mirror, with notes about that."""
+
+    def named(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(places.in_words(text, mirror) for text in texts)
+
+    found = tuple(replace(problem, examples=named(problem.examples)) for problem in index.problems)
+    return replace(index, notes=(*named(index.notes), *notes), problems=found)
 
 
 def _open(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 THREADS = 32
 """Annotation files that are copied at a time: what is waited for is the store's answer, 10 … 100 ms of each."""
-PART_BYTES = 8 << 20
-"""A large file comes in parts of this size, so that a shard of a gigabyte is never in memory."""
+LARGE_BYTES, THREADS_OF_LARGE = 8 << 20, 4
+"""Files above this size come in parts, a few at a time: a shard of a gigabyte is never in memory."""
 SAY_AFTER_S = 2.0
 """From when on a line says what is being done, and how often."""
 LONGEST_NAME = 255
@@ -162,50 +162,51 @@ def put_placeholder(path: Path, file: File) -> None:
 
 
 def _copy(store: "Store", folder: Path, files: dict[str, File], address: Address) -> None:
-    """Copies objects, many at a time; each appears under its name when it is whole."""
-    said_s, done, all_bytes = time.monotonic(), 0, sum(file.size_bytes for file in files.values())
+    """Copies objects, many small ones at a time; each appears under its name when it is whole."""
+    said_s, done = time.monotonic(), 0
+    all_bytes = in_bytes(sum(file.size_bytes for file in files.values()))
     stop = threading.Event()
 
     def one(name: str) -> None:
         if not stop.is_set():
             _copy_one(store, folder / name, files[name])
 
-    with ThreadPoolExecutor(THREADS, "stoker-copy") as pool:
-        try:
-            for _ in pool.map(one, files):
-                done += 1
-                if time.monotonic() - said_s > SAY_AFTER_S:
-                    files_done = f"{done:,} of {len(files):,} files"
-                    say(f"Copying annotations of {address}: {files_done}, {in_bytes(all_bytes)} in all")
-                    said_s = time.monotonic()
-        finally:
-            stop.set()
+    large = [name for name, file in files.items() if file.size_bytes > LARGE_BYTES]
+    small = [name for name, file in files.items() if file.size_bytes <= LARGE_BYTES]
+    for names, threads in ((small, THREADS), (large, THREADS_OF_LARGE)):
+        with ThreadPoolExecutor(threads, "stoker-copy") as pool:
+            try:
+                for _ in pool.map(one, names):
+                    done += 1
+                    if time.monotonic() - said_s > SAY_AFTER_S:
+                        say(f"Copying annotations of {address}: {done:,} of {len(files):,} files, {all_bytes} in all")
+                        said_s = time.monotonic()
+            except BaseException:
+                stop.set()  # the other files need not be waited for
+                raise
 
 
 def _copy_one(store: "Store", path: Path, file: File) -> None:
+    if file.size_bytes > LARGE_BYTES:
+        from stoker.storage.download import download  # in parts; and all of one version
+
+        download(store, file.info.key, path)
+        os.utime(path, ns=(file.time_ns, file.time_ns))
+        return
+    data = store.read(file.info.key)
+    if len(data) != file.size_bytes:
+        raise StorageError(
+            "An object changed while it was being copied.",
+            place=store.address.child(file.info.key),
+            fix="try again, when nobody writes to it",
+        )
     temporary = path.with_name(f".{blake2b(path.name.encode(), digest_size=8).hexdigest()}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as out:
-            if file.size_bytes <= PART_BYTES:
-                out.write(store.read(file.info.key))
-            else:
-                for start in range(0, file.size_bytes, PART_BYTES):
-                    out.write(store.read(file.info.key, start=start, length=min(PART_BYTES, file.size_bytes - start)))
-                now = store.stat(file.info.key)
-                if now is None or now.etag != file.info.etag:
-                    raise _changed(file)
-            if out.tell() != file.size_bytes:
-                raise _changed(file)
+        temporary.write_bytes(data)
         os.utime(temporary, ns=(file.time_ns, file.time_ns))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _changed(file: File) -> StorageError:
-    return StorageError(
-        "An object changed while it was being copied.", place=file.info.key, fix="try again, when nobody writes to it"
-    )
 
 
 def in_bytes(count: int) -> str:

@@ -43,7 +43,8 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """etag: opaque; changes when the object does; what `write(if_match=)` takes. gs: the generation. None: not said.
+    """etag: opaque; changes when the object does; what `write(if_match=)` takes. gs: the generation, but in a
+    list, which says none, the ETag of the content, which `write` does not take. None: not said.
     modified_s: seconds since 1970, by the store's clock; of what `write` returns, by ours."""
 
     key: str
@@ -238,7 +239,7 @@ class Store:
         raise explain(failure, address=address, identity=self.identity, action=action, tried=tries.said()) from error
 
     def _info(self, meta: "ObjectMeta") -> ObjectInfo:
-        etag = meta["version"] if self.address.scheme == "gs" else meta["e_tag"]
+        etag = (meta["version"] or meta["e_tag"]) if self.address.scheme == "gs" else meta["e_tag"]
         return ObjectInfo(meta["path"], meta["size"], etag, meta["last_modified"].timestamp())
 
 

@@ -214,19 +214,27 @@ class GoogleXml(Files):
         self._answer(status, body.replace("<Details></Details>", "").encode())
 
     def _list(self, bucket: str) -> None:
-        prefix = self._query("prefix")
+        prefix, delimiter = self._query("prefix"), self._query("delimiter")
         after = self._query("continuation-token") or self._query("start-after")
         found = [
             (key, stored)
             for key, stored in sorted(self._objects.buckets[bucket].items())
             if key.startswith(prefix) and key > after
         ]
+        inner: set[str] = set()
+        if delimiter:
+            inner = {key[len(prefix) :].partition(delimiter)[0] for key, _ in found if delimiter in key[len(prefix) :]}
+            found = [(key, stored) for key, stored in found if delimiter not in key[len(prefix) :]]
         page = found[: self._objects.page]
         entries = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(stored.data)}</Size><Generation>{stored.generation}</Generation>"
             f"<LastModified>{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime(stored.modified_s))}</LastModified>"
             f"<ETag>{escape(stored.etag)}</ETag></Contents>"
             for key, stored in page
+        )
+        entries += "".join(
+            f"<CommonPrefixes><Prefix>{escape(prefix + name + delimiter)}</Prefix></CommonPrefixes>"
+            for name in sorted(inner)
         )
         if len(page) < len(found):
             entries += f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"

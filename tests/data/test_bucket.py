@@ -1,0 +1,414 @@
+"""Data sets in buckets, on real servers: the same index as of the local folder, and no byte more than is needed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+
+from stoker.data import mirror
+from stoker.data.bucket import home_of, place_of
+from stoker.data.check import check
+from stoker.data.find import endings_of_files
+from stoker.data.headers import read_header
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.places import FIRST_BYTES
+from stoker.errors import ConfigError, DataError, StokerError, StorageError
+from stoker.storage.address import parse
+from stoker.storage.store import Store, open_store
+from tests.data.test_same_index import WRITE, Drawn, content
+from tests.drawn import run_stoker
+from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server, web_server
+
+DRAWN = [
+    Drawn("train-0.jpg", "train", 90, 60, [(0, 1, 2, 30, 40), (1, 5, 5, 50, 20), (2, 0, 0, 9, 9)]),
+    Drawn("train-1.jpg", "train", 64, 48, []),
+    Drawn("train-2.jpg", "train", 33, 44, [(2, 4, 4, 20, 30)]),
+    Drawn("val-0.jpg", "val", 50, 50, [(0, 1, 1, 20, 20), (1, 2, 8, 20, 20), (2, 9, 9, 30, 30)]),
+]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Server]]:
+    with s3_server() as s3, google_server() as google:
+        yield {"s3": s3, "gs": google}
+
+
+class Bucket(NamedTuple):
+    """A bucket behind a proxy that counts, with the data set below `set`."""
+
+    place: Place
+    proxy: Proxy
+    store: Store
+
+    @property
+    def data(self) -> str:
+        return f"{self.place.address}/some/set"
+
+    def put(self, folder: Path) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.store.write(f"some/set/{path.relative_to(folder)}", path.read_bytes())
+
+    def got(self) -> list[str]:
+        """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
+        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
+        self.proxy.seen.clear()
+        return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest, servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bucket]:
+    with servers[request.param].bucket().through() as (place, proxy):
+        apply(monkeypatch, place.environment)
+        yield Bucket(place, proxy, open_store(parse(place.address)))
+
+
+@pytest.fixture
+def s3(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    with servers["s3"].bucket().through() as (place, proxy):
+        apply(monkeypatch, place.environment)
+        yield Bucket(place, proxy, open_store(parse(place.address)))
+
+
+def filled(bucket: Bucket, folder: Path, write: Callable[[Path, list[Drawn]], None]) -> Path:
+    write(folder, DRAWN)
+    bucket.put(folder)
+    return folder
+
+
+def same(remote: Index, local: Index) -> None:
+    for name in ("size", "image_id", "offsets", "boxes", "labels", "crowd", "area"):
+        assert np.array_equal(getattr(remote, name), getattr(local, name)), name
+    for name in ("format", "class_names", "category_ids", "splits", "problems"):
+        assert getattr(remote, name) == getattr(local, name), name
+    assert content(remote) == content(local)
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_the_same_index_as_of_the_local_folder(bucket: Bucket, tmp_path: Path, name: str) -> None:
+    folder = filled(bucket, tmp_path / "set", WRITE[name])
+    remote, local = open_index(bucket.data), open_index(folder)
+    same(remote, local)
+    assert remote.source == bucket.data
+    assert [note.replace(bucket.data, str(folder)) for note in remote.notes][: len(local.notes)] == list(local.notes)
+    assert not missing(remote)
+    row = int(remote.rows("val")[0])
+    if name == "tfrecord":
+        assert remote.remote(row) is None
+        assert remote.notes[-1].startswith(f"copied from {bucket.data}: 2 TFRecord files, ")
+        assert remote.place(row) == f"{bucket.data}/val.record/val-0.jpg"
+    else:
+        found = remote.remote(row)
+        assert found is not None
+        store, key, start, length = found
+        assert store.read(key, start=start, length=length) == local.read(row)
+        assert remote.place(row) == f"{bucket.place.address}/{key}"
+        assert remote.path(row).stat().st_size == local.path(row).stat().st_size
+        assert not any(remote.path(row).read_bytes()), "a placeholder has no content"
+
+
+def missing(index: Index) -> list[int]:
+    return require_pictures(index)
+
+
+def test_a_local_data_set_has_no_remote_pictures(tmp_path: Path) -> None:
+    WRITE["coco"](tmp_path / "set", DRAWN)
+    index = open_index(tmp_path / "set")
+    assert index.remote(0) is None
+    assert index.place(0) == str(index.path(0))
+    assert index.source == str(tmp_path / "set")
+
+
+def test_only_annotations_are_fetched_and_only_once(bucket: Bucket, tmp_path: Path) -> None:
+    filled(bucket, tmp_path / "set", WRITE["voc"])
+    bucket.got()
+    first = open_index(bucket.data)
+    xml = [f"Annotations/{item.name.replace('.jpg', '.xml')}" for item in DRAWN]
+    assert bucket.got() == sorted([*xml, "ImageSets/Main/train.txt", "ImageSets/Main/val.txt"])
+    again = open_index(bucket.data)
+    assert bucket.got() == []
+    same(again, first)
+
+
+def test_what_changed_is_noticed_and_nothing_else_fetched(bucket: Bucket, tmp_path: Path) -> None:
+    folder = filled(bucket, tmp_path / "set", WRITE["voc"])
+    open_index(bucket.data)
+    changed = folder / "Annotations" / "train-2.xml"
+    text = changed.read_text().replace("<xmin>4<", "<xmin>5<")  # of the same size
+    changed.write_text(text)
+    bucket.store.write("some/set/Annotations/train-2.xml", text.encode())
+    for gone in ("JPEGImages/train-1.jpg", "Annotations/train-1.xml"):
+        bucket.store.delete(f"some/set/{gone}")
+        (folder / gone).unlink()
+    (folder / "ImageSets/Main/train.txt").write_text("train-0\ntrain-2")
+    bucket.store.write("some/set/ImageSets/Main/train.txt", b"train-0\ntrain-2")
+    bucket.got()
+    remote = open_index(bucket.data)
+    assert bucket.got() == ["Annotations/train-2.xml", "ImageSets/Main/train.txt"]
+    same(remote, open_index(folder))
+    assert len(remote) == 3
+    assert not (remote.root / "JPEGImages/train-1.jpg").exists()
+
+
+def test_a_picture_that_was_replaced_is_measured_anew(bucket: Bucket, tmp_path: Path) -> None:
+    """Boxes of YOLO depend on the sizes of the pictures; the new one is a placeholder of as many bytes."""
+    folder = filled(bucket, tmp_path / "set", WRITE["yolo"])
+    before = open_index(bucket.data)
+    row = int(before.rows("train")[0])
+    wide, high = before.size[row, ::-1].tolist()
+    data = (folder / "images/train/train-0.jpg").read_bytes()
+    frame = data.index(b"\xff\xc0") + 5
+    turned = data[:frame] + bytes([0, wide, 0, high]) + data[frame + 4 :]
+    bucket.store.write("some/set/images/train/train-0.jpg", turned)
+    after = open_index(bucket.data)
+    assert after.size[row].tolist() == [wide, high]
+
+
+def test_sizes_are_measured_by_the_first_bytes(s3: Bucket, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    WRITE["yolo"](folder, DRAWN)
+    for path in folder.rglob("*.jpg"):  # as large as a photograph, behind the end of the picture
+        path.write_bytes(path.read_bytes() + bytes(200_000))
+    s3.put(folder)
+    before = s3.store.counts.read_bytes
+    index = open_index(s3.data)
+    text = sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in (".txt", ".yaml"))
+    assert s3.store.counts.read_bytes - before == text + len(DRAWN) * FIRST_BYTES
+    same(index, open_index(folder))
+
+
+@pytest.mark.parametrize("before", [1, 5_000, 100_000])
+def test_a_header_far_behind_is_read_too(s3: Bucket, tmp_path: Path, before: int) -> None:
+    """EXIF and colour profiles stand before a JPEG's size; what is read grows until it is there."""
+    folder = tmp_path / "set"
+    WRITE["coco"](folder, DRAWN)
+    path = folder / "train" / "train-0.jpg"
+    data, filler = path.read_bytes(), b""
+    while before > 0:
+        part = min(before, 60_000)
+        filler, before = filler + b"\xff\xee" + (part + 2).to_bytes(2, "big") + bytes(part), before - part
+    path.write_bytes(data[:2] + filler + data[2:] + bytes(100_000))
+    s3.put(folder)
+    index = open_index(s3.data)
+    row = int(index.rows("train")[0])
+    assert read_header(index.path(row)) == read_header(path)
+    assert read_header(index.path(row)).size == (60, 90)
+
+
+def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None:
+    folder = filled(s3, tmp_path / "set", WRITE["voc"])
+    code = f"from stoker.data.index import open_index; open_index({s3.data!r})"
+    s3.got()
+    s3.proxy.conditions = Conditions(plan=lambda _n, _method, path: "hang" if "train-2.xml" in path else None)
+    process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
+    copied = home_of(parse(s3.data)) / "set" / "Annotations" / "train-0.xml"
+    try:
+        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.seen):
+            assert process.poll() is None, "it should hang"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    s3.proxy.conditions = Conditions()
+    s3.got()
+    same(open_index(s3.data), open_index(folder))
+    fetched = s3.got()
+    assert "Annotations/train-2.xml" in fetched
+    assert "Annotations/train-0.xml" not in fetched, "what was whole is not fetched again"
+    assert not list(copied.parent.glob(".*")), "no temporary file stays"
+
+
+def test_two_processes_at_once(s3: Bucket, tmp_path: Path) -> None:
+    filled(s3, tmp_path / "set", WRITE["voc"])
+    s3.got()
+    code = f"from stoker.data.index import open_index; print(len(open_index({s3.data!r}).boxes))"
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0].strip() for process in both] == ["7", "7"]
+    fetched = s3.got()
+    assert len(fetched) == len(set(fetched)), "the second waited for the first"
+
+
+def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
+    WRITE["coco"](tmp_path / "set", DRAWN)
+    (tmp_path / "official" / "annotations").mkdir(parents=True)
+    (tmp_path / "set" / "train").rename(tmp_path / "official" / "train2017")
+    file = tmp_path / "official" / "annotations" / "instances_train2017.json"
+    (tmp_path / "official" / "train2017" / "_annotations.coco.json").rename(file)
+    bucket.put(tmp_path / "official")
+    remote = open_index(f"{bucket.data}/annotations/instances_train2017.json")
+    same(remote, open_index(file))
+    assert remote.source == bucket.data
+
+
+def test_a_pattern_of_shards(s3: Bucket, tmp_path: Path) -> None:
+    folder = filled(s3, tmp_path / "set", WRITE["tfrecord"])
+    same(open_index(f"{s3.data}/train.rec*"), open_index(f"{folder}/train.rec*"))
+
+
+def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
+    filled(bucket, tmp_path / "set", WRITE["coco"])
+    with pytest.raises(DataError) as nothing:
+        open_index(f"{bucket.place.address}/some/sett")
+    assert nothing.value.place == f"{bucket.place.address}/some/sett"
+    assert nothing.value.cause == f"the folders in {bucket.place.address}/some are set"
+    assert nothing.value.fix == f"did you mean {bucket.data}?"
+    with pytest.raises(DataError, match="is an object, and no file of annotations"):
+        open_index(f"{bucket.data}/train/train-0.jpg")
+    with pytest.raises(StorageError, match="no bucket") as no_bucket:
+        open_index(bucket.data.replace("//bucket", "//another"))
+    assert no_bucket.value.exit_code == 3
+    with pytest.raises(DataError, match="does not exist") as no_file:
+        open_index(f"{bucket.data}/train/instances.json")
+    assert str(home_of(parse(bucket.data)).parent) not in str(no_file.value), "nobody knows the mirror"
+    assert f"{bucket.data}/train/instances.json" in str(no_file.value)
+
+
+def test_what_is_forbidden(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = servers["gs"].bucket()
+    apply(monkeypatch, place.environment)
+    monkeypatch.setattr(servers["gs"].objects, "denied", {"GET"})
+    with pytest.raises(StorageError) as forbidden:
+        open_index(f"{place.address}/set")
+    assert "storage.objects.list" in str(forbidden.value)
+    assert f"{place.address}/set" in str(forbidden.value)
+
+
+def test_broken_annotations_are_named_by_their_address(s3: Bucket, tmp_path: Path) -> None:
+    folder = filled(s3, tmp_path / "set", WRITE["coco"])
+    s3.store.write("some/set/train/_annotations.coco.json", b'{"images": [')
+    with pytest.raises(DataError) as raised:
+        open_index(s3.data)
+    assert raised.value.place is not None
+    assert raised.value.place.startswith(f"{s3.data}/train/_annotations.coco.json")
+    (folder / "train" / "train-0.jpg").unlink()
+
+
+def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
+    filled(s3, tmp_path / "set", WRITE["coco"])
+    for key in ("train/empty/", f"train/{'x' * 300}.jpg", "train/train-0.jpg/within.jpg", "train/back\\slash.jpg"):
+        s3.store.write(f"some/set/{key.removesuffix('/')}" + ("/marker" if key.endswith("/") else ""), b"")
+    index = open_index(s3.data)
+    assert len(index) == len(DRAWN)
+    said = "\n".join(index.notes)
+    assert "its name is longer than 255 bytes" in said
+    assert "it is an object and a folder, e.g. 'some/set/train/train-0.jpg'" in said
+
+
+@pytest.mark.parametrize("name", ["a//b.jpg", "../b.jpg", "/b.jpg", "x" * 256, "a\\b", "nul\0"])
+def test_complaints_about_names(name: str) -> None:
+    assert mirror.complaint(name) is not None
+    assert mirror.complaint("fine/ö b.jpg") is None
+
+
+def test_names_that_differ_in_case_only() -> None:
+    assert list(mirror.clashes(["a/B.jpg", "a/c.jpg", "A/b.jpg"])) == [("a/B.jpg", "A/b.jpg")]
+
+
+def test_no_room(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(s3, tmp_path / "set", WRITE["tfrecord"])
+    monkeypatch.setattr(mirror, "ROOM_LEFT", 2**62)
+    with pytest.raises(StorageError, match="no room") as raised:
+        open_index(s3.data)
+    assert "STOKER_CACHE_DIR" in str(raised.value)
+    assert str(home_of(parse(s3.data))) in str(raised.value)
+
+
+def test_data_check_of_a_bucket(s3: Bucket, tmp_path: Path) -> None:
+    folder = filled(s3, tmp_path / "set", WRITE["voc"])
+    for name in ("train-1.jpg", "train-2.jpg"):
+        s3.store.write(f"some/set/JPEGImages/{name}", b"no picture")
+        (folder / "JPEGImages" / name).write_bytes(b"no picture")
+    remote, local = check(s3.data), check(folder)
+    assert remote.items == local.items
+    assert remote.splits == local.splits
+    code, said = run_stoker("data", "check", s3.data, cwd=tmp_path)
+    assert code == 4, "more pictures are none than may be"
+    assert s3.data in said
+    assert "train-1.jpg" in said
+    assert "buckets" not in said, "nobody knows the mirror"
+
+
+def test_variables_in_the_name_of_a_data_set(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(s3, tmp_path / "set", WRITE["coco"])
+    monkeypatch.setenv("DATA_ROOT", f"{s3.place.address}/some")
+    assert open_index("$DATA_ROOT/set").source == s3.data
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+    assert open_index("${DATA_ROOT}/set").source == str(tmp_path / "set")
+    monkeypatch.delenv("DATA_ROOT")
+    with pytest.raises(ConfigError, match="DATA_ROOT") as raised:
+        open_index("$DATA_ROOT/set")
+    assert raised.value.exit_code == 2
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, str]]:
+    with web_server() as server:
+        place = server.bucket()
+        apply(monkeypatch, place.environment)
+        yield server, place.address
+
+
+@pytest.mark.parametrize("pictures", ["train", "images", "annotations", "images/train"])
+def test_coco_on_a_web_server(web: tuple[Server, str], tmp_path: Path, pictures: str) -> None:
+    server, address = web
+    WRITE["coco"](tmp_path / "set", DRAWN)
+    (tmp_path / "set" / "annotations").mkdir()
+    file = tmp_path / "set" / "annotations" / "instances_train.json"
+    (tmp_path / "set" / "train" / "_annotations.coco.json").rename(file)
+    server.objects.put("", "my set/annotations/instances_train.json", file.read_bytes())
+    for path in (tmp_path / "set" / "train").iterdir():
+        server.objects.put("", f"my set/{pictures}/{path.name}", path.read_bytes())
+    remote = open_index(f"{address}/my%20set/annotations/instances_train.json")
+    same(remote, open_index(file))
+    assert remote.place(0) == f"{address}/my%20set/{pictures}/train-0.jpg"
+    document = json.loads(file.read_text())
+    document["annotations"].pop()
+    server.objects.put("", "my set/annotations/instances_train.json", json.dumps(document).encode())
+    assert len(open_index(f"{address}/my%20set/annotations/instances_train.json").boxes) == len(remote.boxes) - 1
+
+
+def test_a_table_on_a_web_server(web: tuple[Server, str], tmp_path: Path) -> None:
+    server, address = web
+    table = "filename,class,xmin,ymin,xmax,ymax\ntrain-0.jpg,cat,0.1,0.1,0.5,0.5\ntrain-2.jpg,cat,0.25,0.2,0.5,0.5\n"
+    WRITE["csv"](tmp_path / "set", DRAWN)
+    for path in (tmp_path / "set").glob("*.csv"):
+        path.unlink()
+    (tmp_path / "set" / "boxes.csv").write_text(table)
+    for path in (tmp_path / "set").rglob("*"):
+        if path.is_file():
+            server.objects.put("", str(path.relative_to(tmp_path / "set")), path.read_bytes())
+    remote = open_index(f"{address}/boxes.csv")  # shares: the sizes are measured
+    same(remote, open_index(tmp_path / "set" / "boxes.csv"))
+
+
+def test_what_a_web_server_has_not(web: tuple[Server, str]) -> None:
+    server, address = web
+    with pytest.raises(DataError, match="does not list") as folder:
+        open_index(f"{address}/set")
+    assert f"{address}/set/annotations.json" in str(folder.value)
+    with pytest.raises(DataError, match="no such file"):
+        open_index(f"{address}/set/a.json")
+    entry = {"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}
+    server.objects.put("", "set/a.json", json.dumps({"images": [entry], "annotations": [], "categories": []}).encode())
+    with pytest.raises(DataError, match="pictures are not there") as pictures:
+        open_index(f"{address}/set/a.json")
+    assert "'a.jpg'" in str(pictures.value)
+
+
+def test_a_stopped_server_says_who_and_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    with web_server() as server:
+        place = server.bucket()
+    apply(monkeypatch, {**place.environment, "STOKER_STORAGE_TIMEOUT_S": "0.2"})
+    with pytest.raises(StokerError) as raised:
+        place_of(parse(f"{place.address}/a.json"), endings_of_files())
+    assert place.address in str(raised.value)
