@@ -1,0 +1,135 @@
+"""Real delays in each stage of a real loader land in that stage of the ledger's `input_wait`, and nowhere else.
+
+The truth is measured around the delayed call itself, by the same clock, so a busy machine changes both alike.
+"""
+
+import contextlib
+import time
+
+import pytest
+
+from stoker.data import samples
+from stoker.data.commit import Commit
+from stoker.measure.ledger import Ledger
+from stoker.records import INPUT_STAGES
+from tests.data.test_loader import LateDevice, Pictures, make
+
+DELAY_S, BATCHES = 0.02, 8
+
+
+class HostClock:
+    def mark(self):
+        return time.perf_counter()
+
+    def resolve(self, mark):
+        return mark
+
+
+class Delays:
+    """Delayed calls, with what each took."""
+
+    def __init__(self, by=DELAY_S):
+        self.by, self.took = by, []
+
+    def before(self, call):
+        def wrapper(*args, **kwargs):
+            began = time.perf_counter()
+            time.sleep(self.by)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.took.append((began, time.perf_counter()))
+
+        return wrapper
+
+    def union_s(self, start, end):
+        """Seconds between start and end in which at least one of the calls ran."""
+        total, reached = 0.0, start
+        for began, ended in sorted(self.took):
+            total += max(0.0, min(ended, end) - max(began, reached))
+            reached = max(reached, min(ended, end))
+        return total
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return Pictures(tmp_path, 13)
+
+
+def account_of(loader, batches=BATCHES):
+    """The ledger's account of a thread that only asks for batches."""
+    with loader:
+        ledger = Ledger(HostClock(), started_s=time.perf_counter())
+        for _ in range(batches):
+            with ledger.phase("input_wait"):
+                next(loader)
+                ledger.split(loader.last_wait)
+        account = ledger.finish()
+    assert account is not None
+    assert sum(account.input.values()) == account.phases["input_wait"]
+    assert set(account.input) <= set(INPUT_STAGES)
+    return account
+
+
+@pytest.mark.parametrize("stage", ["fetch", "decode"])
+@pytest.mark.parametrize(("threads", "by", "near"), [(1, DELAY_S, 0.05), (3, 3 * DELAY_S, 0.1)])
+def test_a_slow_stage_of_the_threads(pictures, monkeypatch, stage, threads, by, near):
+    """Where several work, what another does beside the delayed call has half of that instant."""
+    delays = Delays(by)
+    if stage == "fetch":
+        monkeypatch.setattr(pictures, "read", delays.before(pictures.read))
+    else:
+        monkeypatch.setattr(samples.decode, "decode_into", delays.before(samples.decode.decode_into))
+    account = account_of(make(pictures, threads=threads, depth=1))
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert injected > 0.9 * 4 * BATCHES * by / threads
+    assert account.input[stage] == pytest.approx(injected, rel=near)
+
+
+def test_a_slow_copy(pictures):
+    delays = Delays()
+    device = LateDevice(None)
+    real = device.to_device
+
+    def to_device(tensors):
+        targets, copy = real(tensors)
+        copy.wait = delays.before(copy.wait)
+        return targets, copy
+
+    device.to_device = to_device
+    account = account_of(make(pictures, device=device, depth=1), batches=3 * BATCHES)
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert injected > 2 * BATCHES * DELAY_S
+    assert account.input["copy"] == pytest.approx(injected, rel=0.05)
+
+
+def test_a_slow_hand_over(pictures, monkeypatch):
+    delays = Delays(5 * DELAY_S)
+    monkeypatch.setattr(Commit, "batch", delays.before(Commit.batch))
+    account = account_of(make(pictures, depth=1))
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert account.input["queue"] == pytest.approx(injected, rel=0.05)
+
+
+def test_a_loader_that_keeps_up_costs_next_to_nothing(pictures):
+    with make(pictures) as loader:
+        for _ in range(4):
+            next(loader)
+            while loader.stats().ready < 4:
+                pass
+        assert len(loader.last_wait) <= 5
+        ends = [end_s for end_s, _ in loader.last_wait]
+        assert ends == sorted(ends)
+
+
+def test_a_wait_that_ends_in_an_error_is_charged_too(pictures):
+    for row in range(13):
+        pictures.path(row).unlink()
+    with make(pictures) as loader:
+        ledger = Ledger(HostClock(), started_s=time.perf_counter())
+        with contextlib.suppress(Exception), ledger.phase("input_wait"):
+            next(loader)
+            ledger.split(loader.last_wait)
+        account = ledger.finish()
+    assert account is not None
+    assert account.input == {"queue": account.phases["input_wait"]}
