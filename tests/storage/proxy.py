@@ -105,8 +105,8 @@ class Proxy:
                         return
                 finally:
                     self.under_way -= 1
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client went away, as clients do that cancel
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client went away, as clients do that cancel; or the proxy ends
         finally:
             for end in (writer, *(up[1:] if up else ())):
                 end.close()
