@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stoker import models
 from stoker.config import ModelSettings
 from stoker.errors import WeightsError
+from stoker.models import sources
 from stoker.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.address import expand, is_address, parse
 
@@ -63,9 +64,7 @@ def local(run: str | os.PathLike[str]) -> Path:
         return Path(text)
     address = parse(text)
     if address.name.endswith((".safetensors", ".onnx")):
-        from stoker.storage.download import fetch_file
-
-        return fetch_file(address)
+        return sources.local(text)
     return fetch_run(address, weights=True)
 
 

@@ -62,13 +62,6 @@ def fetch(address: Address, names: Iterable[str], *, events: str, one_of: Iterab
     return folder
 
 
-def fetch_file(address: Address) -> Path:
-    """One object as a file of its own name. Raises ObjectMissing, StorageError."""
-    target = reading_copy(address.parent) / address.name
-    download(open_store(address), address.key, target)
-    return target
-
-
 def not_a_run(address: Address, events: str) -> UsageError:
     """The error of an address at which there is no run."""
     cause, fix = f"there is no {events} below it", "name the address that training was given as --run"

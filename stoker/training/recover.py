@@ -134,7 +134,7 @@ def _way_back(job: Job) -> int:
 def diverged(job: Job, step: int, rate: float) -> DivergedError:
     """The error of a run whose last allowed step in a row, `step`, had gradients that are not finite, at `rate`."""
     batch = job.config.run.batch
-    names = [str(job.index.path(row)) for row in job.loader.rows_of(step * batch, batch)]
+    names = [job.index.place(row) for row in job.loader.rows_of(step * batch, batch)]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     sound = checkpoint.newest_weights(job.folder.path)
     restart = "" if sound is None else f"; it can start from --weights {sound}, which are sound"
