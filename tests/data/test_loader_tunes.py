@@ -1,0 +1,194 @@
+"""Threads and slots that come and go while a loader runs change nothing of what it hands out."""
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stoker.data import loader as loader_module
+from stoker.data.crew import Crew, Task, Work
+from stoker.data.loader import HELD
+from stoker.data.samples import Outcome
+from tests.data.test_loader import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return Pictures(tmp_path, 13)
+
+
+def slowly(call, by):
+    def wrapper(*args):
+        time.sleep(by)
+        return call(*args)
+
+    return wrapper
+
+
+def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(pictures, monkeypatch):
+    expected = stream(pictures, 60, threads=1)
+    monkeypatch.setattr(loader_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(pictures, "read", slowly(pictures.read, 0.01))
+    said = []
+    with make(pictures, threads=0, on_tuned=said.append) as loader:
+        found = take(loader, 1)
+        first = loader.stats().threads
+        assert len(loader_threads()) == first
+        found += take(loader, 59)
+        assert loader.stats().threads > first
+        assert len(loader_threads()) == loader.stats().threads
+    assert_same(found, expected)
+    assert any("training waits" in sentence and "threads read" in sentence for sentence in said), said
+    assert all(sentence.startswith("loader: ") for sentence in said)
+
+
+def test_a_number_of_threads_and_a_depth_that_are_given_stay(pictures, monkeypatch):
+    monkeypatch.setattr(loader_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(pictures, "read", slowly(pictures.read, 0.005))
+    said = []
+    with make(pictures, threads=1, depth=2, on_tuned=said.append) as loader:
+        take(loader, 30)
+        assert (loader.stats().threads, loader.stats().depth) == (1, 2)
+    assert not said
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=8), st.booleans())
+def test_the_stream_stays_whatever_is_tuned(pictures, course, on_device):
+    """(threads, depth) after each batch; a late device besides shows that no slot is given up that is still read."""
+    device = {"device": LateDevice(2)} if on_device else {}
+    found = []
+    with make(pictures, threads=2, **device) as loader:
+        for threads, depth in course:
+            loader._tuner.threads, loader._tuner.depth = threads, depth
+            loader._gauge, loader_module.LOOK_S, kept = None, 0.0, loader_module.LOOK_S
+            try:
+                found += [next(loader)] if on_device else take(loader, 1)
+                loader._tuner.see = lambda _seen: []
+                found += [next(loader)] if on_device else take(loader, 1)
+            finally:
+                loader_module.LOOK_S = kept
+            assert len(loader._slots) >= depth + HELD
+        for _ in range(2 * max(depth for _, depth in course) + 2 * HELD):
+            found += [next(loader)] if on_device else take(loader, 1)
+        depth = course[-1][1]
+        assert len(loader._slots) == depth + HELD
+        if on_device:
+            loader._device.finish()
+    assert_same(found, stream(pictures, len(found)))
+
+
+def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(pictures):
+    with make(pictures, threads=6) as loader:
+        next(loader)
+        crew = loader._crew
+        crew.resize(2)
+        before = loader_threads()
+        for thread in before:
+            thread.join(0.01)
+        take(loader, 12)
+        deadline = time.monotonic() + 60
+        while len(loader_threads()) > 2:
+            assert time.monotonic() < deadline
+        done = loader.stats().decode.pictures
+        crew.resize(3)
+        assert len(loader_threads()) == 3
+        take(loader, 6)
+        assert loader.stats().decode.pictures > done
+
+
+def test_the_earliest_sample_is_taken_first():
+    """However the tasks come in: one whose bytes come late must not wait behind those that are needed later."""
+    order, entered, leave = [], threading.Event(), threading.Event()
+
+    class Samples:
+        def load(self, _slot, _k, position, *_):
+            entered.set()
+            assert leave.wait(60)
+            order.append(position)
+            return Outcome(position, [])
+
+    crew = Crew(Samples(), 1)
+    work = Work(0, 0, None, 8)
+    work.left = 6
+    crew.give(Task(7, work, 7, None))
+    assert entered.wait(60)
+    for k in (5, 2, 6, 0, 3):
+        crew.give(Task(k, work, k, None))
+    assert crew.waiting == 5
+    leave.set()
+    with crew.done:
+        assert crew.done.wait_for(lambda: work.left == 0, 60)
+    crew.stop()
+    crew.join()
+    assert order == [7, 0, 2, 3, 5, 6]
+
+
+def test_stats_say_what_is_being_done(pictures, monkeypatch):
+    entered, leave = threading.Semaphore(0), threading.Event()
+    real = pictures.read
+
+    def stuck(row):
+        entered.release()
+        assert leave.wait(60)
+        return real(row)
+
+    monkeypatch.setattr(pictures, "read", stuck)
+    with make(pictures, threads=3, depth=1) as loader:
+        asking = threading.Thread(target=next, args=(loader,))
+        asking.start()
+        for _ in range(3):
+            assert entered.acquire(timeout=60)
+        stats = loader.stats()
+        assert (stats.threads, stats.depth, stats.fetch.now, stats.decode.now) == (3, 1, 3, 0)
+        assert stats.queued == 4 * (1 + HELD) - 3
+        assert (stats.fetch.pictures, stats.ready, stats.copy.pictures) == (0, 0, 0)
+        later = loader.stats()
+        assert later.fetch.seconds > stats.fetch.seconds > 0  # also what is not ended counts
+        leave.set()
+        asking.join(60)
+    stats = loader.stats()
+    assert stats.copy.pictures == 4
+    assert stats.decode.bytes == stats.decode.pictures * 3 * 32 * 64
+    assert (stats.fetch.now, stats.decode.now, stats.queued) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_host_memory_is_flat_over_twenty_epochs(tmp_path):
+    """Resident memory at the ends of epochs 5 and 20, in a process of its own that does nothing else."""
+    Pictures(tmp_path, 200)
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import pathlib, statistics, psutil
+from tests.data import test_loader
+index = test_loader.Pictures(pathlib.Path({str(tmp_path)!r}), 200)
+process, seen = psutil.Process(), []
+with test_loader.make(index, threads=0, batch=8, canvas=(256, 256)) as loader:
+    for epoch in range(20):
+        samples = []
+        for _ in range(25):
+            next(loader)
+            samples.append(process.memory_info().rss)
+        seen.append(statistics.median(samples))
+print(seen[4], seen[19])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    fifth, last = map(float, done.stdout.split())
+    assert last / fifth - 1 < 0.02, (fifth, last)
+
+
+def test_marks_of_a_sample_are_few(pictures):
+    with make(pictures, depth=1) as loader:
+        for _ in itertools.repeat(None, 20):
+            next(loader)
+            for work in list(loader._pending):
+                assert max(map(len, work.marks), default=0) <= 3
+    assert np.isfinite(loader.stats().wait_s)
