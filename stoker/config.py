@@ -146,6 +146,8 @@ class RunSettings:
     """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the cpu."""
     threads: int = AUTO
     """Threads that read and decode pictures; 0: their number is tuned while training."""
+    cache: Literal["none", "memory", "disk"] = AUTO
+    """Keep training pictures decoded, at up to 1.5 times their size in the canvas: on the local disk, or in memory."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
     eval_every: str = AUTO

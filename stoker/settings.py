@@ -58,6 +58,7 @@ class Settings(TypedDict, total=False):
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
     threads: int
+    cache: Literal["none", "memory", "disk"]
     seed: int
     eval_every: str
     patience: int

@@ -36,7 +36,7 @@ LEAST_FACTOR, MOST_FACTOR = 1.25, 1.5
 (the square) for zooms that few recipes have."""
 BLOCK = 4096
 """Entries begin on whole pages: two pictures never share one."""
-SLOW_WRITE_S, PAUSES = 0.02, 4
+SLOW_WRITE_S, PAUSES = 0.05, 4
 """A write that takes longer, since the kernel makes writers wait for the disk, is followed by a pause of so many times
 its length: filling the cache costs the loader's threads at most a fifth of their time."""
 

@@ -7,6 +7,7 @@ together take half of the disk that is free without them, or `STOKER_CACHE_LIMIT
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -149,11 +150,15 @@ def situation(
 
 
 def open_cache(
-    kind: Kind, index: "Index", rows: NDArray[np.int64], form: Form, say: Callable[[str], None]
+    kind: Kind, index: "Index", rows: NDArray[np.int64], form: Form, say: Callable[[str, str], None]
 ) -> PixelCache | None:
-    """The cache that the setting names; one that keeps nothing, which is said, where it cannot be had."""
+    """The cache that the setting names; one that keeps nothing, which is said, where it cannot be had.
+
+    say is told "note" or "warning", and a sentence; the cache calls it from any thread.
+    """
     if kind == "none":
         return None
+    trouble = functools.partial(say, "warning")
     size = index.size[rows]
     wanted = int(offsets_of(form.kept(size[(size > 0).all(1)]))[-1])
     if kind == "memory":
@@ -162,22 +167,22 @@ def open_cache(
         limit, used = host_memory()
         room = max(0, limit - used) // 2
         if room < wanted:
-            say(f"the decoded pictures would take {_gb(wanted)}; {_gb(room)}, half of the free memory, keep a part")
+            say("note", f"decoded pictures: {_gb(room)}, half of the free memory, keep a part of {_gb(wanted)}")
         handle = os.memfd_create("stoker-pictures", os.MFD_CLOEXEC)
-        return PixelCache(index, form, handle, most_bytes=room, on_trouble=say)
+        return PixelCache(index, form, handle, most_bytes=room, on_trouble=trouble)
     path = file_of(index, form)
     try:
         handle = open_file(path)
     except OSError as error:
-        say(f"no decoded pictures are kept: {path}: {error.strerror}")
+        say("warning", f"no decoded pictures are kept: {path}: {error.strerror}")
         return PixelCache(index, form, None)
     for removed in make_room(path, wanted):
-        say(f"decoded pictures of another data set or size are removed to make room: {removed.name}")
+        say("note", f"decoded pictures of another data set or size are removed to make room: {removed.name}")
     room = _limit(path.parent) - sum(_taken(other) for other in _others(path))
     if room < wanted:
-        say(f"the decoded pictures would take {_gb(wanted)} of the disk; the {_gb(room)} that they may keep a part")
+        say("note", f"decoded pictures: the {_gb(room)} of disk that they may take keep a part of {_gb(wanted)}")
     reserve = min(MOST_RESERVE, int(shutil.disk_usage(path.parent).total * RESERVE_SHARE))
-    return PixelCache(index, form, handle, most_bytes=room, reserve_bytes=reserve, on_trouble=say)
+    return PixelCache(index, form, handle, most_bytes=room, reserve_bytes=reserve, on_trouble=trouble)
 
 
 def file_of(index: "Index", form: Form) -> Path:
@@ -265,6 +270,8 @@ def unused(file: Path, *, remove: bool = False) -> bool:
         handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except OSError:  # another person's
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if remove:

@@ -5,17 +5,19 @@ device by `fit.py`; everything else is arithmetic on what the index says.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 from stoker.config import Config, Duration, check, parse_duration
+from stoker.data import pixel_room
 from stoker.data.index import Index
+from stoker.data.pixel_cache import Form
 from stoker.data.problems import MAX_BAD
 from stoker.data.shapes import best_canvas, box_sides, spread_sizes
 from stoker.data.tuning import first_threads
 from stoker.device import Device, host_cores, untried
 from stoker.errors import ConfigError
 from stoker.models import MODELS, Architecture, architecture
+from stoker.models.sources import local
 from stoker.models.ssd_bodies import tail_of
 from stoker.models.table import check_canvas, check_settings
 from stoker.models.weights import architecture_of, read
@@ -105,6 +107,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     put("threads", *_threads(device))
     _batch(filling, len(rows), index, device)
     _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
+    if get("cache") is None:
+        put("cache", *_cache(filling.config, index))
     check(filling.config)
     return filling.config, filling.reasons
 
@@ -165,7 +169,7 @@ def _tail(weights: str, asked: str | None) -> tuple[str, str]:
     """The width that the weights have, and why. Raises ConfigError where another is asked for."""
     if weights == "none":
         return "half", "table 6 of the MobileNetV3 paper"
-    found = {"coco": "half", "imagenet": "full"}.get(weights) or tail_of(read(Path(weights)).tensors)
+    found = {"coco": "half", "imagenet": "full"}.get(weights) or tail_of(read(local(weights)).tensors)
     if asked not in (None, found):
         raise ConfigError(f"--tail {asked} does not fit --weights {weights}.", fix=f"--tail {found}, or leave it out")
     return found, f"as the weights ({weights}) have it"
@@ -200,6 +204,22 @@ al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Kriz
 Momentum and the betas stay: the linear rule is derived for a fixed momentum, and Malladi's rule for the betas,
 1 - k (1 - beta), has no value for k of 10 and more. The averaged weights follow by themselves: their horizon is a share
 of the length, so the same number of pictures at any batch."""
+
+
+def _cache(config: Config, index: Index) -> tuple[str, str]:
+    data, run = config.data, config.run
+    rows = index.rows("train")
+    steps = total_steps(parse_duration(run.for_), len(rows), run.batch)
+    return pixel_room.choose(
+        pixel_room.situation(
+            index,
+            rows,
+            Form.of(data.canvas, data.resize, crop=data.crop, zoom=data.zoom),
+            closest=data.zoom[1] if data.crop > 0 else 1.0,
+            epochs=None if steps is None else steps * run.batch / len(rows),
+            threads=run.threads or first_threads(host_cores(), is_cpu=run.device == "cpu"),
+        )
+    )
 
 
 def _usual_rate(recipe: str, optimizer: str) -> tuple[float, int, str]:

@@ -400,7 +400,7 @@ def test_after_a_write_that_the_disk_held_up_comes_a_pause(index: Index, monkeyp
 def test_a_cache_that_cannot_be_opened_is_said_and_pictures_keep_their_form(index: Index) -> None:
     file_of(index, FORM).mkdir(parents=True)
     said: list[str] = []
-    cache = open_cache("disk", index, np.arange(6), FORM, said.append)
+    cache = open_cache("disk", index, np.arange(6), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None
     assert "Is a directory" in said[0]
     assert make(cache, index, 1).shape == (96, 128, 3)

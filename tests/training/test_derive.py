@@ -132,6 +132,19 @@ def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_
     assert not {"rate", "warmup"} & set(reasons)
 
 
+def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_path: Path, index: Index):
+    config, reasons = derive(Config(), index, CPU)
+    assert config.run.cache == "none"
+    assert "nothing to gain" in reasons["cache"]
+    large = open_index(draw(tmp_path / "large", train=8, val=2, side=800))
+    config, reasons = derive(Config(), large, CPU)
+    assert config.run.cache == "disk"
+    assert "as a file that stays in memory" in reasons["cache"]
+    assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("2 epochs")
+    assert "zoom in up to 3 times" in derive(from_fields({"crop": 0.5, "zoom": (1.0, 3.0)}), large, CPU)[1]["cache"]
+    assert "cache" not in derive(from_fields({"cache": "memory"}), index, CPU)[1]
+
+
 @given(total=st.none() | st.integers(1, 10**6), times=st.floats(0.01, 1000), more=st.floats(1, 1000))
 def test_a_warm_up_is_never_shorter_for_more_pictures_nor_longer_than_a_tenth(
     total: int | None, times: float, more: float

@@ -1,0 +1,144 @@
+"""What the cache of decoded pictures saves: processor time a picture, without it, while it fills and once it is full.
+
+Draws JPEGs of 640 × 480 (about 110 KB) and of 4,000 × 3,000 (about 1.6 MB), and loads them with the usual crops into
+canvases of 800 × 800 and 320 × 320: without a cache; the first epoch with one, which decodes and writes; later epochs,
+which read it. Each kind of picture and canvas has a process of its own with two loading threads, in which the modes
+take turns; all files are in the page cache. The bars say what a hit costs beside decoding, and that the cache pays
+within the three epochs from which on it is chosen.
+"""
+
+import json
+import resource
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from processes import answer, child
+from report import Bar, Report, options, publish, spread
+
+SOURCES = ((480, 640, 88), (3000, 4000, 80))
+"""Height, width, JPEG quality."""
+CANVASES = (800, 320)
+COUNTS, QUICK_COUNTS = (320, 48), (48, 8)
+THREADS, PLACES = 2, 16
+RECIPE: dict[str, Any] = {"crop": 0.5, "zoom": (0.7, 1.5)}
+MODES = ("without", "first epoch", "later epochs")
+
+
+def draw(folder: Path, source: int, count: int) -> None:
+    """Writes images/ and all.json: coarse colours with fine noise, which compress like photographs."""
+    import cv2
+    import numpy as np
+
+    height, width, quality = SOURCES[source]
+    (folder / "images").mkdir(parents=True)
+    for n in range(count):
+        rng = np.random.default_rng(n)
+        coarse = cv2.resize(rng.integers(0, 256, (12, 16, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+        fine = cv2.resize(rng.normal(0, 9, (min(height, 1500), min(width, 2000), 1)), (width, height))[..., None]
+        picture = np.clip(coarse + fine, 0, 255).astype(np.uint8)
+        cv2.imwrite(str(folder / "images" / f"{n:06d}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    images = [{"id": n, "file_name": f"{n:06d}.jpg", "height": height, "width": width} for n in range(count)]
+    boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [9, 9, 90, 90]} for n in range(count)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "all.json").write_text(json.dumps(content))
+
+
+def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
+    """Epochs of what the loader's threads do, the modes in turn: for each, its processor ms and pictures/s."""
+    import numpy as np
+
+    from stoker.data.index import open_index
+    from stoker.data.pixel_cache import Form, PixelCache
+    from stoker.data.pixel_room import file_of, open_cache
+    from stoker.data.samples import Counters, Samples, Slot, box_slots
+    from stoker.device import keep_freed_memory, pick
+
+    keep_freed_memory()
+    index = open_index(folder)
+    rows = np.arange(len(index))
+    form, boxes = Form.of((canvas, canvas), "letterbox", **RECIPE), box_slots(index, rows)
+    slot, said = Slot(pick("cpu"), PLACES, (canvas, canvas), boxes), list[str]()
+
+    def epoch(cache: PixelCache | None) -> tuple[float, float, int]:
+        samples = Samples(
+            index, rows, canvas=(canvas, canvas), resize="letterbox", overlap=0.0, boxes=boxes, seed=0, train=True,
+            cache=cache, **RECIPE,
+        )  # fmt: skip
+        counters = [Counters() for _ in range(THREADS)]
+
+        def work(thread: int) -> None:
+            for position in range(thread, len(rows), THREADS):
+                samples.load(slot, position % PLACES, position, counters[thread], [])
+
+        began, cpu = time.perf_counter(), _cpu_s()
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(work, range(THREADS)))
+        took, used = time.perf_counter() - began, _cpu_s() - cpu
+        return 1e3 * used / len(rows), len(rows) / took, sum(one.hits for one in counters)
+
+    def opened() -> PixelCache | None:
+        return open_cache("disk", index, rows, form, lambda _, text: said.append(text))
+
+    epoch(None)  # the first of a process finds its memory
+    found: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}
+    for turn in range(turns):
+        if turn % 2:
+            found["without"].append(epoch(None))
+        file_of(index, form).unlink(missing_ok=True)
+        found["first epoch"].append(epoch(opened()))
+        while epoch(cache := opened())[2] < len(rows):  # a write that the disk held up left some out
+            pass
+        found["later epochs"].append(epoch(cache))
+        if not turn % 2:
+            found["without"].append(epoch(None))
+    if said or any(hits for mode in MODES[:2] for _, _, hits in found[mode]):
+        raise RuntimeError(f"the cache was not as it should be: {found}, {said}")
+    return found | {"kept_mb": file_of(index, form).stat().st_blocks * 512 / 1e6 / len(rows)}
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def run(quick: bool) -> Report:
+    n, counts = (3, QUICK_COUNTS) if quick else (7, COUNTS)
+    report = Report(
+        f"cache of decoded pictures: crops as the usual recipe, letterbox, {THREADS} threads; processor time a picture",
+        n,
+        ("stoker", "simplejpeg", "opencv-python-headless", "numpy", "google-crc32c"),
+    )
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
+        for source, (height, width, _) in enumerate(SOURCES):
+            folder, cache = Path(temporary) / str(source), Path(temporary) / "cache"
+            child("draw", folder, cache, source, counts[source])
+            size_kb = statistics.mean(path.stat().st_size for path in (folder / "images").iterdir()) / 1e3
+            for canvas in CANVASES:
+                found = child("measure", folder, cache, canvas, n)
+                medians = {mode: statistics.median(ms for ms, _, _ in found[mode]) for mode in MODES}
+                for mode in MODES:
+                    cpu_ms = spread([ms for ms, _, _ in found[mode]])
+                    report.rows.append({
+                        "what": f"{width:,} × {height:,}, {size_kb:,.0f} KB, at {canvas} × {canvas}: {mode}",
+                        "CPU ms a picture": cpu_ms["median"],
+                        "min": cpu_ms["min"],
+                        "max": cpu_ms["max"],
+                        "pictures/s": statistics.median(per_s for _, per_s, _ in found[mode]),
+                        "kept MB a picture": None if mode == "without" else found["kept_mb"],
+                    })  # fmt: skip
+                of = f"{width:,} × {height:,} at {canvas}"
+                without, first, later = (medians[mode] for mode in MODES)
+                report.bars += [
+                    Bar.at_most(f"{of}: later epochs / without", later / without, 0.7),
+                    Bar.at_most(f"{of}: the first three epochs / without", (first + 2 * later) / (3 * without), 0.9),
+                ]
+    return report
+
+
+if __name__ == "__main__":
+    answer({"draw": draw, "measure": measure})
+    publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -1,0 +1,191 @@
+"""Batches made with a cache of decoded pictures: the same whatever it holds, and little different from others."""
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.batch import Batch
+from stoker.data.index import Index, open_index
+from stoker.data.loader import Loader, box_slots
+from stoker.data.pixel_cache import Form, PixelCache
+from stoker.data.pixel_room import file_of, open_cache
+from stoker.device import Device
+from tests.data import tfrecords
+from tests.data.test_pixel_cache import draw
+from tests.data.test_upright import red_where, write
+
+CPU = Device(torch.device("cpu"))
+CANVAS = (64, 96)
+RECIPE = {"crop": 0.5, "zoom": (0.7, 1.5)}
+
+
+def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS) -> PixelCache:
+    form = Form.of(canvas, "letterbox", **RECIPE)
+    cache = open_cache(kind, index, np.arange(len(index)), form, pytest.fail)  # type: ignore[arg-type]
+    assert cache is not None
+    return cache
+
+
+def make(index: Index, cache: PixelCache | None, canvas: tuple[int, int] = CANVAS, **changes: object) -> Loader:
+    rows = np.arange(len(index))
+    options = {
+        "device": CPU, "batch": 4, "canvas": canvas, "resize": "letterbox", "boxes": box_slots(index, rows), "seed": 3,
+        "threads": 2, "cache": cache,
+    }  # fmt: skip
+    return Loader(index, rows, **RECIPE | options | changes)  # type: ignore[arg-type]
+
+
+def stream(index: Index, cache: PixelCache | None, count: int = 9, **changes: object) -> list[Batch]:
+    with make(index, cache, **changes) as loader:  # type: ignore[arg-type]
+        return [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, count)]
+
+
+def assert_same(found: list[Batch], expected: list[Batch]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for name, x, y in zip(Batch._fields, a, b, strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return draw(tmp_path / "set", 12)
+
+
+def test_batches_do_not_depend_on_what_the_cache_holds(index: Index) -> None:
+    empty = stream(index, cache_of(index))
+    full = stream(index, cache_of(index))
+    assert_same(full, empty)
+    path = file_of(index, Form.of(CANVAS, "letterbox", **RECIPE))
+    with path.open("r+b") as file:  # some torn, some gone
+        file.write(os.urandom(150_000))
+    assert_same(stream(index, cache_of(index), threads=3), empty)
+    path.unlink()
+    assert_same(stream(index, cache_of(index), threads=1), empty)
+    assert_same(stream(index, cache_of(index, "memory")), empty)
+
+
+def test_a_stream_goes_on_as_it_was_without_its_cache(index: Index) -> None:
+    with make(index, cache_of(index)) as loader:
+        itertools.islice(loader, 4)
+        for _ in range(4):
+            next(loader)
+        state = loader.state_dict()
+        expected = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
+    file_of(index, Form.of(CANVAS, "letterbox", **RECIPE)).unlink()
+    with make(index, cache_of(index)) as loader:
+        loader.load_state_dict(state)
+        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
+    assert_same(found, expected)
+
+
+def test_hits_and_misses_are_counted(index: Index) -> None:
+    with make(index, cache_of(index), depth=1) as loader:
+        for _ in range(9):  # three epochs of 12
+            next(loader)
+        stats = loader.stats()
+    assert stats.misses >= 12
+    assert stats.hits + stats.misses == stats.decode.pictures >= 36
+    assert stats.hits >= 12
+    assert stats.hit_bytes >= stats.hits * 40 * 50 * 3
+    with make(index, cache_of(index)) as loader:
+        next(loader)
+        assert loader.stats().misses == 0
+    with make(index, None) as loader:
+        next(loader)
+        assert (loader.stats().hits, loader.stats().misses) == (0, 0)
+
+
+def test_a_hit_reads_no_picture(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = stream(index, cache_of(index))
+    monkeypatch.setattr(Index, "read", lambda *_: pytest.fail("a picture was read"))
+    assert_same(stream(index, cache_of(index)), expected)
+
+
+def test_boxes_are_in_the_same_places_as_without(index: Index) -> None:
+    """Windows begin on whole pixels of what is kept: a box moves by less than one, and may be cut off a little less."""
+    flipped = 0
+    for with_cache, without in zip(stream(index, cache_of(index)), stream(index, None), strict=True):
+        assert torch.equal(with_cache.image_id, without.image_id)
+        assert torch.equal(with_cache.size, without.size)
+        assert torch.equal(with_cache.draw, without.draw)
+        assert (with_cache.content - without.content).abs().max() <= 1
+        assert torch.allclose(with_cache.scale, without.scale, rtol=0.02)
+        both = with_cache.valid & without.valid
+        assert (with_cache.boxes - without.boxes)[both].abs().max() < 1.5
+        flipped += int((with_cache.valid ^ without.valid).sum())
+    assert flipped <= 2
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_pictures_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: Path, sized: bool) -> None:
+    index = draw(tmp_path / "set", 6, sized=sized, sides=(40, 50))
+    with make(index, cache_of(index)) as loader:
+        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 9)]
+        assert (loader.stats().misses > 0) == sized
+    assert_same(found, stream(index, None))  # none is made smaller: the same pixels
+
+
+def test_a_missing_picture_is_replaced_whether_or_not_the_cache_had_it(index: Index) -> None:
+    stream(index, cache_of(index))
+    index.path(5).unlink()
+    with_cache = stream(index, cache_of(index), max_bad=0.5)
+    file_of(index, Form.of(CANVAS, "letterbox", **RECIPE)).unlink()
+    assert_same(stream(index, cache_of(index), max_bad=0.5), with_cache)
+    assert all(5 not in batch.image_id.tolist() for batch in with_cache)
+
+
+@pytest.mark.parametrize("annotated", ["upright", "stored"])
+@pytest.mark.parametrize("canvas", [(160, 160), (64, 64)])
+def test_turned_pictures_lie_under_their_boxes(tmp_path: Path, annotated: str, canvas: tuple[int, int]) -> None:
+    index = write(tmp_path, annotated=annotated, kind="JPEG")
+    for _ in ("misses", "hits"):
+        for batch in stream(index, cache_of(index, canvas=canvas), 2, canvas=canvas, crop=0.0):
+            for k, row in enumerate(batch.image_id.tolist()):
+                if annotated == "stored" and int(index.path(row).name) < 5:
+                    continue  # its size does not tell that it is meant as it is stored
+                x0, y0, x1, y1 = red_where(batch.images[k].permute(1, 2, 0).numpy())
+                assert batch.boxes[k, 0].tolist() == pytest.approx([x0, y0, x1, y1], abs=1.6)
+
+
+def test_pictures_inside_other_files(tmp_path: Path) -> None:
+    pictures = [
+        tfrecords.picture(
+            f"{n}.jpg", [("thing", 1, 0.1, 0.1, 0.5, 0.5)], image__encoded=[tfrecords.jpeg(200, 100, 20 * n)]
+        )
+        for n in range(8)
+    ]
+    index = open_index(tfrecords.write(tmp_path / "train.tfrecord", *pictures))
+    expected = stream(index, cache_of(index))
+    assert_same(stream(index, cache_of(index)), expected)
+    for batch in expected:
+        for k, row in enumerate(batch.image_id.tolist()):
+            height, width = batch.content[k].tolist()
+            red = batch.images[k, 0, :height, :width].float().mean()
+            assert red == pytest.approx(20 * int(index.path(row).stem), abs=3)
+
+
+def test_photographs_look_the_same(real_data: Path) -> None:
+    """Resizing twice costs little: at least 34 dB between the pictures with and without, most of which are cropped."""
+    index = open_index(real_data / "bccd")
+    rows = index.rows("train")[:16]
+    canvas = (192, 256)
+    form = Form.of(canvas, "letterbox", **RECIPE)
+    options = {"device": CPU, "batch": 16, "canvas": canvas, "resize": "letterbox", "boxes": box_slots(index, rows),
+               "seed": 1, "threads": 2}  # fmt: skip
+    batches = []
+    for cache in (open_cache("memory", index, rows, form, pytest.fail), None):  # type: ignore[arg-type]
+        with Loader(index, rows, **RECIPE | options, cache=cache) as loader:  # type: ignore[arg-type]
+            batches.append(Batch(*(tensor.clone() for tensor in next(loader))))
+    with_cache, without = batches
+    decibels = []
+    for k in range(16):
+        height, width = torch.minimum(with_cache.content[k], without.content[k]).tolist()
+        a, b = (batch.images[k, :, :height, :width].float() for batch in batches)
+        assert (a - b).abs().mean() < 3
+        decibels.append(float(10 * torch.log10(255**2 / (a - b).square().mean())))
+    print(sorted(round(value, 1) for value in decibels))
+    assert np.median(decibels) > 34

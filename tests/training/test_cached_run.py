@@ -1,0 +1,96 @@
+"""A run with a cache of decoded pictures: its weights do not depend on what the cache holds, also after a kill."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stoker.config import from_toml
+from stoker.data.index import open_index
+from stoker.data.pixel_cache import Form
+from stoker.data.pixel_room import file_of
+from stoker.records import CONFIG, EVENTS, Event, read_lines
+from tests.drawn import draw, run_stoker, stoker
+
+FLAGS = [
+    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--eval-every", "0",
+    "--checkpoint-every", "6", "--crop", "0.5", "--precision", "fp32", "--threads", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn"), side=128)
+
+
+def cache_file(data: Path, run: Path) -> Path:
+    """Where a run keeps its pictures; they are kept smaller than they are."""
+    index = open_index(data)
+    settings = from_toml(run / CONFIG)[0].data
+    form = Form.of(settings.canvas, settings.resize, crop=settings.crop, zoom=settings.zoom)
+    assert (form.kept(index.size) == 96).all()
+    return file_of(index, form)
+
+
+def weights(run: Path) -> bytes:
+    return (run / "final.safetensors").read_bytes()
+
+
+def train(data: Path, folder: Path, cache: str = "disk", length: str = "20") -> Path:
+    flags = [*FLAGS, "--for", length, "--cache", cache, "--run", "run"]
+    code, output = run_stoker("train", data, *flags, cwd=folder)
+    assert code == 0, output
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_the_weights_do_not_depend_on_what_the_cache_holds(data: Path, tmp_path: Path) -> None:
+    for name in ("empty", "full", "half", "none", "memory"):
+        (tmp_path / name).mkdir()
+    run = train(data, tmp_path / "empty")
+    kept = cache_file(data, run)
+    assert kept.stat().st_blocks * 512 > 20 * 96 * 96 * 3
+    assert weights(train(data, tmp_path / "full")) == weights(run)
+    os.truncate(kept, kept.stat().st_size // 2)
+    assert weights(train(data, tmp_path / "half")) == weights(run)
+    assert weights(train(data, tmp_path / "memory", "memory")) == weights(run)
+    assert weights(train(data, tmp_path / "none", "none")) != weights(run)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_its_cache_fills_goes_on_without_it(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = train(data, tmp_path / "whole")
+    kept = cache_file(data, whole)
+    kept.unlink()
+    run = tmp_path / "killed" / "run"
+    flags = [*FLAGS, "--for", "20", "--cache", "disk", "--run", "run"]
+    process = stoker("train", data, *flags, cwd=tmp_path / "killed")
+    while process.poll() is None and not list(run.glob("checkpoints/step-*")):
+        pass
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    content = bytearray(kept.read_bytes())
+    content[:: 96 * 96] = bytes(len(content[:: 96 * 96]))  # as if it had been killed in the middle of every entry
+    kept.write_bytes(content)
+    code, output = run_stoker("train", data, *flags, cwd=tmp_path / "killed")
+    assert code == 0, output
+    assert "continuing from step" in output
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_kept_is_said_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "not").mkdir()
+    whole = train(data, tmp_path / "kept")
+    kept = cache_file(data, whole)
+    kept.unlink()
+    kept.mkdir()
+    run = train(data, tmp_path / "not")
+    assert weights(run) == weights(whole)
+    said = [event.text for event in read_lines(run, EVENTS, Event) if event.kind == "warning"]
+    assert any("no decoded pictures are kept" in text for text in said)
