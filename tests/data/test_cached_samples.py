@@ -14,9 +14,12 @@ from stoker.data.loader import Loader, box_slots
 from stoker.data.pixel_cache import Form, PixelCache
 from stoker.data.pixel_room import file_of, open_cache
 from stoker.device import Device
+from stoker.storage.address import parse
+from stoker.storage.store import open_store
 from tests.data import tfrecords
 from tests.data.test_pixel_cache import draw
 from tests.data.test_upright import red_where, write
+from tests.storage.servers import apply, google_server
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (64, 96)
@@ -166,6 +169,33 @@ def test_pictures_inside_other_files(tmp_path: Path) -> None:
             height, width = batch.content[k].tolist()
             red = batch.images[k, 0, :height, :width].float().mean()
             assert red == pytest.approx(20 * int(index.path(row).stem), abs=3)
+
+
+def test_pictures_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = draw(tmp_path / "set", 12)
+    with google_server() as server, server.bucket().through() as (place, proxy):
+        apply(monkeypatch, place.environment)
+        store = open_store(parse(place.address))
+        for path in (tmp_path / "set").iterdir():
+            store.write(f"set/{path.name}", path.read_bytes())
+        index = open_index(f"{place.address}/set")
+        expected = stream(local, cache_of(local))
+        before = len(proxy.seen)
+        assert_same(stream(index, cache_of(index)), expected)
+        assert len(proxy.seen) >= before + 12
+        before = len(proxy.seen)
+        cache = cache_of(index)
+        with make(index, cache) as loader:
+            for batch in expected:
+                assert_same([next(loader)], [batch])
+            assert loader.stats().misses == 0
+        assert len(proxy.seen) == before
+        # Another picture under the old name, of the same length: only its etag tells.
+        data = bytearray(local.path(1).read_bytes())
+        data[-20] ^= 0x55
+        store.write("set/1.jpg", bytes(data))
+        again = cache_of(open_index(f"{place.address}/set"))
+        assert [again.holds(row) for row in range(12)] == [row != 1 for row in range(12)]
 
 
 def test_photographs_look_the_same(real_data: Path) -> None:
