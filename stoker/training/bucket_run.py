@@ -15,7 +15,7 @@ from types import TracebackType
 
 from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, writing
 from stoker.files import write_whole
-from stoker.records import CHECKPOINTS, EVENTS, REPORT, is_finished, locked
+from stoker.records import CHECKPOINTS, EVENTS, REPORT, fetch_run, is_finished, locked
 from stoker.storage.address import Address
 from stoker.storage.download import download, is_ahead, not_a_run, objects
 from stoker.storage.lease import Lease, LeaseLost, acquire
@@ -176,6 +176,9 @@ def _synchronise(store: Store, address: Address, folder: Path) -> tuple[dict[str
         newest = next((path.name for path in folders_of(folder) if is_whole(path)), "")
         wanted = [name for name in there if int(name[5:]) > int(newest[5:] or -1)]
     else:
+        if is_finished(fetch_run(address)):
+            fix = "another --run, or none: a new folder is made then"
+            raise UsageError("The run is finished.", place=address, fix=fix)
         if (folder / EVENTS).exists():
             said.append("another machine has gone on with this run: what was here of it is replaced")
         _clear(folder)

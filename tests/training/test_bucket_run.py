@@ -1,0 +1,418 @@
+"""A run whose folder is in a bucket, killed or stopped, goes on from another machine, bit for bit."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.config import from_fields
+from stoker.errors import Preempted, StorageError, UsageError
+from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, Event, RunFolder, StepWindow, read_lines
+from stoker.report.why import gather
+from stoker.storage.address import Address, parse
+from stoker.storage.download import objects
+from stoker.storage.lease import Holder
+from stoker.storage.runs import LEASE, reading_copy, working_copy
+from stoker.storage.store import open_store
+from stoker.training import bucket_run
+from stoker.training.bucket_run import BucketRun, join
+from stoker.training.loop import train
+from stoker.training.recover import Stop
+from tests.drawn import draw, run_stoker, stoker
+from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
+from tests.training.test_uploads import LIMIT_S, name_of
+
+FLAGS = {
+    "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "24", "eval_every": "9",
+    "checkpoint_every": "4", "ema": 0.9, "precision": "fp32", "flip": 0.5, "brightness": 0.2, "threads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[Server]:
+    with google_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Place, Proxy]]:
+    with google.bucket().through() as (place, proxy):
+        apply(monkeypatch, place.environment)
+        yield place, proxy
+
+
+@pytest.fixture
+def address(place: tuple[Place, Proxy]) -> Address:
+    return parse(f"{place[0].address}/runs/x")
+
+
+@pytest.fixture
+def move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Goes to another machine, as far as a run can tell: another cache, another folder."""
+
+    def move(name: str) -> None:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setenv("STOKER_CACHE_DIR", str(folder / "cache"))
+        monkeypatch.chdir(folder)
+
+    return move
+
+
+def there(address: Address) -> dict[str, str]:
+    return objects(open_store(address), address)
+
+
+def content(address: Address, name: str) -> bytes:
+    return open_store(address).read(address.child(name).key)
+
+
+def checkpoints(address: Address) -> list[str]:
+    return sorted(name.split("/")[1] for name in there(address) if name.endswith("/manifest.json"))
+
+
+@contextlib.contextmanager
+def signalled(ready: Callable[[], bool]) -> Iterator[None]:
+    """Sends this process SIGTERM as soon as it is ready."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            if ready():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+LONG = FLAGS | {"for_": "4000"}
+"""Goes on until it is stopped."""
+
+
+def test_a_stopped_run_goes_on_elsewhere(
+    data: Path, address: Address, move: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
+    """The signal comes after the first save, whether that is in the bucket or not: when the run has ended, it is."""
+    move("alone")
+    whole = train(from_fields({"data": str(data), **FLAGS}), run="whole").run.absolute()
+    asked = from_fields({"data": str(data), **FLAGS})
+    move("first")
+    here = working_copy(address)
+    with signalled(lambda: any(here.glob("checkpoints/step-*"))), pytest.raises(Preempted) as caught:
+        train(asked, run=str(address))
+    assert str(address) in str(caught.value)
+    newest = checkpoints(address)[-1]
+    stopped_at = int(newest[5:])
+    assert f"at step {stopped_at}" in caught.value.what
+    for name in ("state.pt", "weights.safetensors", "manifest.json"):
+        assert content(address, f"checkpoints/{newest}/{name}") == (here / "checkpoints" / newest / name).read_bytes()
+    assert [event.kind for event in read_lines(here, EVENTS, Event)][-1] == "preempted"
+    assert content(address, EVENTS) == (here / EVENTS).read_bytes()
+    assert msgspec.json.decode(content(address, LEASE), type=Holder).released
+    assert gather(str(address)).state == "preempted"
+
+    move("second")
+    monkeypatch.setenv("RUNS_FOLDER", str(address.parent))
+    result = train(asked, run="${RUNS_FOLDER}/x")
+    assert result.run == working_copy(address)
+    kinds = [event.text for event in read_lines(result.run, EVENTS, Event)]
+    assert any(f"continuing from step {stopped_at}" in text for text in kinds)
+    for name in (FINAL, BEST):
+        assert content(address, name) == (whole / name).read_bytes(), name
+    assert {w.attempt for w in read_lines(result.run, STEPS, StepWindow)} == {1, 2}
+    move("first")
+    with pytest.raises(UsageError, match="The run is finished"):
+        train(asked, run=str(address))
+    assert gather(str(address)).state == "finished"
+    assert gather(str(address)).attempts == 2
+
+
+def test_state_that_does_not_reach_the_bucket_is_no_75(
+    data: Path, place: tuple[Place, Proxy], address: Address, move: Callable[[str], None]
+):
+    move("first")
+
+    def broken() -> bool:
+        if not checkpoints(address):
+            return False
+        place[1].conditions = Conditions(plan=lambda _n, _m, path: "400" if name_of(path) == "state.pt" else None)
+        return True
+
+    with signalled(broken), pytest.raises(StorageError) as caught:
+        train(from_fields({"data": str(data), **LONG}), run=str(address))
+    assert "did not reach the bucket" in caught.value.what
+    assert caught.value.exit_code == 3
+    assert f"the bucket has {checkpoints(address)[-1]}" in str(caught.value)
+    assert gather(str(address)).state == "failed"
+
+
+def write_run(folder: Path, *lines: str) -> None:
+    """A run's records, and a checkpoint at each number that a line begins with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text("")
+    records = RunFolder(folder, 1)
+    for line in lines:
+        records.event("note", line)
+    records.close()
+
+
+def write_checkpoint(folder: Path, step: int, mark: str) -> Path:
+    """A whole one, of files that say who wrote them."""
+    import hashlib
+
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    files = {}
+    for name in ("state.pt", "weights.safetensors"):
+        data = f"{mark} {name}".encode()
+        (path / name).write_bytes(data)
+        files[name] = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_bytes(msgspec.json.encode({"step": step, "files": files}))
+    return path
+
+
+def upload(folder: Path, address: Address, leave_out: str = "") -> None:
+    store = open_store(address)
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_file() and not path.name.startswith(".") and not (leave_out and name.endswith(leave_out)):
+            store.write(address.child(name).key, path.read_bytes())
+
+
+def joined(address: Address, *, resume: bool = False) -> BucketRun:
+    with contextlib.ExitStack() as stack:
+        name, again = (None, str(address)) if resume else (str(address), None)
+        run = join(name, again, stop=Stop(), stack=stack, note=print)
+        assert run is not None
+        return run
+
+
+def marks(run: BucketRun) -> dict[str, str]:
+    """Who wrote the checkpoints of the working copy."""
+    return {path.parent.name: path.read_text().split()[0] for path in run.folder.glob("checkpoints/step-*/state.pt")}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another machine's folder of the run."""
+    folder = tmp_path / "other"
+    write_run(folder, "a")
+    write_checkpoint(folder, 10, "other")
+    write_checkpoint(folder, 20, "other")
+    (folder / "best.safetensors").write_bytes(b"best")
+    return folder
+
+
+def test_what_is_in_the_bucket_is_fetched(address: Address, other: Path):
+    upload(other, address)
+    open_store(address).write(address.child("checkpoints/step-00000030/state.pt").key, b"half")
+    run = joined(address, resume=True)
+    assert marks(run) == {"step-00000010": "other", "step-00000020": "other"}
+    assert (run.folder / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
+    assert (run.folder / "best.safetensors").read_bytes() == b"best"
+    assert run._there["step-00000030"] == b""
+
+
+def test_what_is_ahead_of_the_bucket_stays(address: Address, other: Path):
+    """The machine died after a save and before its upload."""
+    upload(other, address)
+    mine = joined(address).folder
+    write_checkpoint(mine, 40, "mine")
+    shutil.rmtree(mine / "checkpoints" / "step-00000020")
+    with (mine / EVENTS).open("ab") as file:
+        file.write(b'{"t":1,"attempt":1,"kind":"no')
+    run = joined(address)
+    assert marks(run) == {"step-00000010": "other", "step-00000040": "mine"}
+    assert not (run.folder / EVENTS).read_bytes().endswith(b"\n")
+
+
+def test_a_damaged_newest_here_is_replaced_by_that_of_the_bucket(address: Address, other: Path):
+    upload(other, address)
+    mine = joined(address).folder
+    (mine / "checkpoints/step-00000020/state.pt").write_bytes(b"mine and damaged")
+    assert marks(joined(address)) == {"step-00000010": "other", "step-00000020": "other"}
+
+
+def test_what_another_machine_has_gone_on_from_is_replaced(address: Address, other: Path):
+    upload(other, address)
+    mine = joined(address).folder
+    write_run(mine, "mine")
+    write_checkpoint(mine, 40, "mine")
+    (mine / STEPS).write_bytes(b"mine")
+    write_run(other, "b")
+    upload(other, address)
+    run = joined(address)
+    assert marks(run) == {"step-00000010": "other", "step-00000020": "other"}
+    assert (run.folder / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
+    assert not (run.folder / STEPS).exists()
+    assert any("another machine has gone on" in line for line in run.said)
+
+
+def test_a_fetch_that_is_broken_off_is_begun_again(address: Address, other: Path, place: tuple[Place, Proxy]):
+    """Without events the copy is no run yet."""
+    upload(other, address)
+    place[1].conditions = Conditions(plan=lambda _n, _m, path: "400" if name_of(path) == "state.pt" else None)
+    with pytest.raises(StorageError):
+        joined(address)
+    assert not (working_copy(address) / EVENTS).exists()
+    place[1].conditions = Conditions()
+    assert marks(joined(address)) == {"step-00000010": "other", "step-00000020": "other"}
+
+
+def test_a_checkpoint_removed_while_it_is_fetched_is_left_out(
+    address: Address, other: Path, place: tuple[Place, Proxy], google: Server
+):
+    upload(other, address)
+    store = open_store(address)
+
+    def remove(_number: int, _method: str, path: str) -> None:
+        if path.endswith("step%2D00000020%2Fstate%2Ept"):
+            google.objects.buckets[address.bucket].pop(address.child("checkpoints/step-00000020/state.pt").key, None)
+
+    place[1].conditions = Conditions(plan=remove)
+    assert marks(joined(address)) == {"step-00000010": "other"}
+    assert store.stat(address.child(EVENTS).key) is not None
+
+
+def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(address: Address, other: Path):
+    upload(other, address)
+    mine = joined(address).folder
+    (mine / FINAL).write_bytes(b"final")
+    records = RunFolder(mine, 1)
+    records.event("finished")
+    records.close()
+    joined(address)
+    assert content(address, FINAL) == b"final"
+    assert content(address, EVENTS) == (mine / EVENTS).read_bytes()
+
+
+def test_there_is_nothing_to_resume(address: Address):
+    with pytest.raises(UsageError, match="is not a run") as caught:
+        joined(address, resume=True)
+    assert str(address) in str(caught.value)
+
+
+def test_a_run_is_not_written_over_https():
+    with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
+        join("https://example.org/runs/x", None, stop=Stop(), stack=stack, note=print)
+    assert caught.value.choices == ("gs://", "s3://")
+
+
+def test_the_working_copy_named_is_the_run_in_the_bucket(address: Address, other: Path):
+    upload(other, address)
+    folder = joined(address).folder
+    with contextlib.ExitStack() as stack:
+        run = join(None, str(folder), stop=Stop(), stack=stack, note=print)
+        assert run is not None
+        assert run.address == address
+        assert not msgspec.json.decode(content(address, LEASE), type=Holder).released
+
+
+def test_a_bucket_without_conditions_is_said(address: Address, monkeypatch: pytest.MonkeyPatch):
+    """The lease is tried, found to be no use, and leaves nothing behind."""
+    from stoker.storage.store import Store
+
+    plain = Store.write
+    monkeypatch.setattr(Store, "write", lambda self, key, data, **_: plain(self, key, data))
+    assert bucket_run.NO_LEASE in joined(address).said
+    assert LEASE not in there(address)
+
+
+COMMAND = [
+    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--for", "80", "--eval-every", "30",
+    "--checkpoint-every", "6", "--crop", "0.5", "--ema", "0.9", "--precision", "fp32", "--threads", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, output = run_stoker("train", data, *COMMAND, "--run", "whole", cwd=folder)
+    assert code == 0, output
+    return folder / "whole"
+
+
+def started(data: Path, address: Address, command: list[str]) -> subprocess.Popen[str]:
+    """The command, when its first checkpoint is in the bucket."""
+    process = stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
+    while not checkpoints(address):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["s3", "google"])
+@pytest.mark.parametrize("seed", range(2))
+def test_sigkill(
+    undisturbed: Path, data: Path, store: str, seed: int, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch, move: Callable[[str], None],
+):  # fmt: skip
+    """At a random moment after the first checkpoint; then on, from another folder and without the working copy."""
+    server: Server = request.getfixturevalue(store)
+    place = server.bucket()
+    apply(monkeypatch, place.environment)
+    address = parse(f"{place.address}/runs/x")
+    move("first")
+    process = started(data, address, COMMAND)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=random.Random(seed).uniform(0, 2))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    move("second")
+    code, output = run_stoker("train", data, *COMMAND, "--run", str(address), cwd=Path.cwd())
+    assert code == 0, output
+    assert "continuing from step" in output
+    for name in (FINAL, BEST):
+        assert content(address, name) == (undisturbed / name).read_bytes(), name
+    assert gather(str(address)).state == "finished"
+
+
+@pytest.mark.slow
+def test_two_machines_want_one_run(data: Path, address: Address, move: Callable[[str], None], google: Server):
+    """The second is refused by name and sees a live run; who steals the lease ends the first, which writes no more."""
+    move("first")
+    command = [*COMMAND[:7], "--for", "4000", *COMMAND[9:]]
+    process = started(data, address, command)
+    move("second")
+    code, output = run_stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
+    assert code == 2, output
+    assert "Another process is training this run" in output
+    assert f"process {process.pid}" in output
+    assert gather(str(address)).state == "live"
+    assert reading_copy(address).is_dir()
+    key = address.child(LEASE).key
+    holder = msgspec.json.decode(google.objects.get(address.bucket, key).data, type=Holder)
+    open_store(address).write(key, msgspec.json.encode(msgspec.structs.replace(holder, token="mine", host="thief")))
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, output
+    assert "taken over" in output
+    assert "thief" in output
+    assert FINAL not in there(address)
