@@ -45,6 +45,7 @@ bench: setup
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
 	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
+	$(BIN)/python benchmarks/evaluate.py --json benchmarks/results/evaluate-cpu.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
 

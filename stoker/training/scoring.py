@@ -148,9 +148,10 @@ class Scorer:
         if work is None:
             return None
         with work.publishing:
-            if work.metrics is not None:
-                return None
-            work.given_up = True
+            work.given_up = work.metrics is None
+        if not work.given_up:
+            work.done.wait()
+            return None
         self._work = None
         return work.unscored
 

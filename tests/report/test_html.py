@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 from stoker.cli import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluate import appraise, ground_truth, score_with_curves
+from stoker.evaluate import appraise, ground_truth, score_with_matches
 from stoker.evaluation import Evaluation
 from stoker.metrics import Detections
 from stoker.records import (
@@ -90,7 +90,7 @@ def evaluation(drawn_index: Index) -> Evaluation:
         label=np.concatenate([labels, np.zeros(len(rows), np.int64)]),
         pictures=rows,
     )
-    return appraise(score_with_curves(truth, found), truth, found, drawn_index, step=100)
+    return appraise(score_with_matches(truth, found), truth, found, drawn_index, step=100)
 
 
 def make_run(

@@ -20,7 +20,7 @@ from stoker.config import Config, OptimSettings, from_fields
 from stoker.diagnose.rules import diagnose
 from stoker.errors import DivergedError
 from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
-from stoker.training import checkpoint, loop
+from stoker.training import checkpoint, loop, scoring
 from stoker.training.loop import train
 from stoker.training.optim import Stepper
 from stoker.training.stability import BEFORE, GROUP, LEAST_BEFORE, SPIKE_RATIO, Alarm, Course, Watch, is_spike
@@ -164,13 +164,13 @@ def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path,
 def test_what_was_best_before_stays_the_best(data: Path, tmp_path: Path, monkeypatch):
     """An evaluation at step 20 is undone with its steps; its weights are in best.safetensors."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    scored, aps = loop.score_with_curves, iter([0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2])
+    scored, aps = scoring.score_with_matches, iter([0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
-    monkeypatch.setattr(loop, "score_with_curves", score)
+    monkeypatch.setattr(scoring, "score_with_matches", score)
     poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="10", checkpoint_every="18"), run=str(tmp_path / "run")).run
     assert [event.step for event in events_of(run, "evaluated")][:3] == [10, 20, 20]
