@@ -29,6 +29,8 @@ LARGE_BYTES, THREADS_OF_LARGE = 8 << 20, 4
 """Files above this size come in parts, a few at a time: a shard of a gigabyte is never in memory."""
 SAY_AFTER_S = 2.0
 """From when on a line says what is being done, and how often."""
+MANY = 20_000
+"""Pictures from which on making their placeholders takes so long, 2 … 10 s for 100,000, that it is said."""
 LONGEST_NAME = 255
 """Bytes of a file name that file systems take."""
 ROOM_LEFT = 64 << 20
@@ -124,9 +126,11 @@ def update(store: "Store", folder: Path, files: dict[str, File], address: Addres
         (folder / inner).mkdir(parents=True, exist_ok=True)
     copied = [name for name in changed if is_copied(name)]
     _require_room(folder, sum(files[name].size_bytes for name in copied), address)
+    if len(changed) - len(copied) >= MANY:
+        say(f"Laying out {address} in {folder}: a placeholder for each of {len(changed) - len(copied):,} pictures")
     for name in changed:
         if not is_copied(name):
-            put_placeholder(folder / name, files[name])
+            put_placeholder(os.path.join(folder, name), files[name], replaces=name in there)
     _copy(store, folder, {name: files[name] for name in copied}, address)
 
 
@@ -154,11 +158,16 @@ def _require_room(folder: Path, needed: int, address: Address) -> None:
         )
 
 
-def put_placeholder(path: Path, file: File) -> None:
-    path.unlink(missing_ok=True)  # rather than changing it: its folder's time must change
-    with path.open("wb") as out:
-        out.truncate(file.size_bytes)
-    os.utime(path, ns=(file.time_ns, file.time_ns))
+def put_placeholder(path: str, file: File, *, replaces: bool) -> None:
+    """There may be a million of them: system calls, and nothing around them."""
+    if replaces:
+        os.unlink(path)  # rather than changing it: its folder's time must change
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.ftruncate(handle, file.size_bytes)
+        os.utime(handle, ns=(file.time_ns, file.time_ns))
+    finally:
+        os.close(handle)
 
 
 def _copy(store: "Store", folder: Path, files: dict[str, File], address: Address) -> None:
