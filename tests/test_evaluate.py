@@ -15,6 +15,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
+from stoker import coco
 from stoker.batch import DRAWS, Batch
 from stoker.config import ModelSettings
 from stoker.data.index import open_index
@@ -206,6 +207,16 @@ def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, pictur
     found = detections((rows + 1).tolist(), boxes(len(rows)), draw.integers(1, 5, len(rows)) / 5,
                        draw.integers(0, class_count, len(rows)), range(pictures + 1))  # fmt: skip
     assert_equals_oracle(ground_truth(index, np.arange(pictures + 1)), found)
+
+
+def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
+    """0.07 of 100 boxes are 7.000000000000001 in floating point, and 7 / 100 is 0.07 all the same."""
+    boxes = np.arange(1, 3000)
+    needed = coco._needed(boxes)
+    for n in range(0, len(boxes), 7):
+        recall = np.arange(boxes[n] + 1) / boxes[n]
+        reached = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
+        assert (needed[n] == np.maximum(reached, 1)).all(), boxes[n]
 
 
 def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> None:
