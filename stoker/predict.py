@@ -63,7 +63,7 @@ def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -
     hidden = None if beside is None else beside.resolve()
     found: dict[Path, Path] = {}
     for place in places:
-        path = _local(place)
+        path = local_path(place)
         if path.is_dir():
             pictures = sorted(p for p in path.rglob("*") if p.suffix.lower() in KINDS and p.is_file())
         elif path.exists():
@@ -76,25 +76,26 @@ def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -
             what = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
             raise UsageError(what, place=beside, fix="name another folder with --out")
         if not pictures:
-            raise UsageError(_not_found(path), place=Path.cwd() / path, choices=KINDS,
+            raise UsageError(_not_found(path), place=shown(Path.cwd() / path), choices=KINDS,
                              fix="name picture files, a folder with such files, or a pattern in quotes")  # fmt: skip
         for picture in seen:
             found.setdefault(picture.resolve(), picture)
     return list(found.values())
 
 
-def _local(place: str | Path) -> Path:
+def local_path(place: str | os.PathLike[str]) -> Path:
     """The path of a place, variables in it replaced; the mirror's, of an address."""
-    text = expand(str(place))
+    text = expand(os.fspath(place))
     return pictures_at(parse(text)) if is_address(text) else Path(text)
 
 
 def _not_found(path: Path) -> str:
+    name = repr(shown(path))
     if path.is_dir():
-        return f"There are no pictures in the folder {str(path)!r}."
+        return f"There are no pictures in the folder {name}."
     if glob.has_magic(str(path)):
-        return f"No picture matches the pattern {str(path)!r}."
-    return f"There is no file or folder {str(path)!r}."
+        return f"No picture matches the pattern {name}."
+    return f"There is no file or folder {name}."
 
 
 def predict_pictures(

@@ -26,13 +26,13 @@ from stoker.metrics import Detections, Metrics
 from stoker.models import saved
 from stoker.models.detections import Finder
 from stoker.onnx_model import SUFFIX, OnnxModel
-from stoker.predict import BATCH, predict_pictures, predict_to_folder
+from stoker.predict import BATCH, local_path, predict_pictures, predict_to_folder
 from stoker.records import CONFIG
 from stoker.tiles import OVERLAP, Tiling
 from stoker.windows import Source, read_picture
 
 Picture = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
-"""A file, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
+"""A file or its address, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
 CONF = 0.3
 """Least score of a box that is shown, where nothing is asked."""
 """Of two boxes of a class that overlap more than this, the weaker is dropped, where nothing is asked."""
@@ -43,7 +43,7 @@ class Prediction:
     """What was found in a picture, n boxes, best score first."""
 
     path: Path | None
-    """The picture's file; None for pixels."""
+    """The picture's file, a placeholder where it lies in a bucket; None for pixels."""
     size: tuple[int, int]
     """Height and width of the picture, upright as its EXIF says."""
     boxes: NDArray[np.float32]
@@ -237,7 +237,7 @@ def _as_source(image: object) -> Source:
             )
         return np.ascontiguousarray(image)
     if isinstance(image, str | os.PathLike):
-        path = Path(image).expanduser()
+        path = local_path(image)
         if path.is_dir():
             raise UsageError("A folder is no picture.", place=path, fix="name its files: sorted(folder.glob('*.jpg'))")
         return path

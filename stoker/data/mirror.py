@@ -52,15 +52,17 @@ def wanted(listing: Iterable["ObjectInfo"], address: Address) -> tuple[dict[str,
     prefix = f"{address.key}/" if address.key else ""
     for info in listing:
         name = info.key.removeprefix(prefix)
-        if not name or name.endswith("/"):
-            continue  # what consoles make for an empty folder
+        if not name or name.endswith("/") or info.key == address.key:
+            continue  # what consoles make for an empty folder; obstore lists it without its slash
         if (why := complaint(name)) is not None:
             odd.setdefault(why, []).append(info.key)
         else:
             files[name] = expected(info)
     folders = {name[:at] for name in files for at, letter in enumerate(name) if letter == "/"}
     for name in sorted(folders & files.keys()):
-        odd.setdefault("it is an object and a folder", []).append(files.pop(name).info.key)
+        both = files.pop(name)
+        if both.size_bytes:
+            odd.setdefault("it is an object and a folder", []).append(both.info.key)
     notes = [
         f"{len(keys):,} {'object' if len(keys) == 1 else 'objects'} left out: {why}, e.g. {keys[0]!r}"
         for why, keys in odd.items()

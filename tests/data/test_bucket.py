@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -295,13 +296,33 @@ def test_broken_annotations_are_named_by_their_address(s3: Bucket, tmp_path: Pat
 
 def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
-    for key in ("train/empty/", f"train/{'x' * 300}.jpg", "train/train-0.jpg/within.jpg", "train/back\\slash.jpg"):
-        s3.store.write(f"some/set/{key.removesuffix('/')}" + ("/marker" if key.endswith("/") else ""), b"")
+    for key in (f"train/{'x' * 300}.jpg", "train/other", "train/other/within.jpg", "train/back\\slash.jpg"):
+        s3.store.write(f"some/set/{key}", b"data")
+    for key in ("some/set/", "some/set/train/", "some/set/empty/"):  # as consoles make them
+        put_folder(s3.place, key)
     index = open_index(s3.data)
     assert len(index) == len(DRAWN)
-    said = "\n".join(index.notes)
-    assert "its name is longer than 255 bytes" in said
-    assert "it is an object and a folder, e.g. 'some/set/train/train-0.jpg'" in said
+    assert index.notes[-3:] == (
+        "1 object left out: its name has a character that no file has, e.g. 'some/set/train/back\\\\slash.jpg'",
+        f"1 object left out: its name is longer than 255 bytes, e.g. 'some/set/train/{'x' * 300}.jpg'",
+        "1 object left out: it is an object and a folder, e.g. 'some/set/train/other'",
+    )
+    assert not (index.root / "some").exists(), "the folder itself is no file in it"
+
+
+def put_folder(place: Place, key: str) -> None:
+    """An object whose name ends in a slash, which no store of ours writes."""
+    url = f"{place.url}/{place.address.removeprefix('s3://')}/{key}"
+    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
+    urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")).close()
+
+
+def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None:
+    filled(s3, tmp_path / "set", WRITE["coco"])
+    put_folder(s3.place, "some/set/train//doubled.jpg")
+    with pytest.raises(StorageError, match="cannot be listed") as raised:
+        open_index(s3.data)
+    assert "some/set/train//doubled.jpg" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["a//b.jpg", "../b.jpg", "/b.jpg", "x" * 256, "a\\b", "nul\0"])
