@@ -39,7 +39,7 @@ AGAIN_S = 30.0
 WHOLE = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
 """Files that are replaced as a whole."""
 WITH_CHECKPOINT = (EVENTS, STEPS, QUARANTINE)
-"""Records of the steps that a checkpoint contains."""
+"""Records of the steps that a checkpoint contains: written with it, unless they are large and not due."""
 
 
 class Uploads:
@@ -164,8 +164,11 @@ class Uploads:
         files = [*self._folder.glob("*.jsonl"), *self._folder.glob("tensorboard/**/*")]
         names = {str(path.relative_to(self._folder)) for path in files if path.is_file()}
         for name in [*sorted(names - {EVENTS}), EVENTS]:  # an end that is written there means that all is there
-            if everything or time.monotonic() >= self._due_s.get(name, 0.0):
+            if everything or self._is_due(name):
                 self._put(name)
+
+    def _is_due(self, name: str) -> bool:
+        return time.monotonic() >= self._due_s.get(name, 0.0)
 
     def _put(self, name: str) -> None:
         """Writes a file unless the bucket has it as it is now."""
@@ -195,7 +198,8 @@ class Uploads:
             for file in (STATE, WEIGHTS):
                 self._write(f"{name}/{file}", folder / file)
             for record in WITH_CHECKPOINT:
-                self._put(record)
+                if self._is_due(record) or (self._folder / record).stat().st_size <= RECORDS_BYTES:
+                    self._put(record)
             if self._lease is not None:
                 self._lease.renew()  # another may have taken it while this was written
             self._write(f"{name}/{MANIFEST}", manifest)

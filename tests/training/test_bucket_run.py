@@ -27,6 +27,7 @@ from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join
 from stoker.training.loop import train
 from stoker.training.recover import Stop
+from stoker.use import load
 from tests.drawn import draw, run_stoker, stoker
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
 from tests.training.test_uploads import LIMIT_S, name_of
@@ -146,6 +147,12 @@ def test_a_stopped_run_goes_on_elsewhere(
     for name in (FINAL, BEST):
         assert content(address, name) == (whole / name).read_bytes(), name
     assert {w.attempt for w in read_lines(result.run, STEPS, StepWindow)} == {1, 2}
+    move("third")
+    for name, weights in ((str(address), BEST), (f"{address}/{FINAL}", FINAL)):
+        model = load(name, device="cpu")
+        assert model.weights.read_bytes() == content(address, weights)
+        assert len(model.predict(str(data / "valid" / "valid-0.jpg"))) == 1
+    assert load(str(address), device="cpu").evaluate().ap is not None
     move("first")
     with pytest.raises(UsageError, match="The run is finished"):
         train(asked, run=str(address))
