@@ -44,8 +44,8 @@ def train(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), or `demo`: pictures that
-        stoker draws itself.
+        Folder or file with labelled pictures (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), also in a bucket (gs://,
+        s3://), or `demo`: pictures that stoker draws itself.
     run
         Folder of the run; default `runs/<data>-<model>-<n>`. With gs://… or s3://… it is kept in a bucket, and any
         machine can continue it.
@@ -129,7 +129,7 @@ def predict(
     run
         Folder of a run, or a .safetensors or .onnx file that stoker saved.
     pictures
-        Files, folders or patterns such as 'shots/*.jpg'.
+        Files, folders or patterns such as 'shots/*.jpg', also in a bucket (gs://, s3://).
     conf
         Least score of a box, 0 … 1.
     iou

@@ -36,7 +36,7 @@ def check(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures, or `demo`.
+        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     format
         How the annotations are written, where stoker's own finding is wrong.
     classes
@@ -100,7 +100,7 @@ def stats(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures, or `demo`.
+        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     format
         How the annotations are written, where stoker's own finding is wrong.
     classes
@@ -171,7 +171,7 @@ def preview(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures, or `demo`.
+        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     out
         The sheet: .jpg, .png or .webp.
     split
@@ -240,7 +240,7 @@ def convert(
     Parameters
     ----------
     data
-        Folder or file with labelled pictures, or `demo`.
+        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     out
         Folder for the new data set; it must not exist, or be empty.
     to

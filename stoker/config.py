@@ -31,7 +31,7 @@ class DataSettings:
     """What is read, and what is done to a picture before the model sees it."""
 
     data: Annotated[str, Parameter(parse=False)] = AUTO
-    """Folder or file of the data set, or `demo`; the command's argument."""
+    """Folder or file of the data set, the address of one, or `demo`; the command's argument."""
     format: Literal["coco", "voc", "yolo", "tfrecord", "csv"] = AUTO
     """How the annotations are written, where stoker's own finding is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
@@ -73,7 +73,7 @@ class ModelSettings:
     model: str = AUTO
     """Architecture; `stoker models` lists them with what each costs and is for."""
     weights: str = AUTO
-    """Where training starts: coco, imagenet (the backbone only), none, or a file."""
+    """Where training starts: coco, imagenet (the backbone only), none, a file, or the address of one."""
     norm: Literal["frozen", "train", "sync"] = AUTO
     """BatchNorm of the backbone: kept as loaded, or trained; sync: over all devices (proved on one: gloo has none)."""
     trainable_stages: int = AUTO

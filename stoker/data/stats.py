@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data import places
+from stoker.data.formats.sizes import REMOTE_THREADS
 from stoker.data.headers import header_of, read_header
 from stoker.data.index import Index
 from stoker.data.shapes import Anchors, Floats, Sides, best_canvas, best_iou, box_sides, recommend
@@ -199,7 +201,8 @@ def _sizes(index: Index, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         except (DataError, OSError):  # counted as unknown; `data check` says what is wrong
             return 0, 0
 
-    with ThreadPoolExecutor(8, "stoker-stats") as pool:  # waiting for the disk, mostly
+    threads = 8 if places.address_of(index.root) is None else REMOTE_THREADS  # they wait, mostly
+    with ThreadPoolExecutor(threads, "stoker-stats") as pool:
         for row, size in zip(silent, pool.map(look, silent), strict=True):
             sizes[row] = size
     return sizes
