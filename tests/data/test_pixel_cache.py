@@ -158,7 +158,10 @@ def test_another_size_or_other_pictures_are_another_file(index: Index, tmp_path:
     text = (tmp_path / "set" / "_annotations.coco.json").read_text()
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
     files.add(file_of(open_index(tmp_path / "set"), FORM))
-    assert len(files) == 6
+    (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace('"width": 200', '"width": 400'))
+    files.add(file_of(open_index(tmp_path / "set"), FORM))
+    assert len(files) == 7
+    (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
     assert file_of(open_index(tmp_path / "set", val_fraction=0.4), FORM) in files
 
 

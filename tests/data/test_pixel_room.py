@@ -1,6 +1,7 @@
 """Whether decoded pictures are kept, where, and what has to go for them."""
 
 import dataclasses
+import fcntl
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,25 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     assert make_room(files[3], 3 * taken) == [files[1]]
     assert files[0].exists()
     assert all(caches[0].get(row) is not None for row in range(12))
+
+
+def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two processes would each fill a file of their own, one of them without a name."""
+    path, lock, removed = tmp_path / "x.pixels", fcntl.flock, list[Path]()
+
+    def flock(handle: int, how: int) -> None:
+        if not removed:
+            path.unlink()
+            removed.append(path)
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    handle = pixel_room.open_file(path)
+    assert removed
+    assert os.path.samestat(os.fstat(handle), path.stat())
+    os.close(handle)
 
 
 def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
