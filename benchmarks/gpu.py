@@ -2,8 +2,9 @@
 
 Unattended, in a limited time: every measurement is a process of its own (gpu_case.py), first all models eager, then
 compiled beside eager, as far as the time goes; the results file is written after each. Peak memory is compared with
-what the fake accelerator of the tests predicts for the same step. `--device cpu` rehearses all of it with tiny shapes;
-its numbers mean nothing.
+what the fake accelerator of the tests predicts for the same step. Between the two: how fast this machine's cores load
+pictures, and training with the loader in the loop (loader.py, end_to_end.py). `--device cpu` rehearses all of it with
+tiny shapes; its numbers mean nothing.
 """
 
 import argparse
@@ -41,24 +42,30 @@ CASES = [
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 of the SXM parts, from NVIDIA's data sheets."""
 MEMORY_GOAL = 0.1
-LIMIT_S = {"eager": 100.0, "compiled": 200.0}
+LIMIT_S = {"eager": 100.0, "compiled": 200.0, "loader": 90.0, "end_to_end": 150.0}
 """Of one process."""
+BESIDE = {"loader": [], "end_to_end": ["--runs", "1"]}
+"""Other scripts that are run here, with their options."""
 GIB = 2**30
 
 
 @dataclasses.dataclass
 class StepReport(Report):
-    """A report with a second table."""
+    """A report with more tables."""
 
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """What takes the device's time: rows of their own in the file."""
+    beside: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Rows of the scripts of BESIDE, and their bars."""
+    beside_bars: list[Bar] = dataclasses.field(default_factory=list)
 
     def show(self) -> None:
-        super().show()
-        print(f"\n{table(self.kernels)}")
+        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.beside_bars]).show()
+        print(f"\n{table(self.kernels)}\n\n{table(self.beside)}")
 
     def write(self, path: Path | None) -> None:
-        Report(self.what, self.n, self.packages, [*self.rows, *self.kernels], self.bars).write(path)
+        rows, bars = [*self.rows, *self.kernels, *self.beside], [*self.bars, *self.beside_bars]
+        Report(self.what, self.n, self.packages, rows, bars).write(path)
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -69,15 +76,14 @@ def run(arguments: argparse.Namespace) -> Report:
         if case.model not in MODELS:
             print(f"{case.model}: not a model of this version, skipped", file=sys.stderr)
     cases = [case for case in wanted if case.model in MODELS]
-    if not cases:
-        raise RuntimeError(f"no such case; there are {', '.join(case.model for case in CASES)}")
+    scripts = [name for name in BESIDE if not arguments.only or name in arguments.only]
+    if not cases and not scripts:
+        raise RuntimeError(f"no such case; there are {', '.join([*(case.model for case in CASES), *BESIDE])}")
     tiny = device.is_cpu or arguments.quick
     if tiny:
         cases = [shrunk(case) for case in cases]
     windows, steps = (2, 1) if tiny else (7, 10)
-    report = StepReport(
-        f"Training steps on {device.name}, random pictures on the device, {cases[0].precision}", windows
-    )
+    report = StepReport(f"Training steps on {device.name}, random pictures on the device, {Case.precision}", windows)
     report.packages = ("torch", "torchvision")
     found: dict[str, dict[str, Any]] = {case.model: {} for case in cases}
     with ThreadPoolExecutor(1) as pool:
@@ -93,6 +99,10 @@ def run(arguments: argparse.Namespace) -> Report:
                 found[case.model] |= measure(asked, how, limit_s)
                 print(f"{case.model}, {how}: {brief(found[case.model], how)}", file=sys.stderr, flush=True)
                 conclude(report, cases, found, predicted, device.name)
+                report.write(arguments.json)
+            for name in scripts if how == "eager" else []:
+                more = ["--device", str(device.torch_device)] if name == "end_to_end" else []
+                add_script(report, name, [*BESIDE[name], *more, *(["--quick"] if tiny else [])], ends)
                 report.write(arguments.json)
         pool.shutdown(cancel_futures=time.monotonic() > ends)
     conclude(report, cases, found, predicted, device.name)
@@ -135,6 +145,28 @@ def measure(asked: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
     for line in lines:
         result |= json.loads(line)
     return result
+
+
+def add_script(report: StepReport, name: str, more: list[str], ends: float) -> None:
+    """Runs another script of this folder and adds its rows and bars, or why there are none."""
+    limit_s = min(LIMIT_S[name], ends - time.monotonic())
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json", str(result), *more]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        process = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
+        try:
+            error = f"exit code {process.returncode}" if process.wait(max(0.0, limit_s)) else None
+        except subprocess.TimeoutExpired:
+            error = f"not done in {limit_s:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            process.wait()
+        if error is None:
+            found = json.loads(result.read_text(encoding="utf-8"))
+            report.beside += found["rows"]
+            report.beside_bars += [Bar(**bar) for bar in found["bars"]]
+        else:
+            report.beside.append({"what": name, "error": error})
 
 
 def brief(found: dict[str, Any], how: str) -> str:
@@ -220,7 +252,7 @@ def row_of(
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
-    made.add_argument("--only", nargs="+", metavar="MODEL", help="these models alone")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or scripts beside, alone")
     made.add_argument("--minutes", type=float, default=9.0, help="measurements that do not fit are left out")
     return made
 

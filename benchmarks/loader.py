@@ -10,6 +10,7 @@ Pillow's antialiased bilinear resize of the same file.
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -20,7 +21,6 @@ import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ SAMPLE_S = 0.02
 MIB = 2**20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """Pictures of one size: how many files, how often a pass goes through them, and what must be reached."""
 
@@ -49,6 +49,10 @@ class Kind:
     """How the detail falls off with its size; the larger, the smoother. Cameras' pixels hold less each where they are
     more."""
     goals: tuple[tuple[str, float], ...]
+
+    def for_workers(self, workers: int) -> "Kind":
+        """The same with longer passes, so that every worker has several batches."""
+        return dataclasses.replace(self, repeats=self.repeats * max(1, workers // 2))
 
 
 KINDS = (
@@ -224,13 +228,14 @@ def run(arguments: argparse.Namespace) -> Report:
         n, ("stoker", "simplejpeg", "opencv-python-headless", "torch", "torchvision", "pillow"),
     )  # fmt: skip
     for kind in kinds:
-        found = measure(kind, n, arguments.workers, present)
+        found = measure(kind.for_workers(arguments.workers), n, arguments.workers, present)
         add(report, kind, found, absent)
     return report
 
 
 def shrunk(kind: Kind) -> Kind:
-    return Kind(kind.name, kind.size, 32 if kind.files > 32 else 4, 1 if kind.files > 32 else 4, kind.roll, kind.goals)
+    files = min(kind.files, 32) // 2
+    return dataclasses.replace(kind, files=files, repeats=max(1, BATCH // files))
 
 
 def add(report: Report, kind: Kind, found: dict[str, dict[str, Any]], absent: dict[str, str]) -> None:

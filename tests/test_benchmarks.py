@@ -14,10 +14,10 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-def quick(script: str, result: Path, *arguments: str) -> dict[str, Any]:
+def quick(script: str, result: Path, *arguments: str, **variables: str) -> dict[str, Any]:
     """The results file of a quick run."""
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--json", str(result), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     content: dict[str, Any] = json.loads(result.read_text())
@@ -47,6 +47,31 @@ def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loaders_are_measured_on_the_same_pictures_and_absent_ones_said(tmp_path: Path) -> None:
+    absent = str(tmp_path / "nowhere" / "python")
+    content = quick("loader", tmp_path / "result.json", STOKER_PEERS_PYTHON=absent)
+    rows = {row["what"].rpartition(": ")[2]: row for row in content["rows"] if row["what"].startswith("4,000")}
+    assert all("make peers" in rows[name]["n/a"] for name in ("WebDataset, tensor resize", "tf.data", "SPDL"))
+    assert str(tmp_path) not in json.dumps(content["rows"])
+    # Not bought by bad pixels: Pillow's own filters are 0.3 to 0.5 of 255 levels from each other.
+    assert rows["stoker"]["apart"] < 0.5
+    assert rows["DataLoader, tensor resize"]["apart"] < 0.01
+    assert all(row["peak MiB"] > 0 for row in rows.values() if "n/a" not in row)
+    # Of each size the speed beside one DataLoader, and the memory beside both.
+    assert len(content["bars"]) == 2 + 2 * 2
+
+
+@pytest.mark.slow
+def test_training_is_measured_with_its_loader_and_without(tmp_path: Path) -> None:
+    content = quick("end_to_end", tmp_path / "result.json", "--device", "cpu")
+    rows = {row["what"]: row for row in content["rows"]}
+    assert rows["real loader"]["input_wait, share"] > rows["ready batch"]["input_wait, share"] >= 0
+    for name in ("real loader", "ready batch"):
+        assert 0.5 < rows[name]["compute, share of the time"] <= 1
+    assert content["bars"] == []
+
+
+@pytest.mark.slow
 def test_the_quality_benchmark_names_no_place_and_measures_nothing_twice(tmp_path: Path, real_data: Path) -> None:
     result = tmp_path / "result.json"
     first = quick("quality", result, "--only", "theirs", "--shared", str(real_data))
@@ -68,6 +93,12 @@ def test_the_benchmark_of_a_gpu_can_be_rehearsed(tmp_path: Path) -> None:
     assert row["compiled img/s"] > 0
     assert row["predicted GiB"] > 0
     assert sum(kernel["share"] for kernel in kernels) > 1  # eager's and the compiled step's
+
+
+@pytest.mark.slow
+def test_other_scripts_are_part_of_the_benchmark_of_a_gpu(tmp_path: Path) -> None:
+    content = quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "end_to_end")
+    assert [row["what"] for row in content["rows"][:2]] == ["real loader", "ready batch"]
 
 
 @pytest.fixture
