@@ -52,8 +52,6 @@ def wanted(listing: Iterable["ObjectInfo"], address: Address) -> tuple[dict[str,
     prefix = f"{address.key}/" if address.key else ""
     for info in listing:
         name = info.key.removeprefix(prefix)
-        if not name or name.endswith("/") or info.key == address.key:
-            continue  # what consoles make for an empty folder; obstore lists it without its slash
         if (why := complaint(name)) is not None:
             odd.setdefault(why, []).append(info.key)
         else:
@@ -61,7 +59,7 @@ def wanted(listing: Iterable["ObjectInfo"], address: Address) -> tuple[dict[str,
     folders = {name[:at] for name in files for at, letter in enumerate(name) if letter == "/"}
     for name in sorted(folders & files.keys()):
         both = files.pop(name)
-        if both.size_bytes:
+        if both.size_bytes:  # else what consoles make for a folder; it is listed without its slash
             odd.setdefault("it is an object and a folder", []).append(both.info.key)
     notes = [
         f"{len(keys):,} {'object' if len(keys) == 1 else 'objects'} left out: {why}, e.g. {keys[0]!r}"
