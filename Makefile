@@ -41,13 +41,17 @@ check: setup
 	$(BIN)/mypy tests/api_usage.py
 	$(BIN)/lint-imports
 
-bench: setup
+bench: setup  ## about 12 minutes; beside what `make peers` has installed, else n/a
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
 	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
 	$(BIN)/python benchmarks/evaluate.py --json benchmarks/results/evaluate-cpu.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
+	$(BIN)/python benchmarks/loader.py --json benchmarks/results/loader-cpu.json
+	$(BIN)/python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-cpu.json
+	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
+	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
 
 bench-gpu:  ## under 10 minutes; takes the machine's own Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
