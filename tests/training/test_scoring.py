@@ -18,6 +18,7 @@ from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, Event, 
 from stoker.training import loop, scoring
 from stoker.training.loop import train
 from tests.drawn import draw
+from tests.training.test_run import with_ap
 
 
 def settings(data: Path, **changes: object) -> Config:
@@ -115,18 +116,19 @@ def assert_same(one: Path, two: Path) -> None:
     assert decided(one) == decided(two)
 
 
-@pytest.mark.parametrize("patience", [0, 2])
-def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: Path, patience: int):
-    """Every second evaluation comes with a checkpoint after it, every one could stop the run at its patience's end."""
+@pytest.mark.parametrize(("patience", "steps"), [(0, 16), (2, 9)])
+def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: Path, patience: int, steps: int):
+    """The first evaluation, at step 3, is the best; at 9 patience ends the run, with the second one after it."""
     ends = []
     for name, when in (("late", as_late_as_possible), ("early", as_early_as_possible)):
         with pytest.MonkeyPatch.context() as patch:
+            with_ap(patch, 0.2)
             when(patch)
             asked = settings(
                 data, eval_every="3", checkpoint_every="6", patience=patience, rate=1e-9, warmup=0, ema=0.0
             )
             ends.append(train(asked, run=str(tmp_path / name)))
-    assert ends[0].steps == ends[1].steps
+    assert [end.steps for end in ends] == [steps, steps]
     assert_same(ends[0].run, ends[1].run)
 
 
@@ -155,9 +157,9 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
             train(settings(data), run=str(tmp_path / "run"))
-    assert scores(tmp_path / "run") == {}
     gate.opened.set()  # nobody listens to that score any more
     wait_for_scorers()
+    assert scores(tmp_path / "run") == {}
     assert not (tmp_path / "run" / BEST).exists()
     assert decided(tmp_path / "run")["step-00000007"]["unscored"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
