@@ -31,7 +31,7 @@ from stoker.models.detections import Finder
 from stoker.models.saved import Card
 from stoker.storage.address import expand, is_address, parse
 from stoker.tiles import Tiling, is_cut, merge
-from stoker.windows import Source, Window, batches, read_picture, windows_of
+from stoker.windows import Source, Window, batches, read_picture, threads_for, windows_of
 
 WRITTEN = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Endings that a result may have; a picture of another one gets `.jpg` behind it."""
@@ -120,7 +120,9 @@ def predict_pictures(
     issued: deque[list[Window]] = deque()
     parts = detect_batches(
         model,
-        batches(windows_of(sources, tiling), issued, device, canvas, resize, batch),
+        batches(
+            windows_of(sources, tiling), issued, device, canvas, resize, batch, threads=threads_for(sources, batch)
+        ),
         device,
         precision=precision,
         score_threshold=score_threshold,

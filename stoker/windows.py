@@ -121,9 +121,9 @@ def _tiles(picture: Picture, tiling: Tiling) -> list[Region]:
 
 def batches(
     windows: Iterator[Window], issued: deque[list[Window]], device: Device, canvas: tuple[int, int], resize: str,
-    batch: int,
+    batch: int, *, threads: int,
 ) -> Iterator[Batch]:  # fmt: skip
-    """Batches on the device, `AHEAD` of them being decoded in threads; the last one is filled up.
+    """Batches on the device, `AHEAD` of them being read and decoded in threads; the last one is filled up.
 
     The windows of each batch are appended to `issued` when it is handed out. What cannot be read has image_id -1.
     """
@@ -144,7 +144,7 @@ def batches(
         ready.block_device()
         return as_batch(tensors)
 
-    with ThreadPoolExecutor(host_cores(), "stoker-predict") as pool:
+    with ThreadPoolExecutor(threads, "stoker-predict") as pool:
         while some := list(islice(windows, batch)):
             slot = Slot(device, batch, canvas, 1)
             begun.append((slot, some, [pool.submit(_read, slot, k, one, resize) for k, one in enumerate(some)]))
@@ -152,6 +152,12 @@ def batches(
                 yield finish(*begun.popleft())
         while begun:
             yield finish(*begun.popleft())
+
+
+def threads_for(sources: Sequence[Source], batch: int) -> int:
+    """A thread a core; for pictures in a bucket, which are mostly waited for, one for each that is under way."""
+    in_bucket = any(isinstance(source, Path) and places.address_of(source) is not None for source in sources)
+    return max(host_cores(), (AHEAD + 1) * batch if in_bucket else 0)
 
 
 def _read(slot: Slot, k: int, window: Window, resize: str) -> None:

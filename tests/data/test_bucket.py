@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from stoker.data import mirror
 from stoker.data.bucket import held, home_of, place_of
@@ -20,7 +23,7 @@ from stoker.data.check import check
 from stoker.data.find import endings_of_files
 from stoker.data.headers import HEAD_BYTES, read_header
 from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.places import FIRST_BYTES
+from stoker.data.places import FIRST_BYTES, MOST_RANGES
 from stoker.errors import ConfigError, DataError, StokerError, StorageError
 from stoker.storage.address import parse
 from stoker.storage.store import Store, open_store
@@ -443,3 +446,29 @@ def test_a_stopped_server_says_who_and_what(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(StokerError) as raised:
         place_of(parse(f"{place.address}/a.json"), endings_of_files())
     assert place.address in str(raised.value)
+
+
+@pytest.mark.parametrize("chunk", [2_000, 10**9])
+def test_headers_of_other_formats(s3: Bucket, tmp_path: Path, chunk: int) -> None:
+    """What stands behind the pixels (EXIF of a PNG, the tags of a TIFF) is looked for there, at most a few times."""
+    folder = tmp_path / "set"
+    WRITE["coco"](folder, DRAWN)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 150, 3), np.uint8))
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    pixels = zlib.compress(np.random.default_rng(1).bytes(90_000))
+    parts = [pixels[at : at + chunk] for at in range(0, len(pixels), chunk)]
+    content = [b"IHDR" + struct.pack(">IIBBBBB", 150, 200, 8, 2, 0, 0, 0), *(b"IDAT" + part for part in parts),
+               b"eXIf" + orientation.tobytes()[6:], b"IEND"]  # fmt: skip
+    chunks = (struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in content)
+    (folder / "train" / "train-0.jpg").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    noise.save(folder / "train" / "train-1.jpg", "TIFF", exif=orientation)
+    noise.save(folder / "train" / "train-2.jpg", "WEBP", exif=orientation, lossless=True)
+    s3.put(folder)
+    index = open_index(s3.data)
+    for row, kind in enumerate(("png", "tiff", "webp")):
+        s3.got()
+        expected = read_header(folder / "train" / f"train-{row}.jpg")
+        assert read_header(index.path(row)) == expected
+        assert (expected.kind, expected.orientation, expected.size) == (kind, 6, (150, 200))
+        assert len(s3.got()) <= MOST_RANGES + 2
