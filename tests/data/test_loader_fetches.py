@@ -10,7 +10,10 @@ import pytest
 
 from stoker.data.ahead import positions
 from stoker.errors import DataError, ObjectMissing, StorageError
+from stoker.storage.address import parse
+from stoker.storage.store import open_store
 from tests.data.test_loader import Pictures, assert_same, ids, make, stream, take
+from tests.storage.servers import Conditions, apply, google_server
 
 
 class Bucket(Pictures):
@@ -211,3 +214,50 @@ def test_a_loader_set_back_fetches_from_there_on(bucket):
 def test_positions_of_a_rank():
     stream = positions(12, 2, 6)
     assert [next(stream) for _ in range(6)] == [12, 13, 18, 19, 24, 25]
+
+
+class Stored(Pictures):
+    """Pictures that lie in a bucket of a real server."""
+
+    store = None
+
+    def remote(self, row):
+        return self.store, self.path(row).name, 0, None
+
+    def read(self, row):
+        return self.store.read(self.path(row).name)
+
+
+def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
+    """One in ten requests fails in some way; one object is not there at all; then the permission is lost."""
+    index = Stored(tmp_path, 13)
+    files = Pictures(tmp_path, 13)
+    files.path(4).unlink()
+    with google_server() as server:
+        place = server.bucket()
+        apply(monkeypatch, place.environment)
+        good = open_store(parse(place.address))
+        for path in tmp_path.iterdir():
+            good.write(path.name, path.read_bytes())
+        faults = {"503": 0.04, "429": 0.02, "reset": 0.02, "truncate": 0.02}
+        with place.through(Conditions(latency_s=0.01, faults=faults)) as (worse, proxy):
+            apply(monkeypatch, worse.environment)
+            index.store = open_store(parse(worse.address))
+            told = []
+            with make(index, on_quarantine=told.append) as loader:
+                found = take(loader, 20)
+                stats = loader.stats()
+            assert_same(found, stream(files, 20))
+            assert [one.row for one in told] == [4]
+            assert stats.fetch.pictures >= 80
+            assert stats.fetch.bytes >= 80 * 0.8 * min(path.stat().st_size for path in tmp_path.iterdir())
+            assert stats.fetch.seconds > 80 * 0.01
+            assert stats.read_s < stats.fetch.seconds / 2  # almost all came by itself
+            assert len(proxy.seen) > 80
+        server.objects.denied.add("GET")
+        index.store = good
+        told.clear()
+        with make(index, on_quarantine=told.append) as loader, pytest.raises(StorageError) as caught:
+            next(loader)
+        assert "storage.objects.get" in str(caught.value)
+        assert not told

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.measure.ledger import SAYABLE, Account, Ledger
-from stoker.records import PHASES
+from stoker.records import INPUT_STAGES, PHASES
 
 
 class World:
@@ -441,3 +441,73 @@ def test_no_clock_of_the_device_makes_time_negative_or_lost(program: list[tuple]
         assert math.isclose(sum(account.phases.values()), account.wall_s, rel_tol=1e-9, abs_tol=1e-9)
     assert at_s == world.now_s
     assert sum(account.steps for account in accounts) == len(oracle.ended)
+
+
+# --- what a wait was made of ----------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_split_and_what_the_device_computed_meanwhile_is_in_no_part() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.compute():
+        world.host(1)
+        world.device(3)
+    with ledger.phase("input_wait"):
+        world.host(9)
+        ledger.split([(2, "queue"), (6, "fetch"), (9, "decode")])
+    with ledger.phase("eval"):
+        world.host(1)
+    account = ledger.finish()
+    assert account is not None
+    assert account.phases == {"compute": 4, "input_wait": 6, "eval": 1}
+    assert account.input == {"fetch": 2, "decode": 3, "queue": 1}  # the last second: what no part covers
+
+
+def test_a_wait_that_nobody_splits_is_queue() -> None:
+    world = World()
+    ledger = world.ledger(devices=2)
+    with ledger.phase("input_wait"):
+        world.host(3)
+    account = ledger.finish()
+    assert account is not None
+    assert account.input == {"queue": 6}
+
+
+def test_only_a_wait_for_input_has_stages() -> None:
+    ledger = World().ledger()
+    with ledger.phase("eval"), pytest.raises(RuntimeError, match="belongs into the phase input_wait"):
+        ledger.split([(1.0, "fetch")])
+    with ledger.phase("input_wait"), pytest.raises(ValueError, match="is not a stage"):
+        ledger.split([(1.0, "coffee")])
+
+
+parts = st.lists(st.tuples(st.floats(0, 3), st.sampled_from(INPUT_STAGES)), max_size=6)
+waits = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 5), parts, st.booleans()), max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(waits, st.integers(1, 3))
+def test_the_stages_add_up_to_the_wait_to_the_last_bit(course: list[tuple], devices: int) -> None:
+    """course: what the host issues, what the device works on, how long the thread waits, on what, and a window."""
+    world = World()
+    ledger = world.ledger(devices=devices)
+    accounts = []
+    for issues_s, works_s, waits_s, made_of, closes in course:
+        with ledger.compute():
+            world.host(issues_s)
+            world.device(works_s)
+        with ledger.phase("input_wait"):
+            began_s = world.now()
+            world.host(waits_s)
+            ends = [(began_s + sum(took_s for took_s, _ in made_of[: n + 1]), s) for n, (_, s) in enumerate(made_of)]
+            ledger.split(ends)
+        if closes:
+            accounts.append(ledger.window(0.0))
+    world.host(10)
+    accounts.append(ledger.finish())
+    for account in accounts:
+        if account is not None:
+            assert sum(account.input.values()) == account.phases.get("input_wait", 0)
+            assert min(account.input.values(), default=0) >= 0
+            assert set(account.input) <= set(INPUT_STAGES)
+            assert sum(account.phases.values()) == pytest.approx(account.wall_s * devices)
