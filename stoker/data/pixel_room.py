@@ -178,7 +178,7 @@ def open_cache(
         return PixelCache(index, form, None)
     for removed in make_room(path, wanted):
         say("note", f"decoded pictures of another data set or size are removed to make room: {removed.name}")
-    room = _limit(path.parent) - sum(_taken(other) for other in _others(path))
+    room = max(0, _limit(path.parent) - sum(_taken(other) for other in _others(path)))
     if room < wanted:
         say("note", f"decoded pictures: the {_gb(room)} of disk that they may take keep a part of {_gb(wanted)}")
     reserve = min(MOST_RESERVE, int(shutil.disk_usage(path.parent).total * RESERVE_SHARE))
