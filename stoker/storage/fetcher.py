@@ -8,7 +8,6 @@ that is forgotten is collected and its thread ends, as it does at the interprete
 import asyncio
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -61,7 +60,7 @@ class Fetcher:
 
     def note(self, demand_per_s: float, starved: bool) -> None:
         """What the consumer takes, in objects a second, and whether it has waited for one since the last note."""
-        self._engine.depth.note(demand_per_s, starved, time.monotonic())
+        self._engine.note(demand_per_s, starved)
 
     @property
     def ahead(self) -> int:
@@ -97,7 +96,7 @@ class _Read:
 
 
 class _Engine:
-    """All but `give`, `affordable`, `stats` and `end` runs on the loop's thread."""
+    """All but `give`, `note`, `affordable`, `stats` and `end` runs on the loop's thread."""
 
     def __init__(self, limit: int, budget_bytes: int, hedge: bool) -> None:
         self.depth = Depth(limit)
@@ -128,6 +127,11 @@ class _Engine:
                 return
             self._woken = True  # one wake-up for all that come until the loop looks
             self._loop.call_soon_threadsafe(self._take)
+
+    def note(self, demand_per_s: float, starved: bool) -> None:
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(lambda: self.depth.note(demand_per_s, starved, self._loop.time()))
 
     def affordable(self) -> int:
         """Objects of the usual size that the memory budget holds."""

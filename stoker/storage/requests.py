@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from stoker.errors import ConfigError
 from stoker.storage.failures import Failure
 
-BASE_S, CAP_S = 0.2, 20.0
+BASE_S, CAP_S = 0.1, 20.0
 """The n-th wait is uniform between 0 and min(CAP_S, BASE_S · 2ⁿ)."""
 BUDGET_SHARE = 0.1
 """Retries per request, in the long run."""

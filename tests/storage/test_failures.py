@@ -1,0 +1,196 @@
+"""Each error as the user sees it: bucket, object, who we are, what is missing, what to do."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from stoker.errors import Conflict, ObjectMissing, StorageError
+from stoker.storage.address import parse
+from stoker.storage.failures import Failure, explain
+from stoker.storage.identity import Identity
+from stoker.storage.requests import Limits
+from stoker.storage.store import Store
+from tests.storage.servers import ALONE, KEYS, Server, apply
+
+
+@contextlib.contextmanager
+def refusing(status: int, body: str, headers: dict[str, str] | None = None) -> Iterator[str]:
+    """A server that answers all alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            data = b"" if self.command == "HEAD" else body.encode()
+            self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        do_HEAD = do_DELETE = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False  # obstore keeps its connections
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def error(code: str, message: str = "", details: str = "") -> str:
+    said = f"<Message>{message}</Message>" + (f"<Details>{details}</Details>" if details else "")
+    return f"<Error><Code>{code}</Code>{said}</Error>"
+
+
+def read(store: Store) -> None:
+    store.read("train/1.jpg")
+
+
+def listing(store: Store) -> None:
+    list(store.list("train"))
+
+
+def write(store: Store) -> None:
+    store.write("train/1.jpg", b"x")
+
+
+S3: list[tuple[str, int, str, Callable[[Store], None], str]] = [
+    ("read", 403, error("AccessDenied", "Access Denied"), read, """The bucket bucket does not let this be read.
+  where:  s3://bucket/train/1.jpg
+  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:GetObject; without s3:ListBucket an object \
+that does not exist is refused in the same words; the store says: 403 AccessDenied, Access Denied
+  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:GetObject", "Resource": \
+"arn:aws:s3:::bucket/*"}"""),
+    ("list", 403, error("AccessDenied", "Access Denied"), listing, """The bucket bucket does not let this be listed.
+  where:  s3://bucket/train
+  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:ListBucket; the store says: 403 \
+AccessDenied, Access Denied
+  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": \
+"arn:aws:s3:::bucket"}"""),
+    ("write", 403, error("AccessDenied", "Access Denied"), write, """The bucket bucket does not let this be written.
+  where:  s3://bucket/train/1.jpg
+  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:PutObject; the store says: 403 \
+AccessDenied, Access Denied
+  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:PutObject", "Resource": \
+"arn:aws:s3:::bucket/*"}"""),
+    ("clock", 403, error("RequestTimeTooSkewed", "The difference is too large."), read,
+     """This machine's clock is wrong: the store takes no signature of another hour.
+  where:  s3://bucket/train/1.jpg
+  why:    the store says: 403 RequestTimeTooSkewed, The difference is too large.
+  fix:    Set it: sudo chronyc makestep, or timedatectl set-ntp true"""),
+    ("expired", 400, error("ExpiredToken", "The provided token has expired."), read,
+     """The bucket bucket does not take our credentials.
+  where:  s3://bucket/train/1.jpg
+  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID); the store says: 400 ExpiredToken, The provided token has \
+expired.
+  fix:    AWS_PROFILE=NAME (aws configure list-profiles), or AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…"""),
+    ("region", 400, error("AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'eu-west-1'"),
+     read, """The bucket bucket is in another region than was asked.
+  where:  s3://bucket/train/1.jpg
+  why:    it is in eu-west-1; the store says: 400 AuthorizationHeaderMalformed, the region 'us-east-1' is wrong; \
+expecting 'eu-west-1'
+  fix:    export AWS_REGION=eu-west-1"""),
+    ("bucket", 404, error("NoSuchBucket", "The specified bucket does not exist"), read,
+     """There is no bucket bucket.
+  where:  s3://bucket/train/1.jpg
+  why:    the store says: 404 NoSuchBucket, The specified bucket does not exist; we are access key AKIA…MPLE \
+(AWS_ACCESS_KEY_ID)
+  fix:    Mend the name, or make it: aws s3 mb s3://bucket"""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "body", "action", "message"), [case[1:] for case in S3], ids=[c[0] for c in S3])
+def test_s3(
+    status: int, body: str, action: Callable[[Store], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refusing(status, body) as url:
+        apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+        with pytest.raises(StorageError) as caught:
+            action(Store(parse("s3://bucket")))
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 3
+
+
+def test_a_redirect_without_a_place_is_asked_for_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing(301, error("PermanentRedirect"), {"x-amz-bucket-region": "eu-north-1"}) as url:
+        apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+        with pytest.raises(StorageError, match="another region") as caught:
+            read(Store(parse("s3://bucket")))
+    assert caught.value.fix == "export AWS_REGION=eu-north-1"
+
+
+def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = google.bucket()
+    apply(monkeypatch, place.environment)
+    monkeypatch.setattr(google.objects, "denied", {"GET"})
+    store = Store(parse(place.address))
+    with pytest.raises(StorageError) as caught:
+        read(store)
+    assert str(caught.value) == (
+        f"""The bucket {store.address.bucket} does not let this be read.
+  where:  {place.address}/train/1.jpg
+  why:    we are anonymous (STORAGE_EMULATOR_HOST={google.url}), which lacks storage.objects.get; the store says: \
+403 AccessDenied, Access denied.; somebody@example.org does not have access to the Google Cloud Storage object.
+  fix:    gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE"""
+    )
+    google.objects.denied = set()
+    with pytest.raises(StorageError, match=r"no bucket nobodys"):
+        Store(parse("gs://nobodys")).read("x")
+    with pytest.raises(StorageError, match=r"no bucket nobodys"):
+        Store(parse("gs://nobodys")).stat("x")
+
+
+def test_google_grants_to_the_account_that_asked() -> None:
+    account = "train@project.iam.gserviceaccount.com"
+    told = explain(
+        Failure("denied", "403 AccessDenied", "Access denied.", status=403),
+        address=parse("gs://bucket/run/1"),
+        identity=Identity(f"service account {account}", member=f"serviceAccount:{account}"),
+        action="write",
+        tried="",
+    )
+    assert told.fix == (
+        f"gcloud storage buckets add-iam-policy-binding gs://bucket --member=serviceAccount:{account} "
+        "--role=roles/storage.objectUser"
+    )
+
+
+def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = s3.bucket()
+    apply(monkeypatch, place.environment)
+    store = Store(parse(place.address))
+    with pytest.raises(ObjectMissing) as missing:
+        read(store)
+    assert missing.value.what == "There is no object 1.jpg."
+    assert missing.value.fix == f"See what there is: aws s3 ls {place.address}/train/"
+    write(store)
+    with pytest.raises(Conflict) as conflict:
+        store.write("train/1.jpg", b"y", if_absent=True)
+    assert conflict.value.place == f"{place.address}/train/1.jpg"
+    with pytest.raises(StorageError) as short:
+        store.read("train/1.jpg", start=0, length=5)
+    assert "it has 1 bytes, those from 0 to 5 were asked for" in str(short.value)
+
+
+def test_an_endpoint_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing(200, "") as url:
+        pass  # nobody listens there now
+    apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+    store = Store(parse("s3://bucket"), limits=Limits(total_s=6.0))
+    with pytest.raises(StorageError, match=r"tried \d+ times in [01] s: \d+ × no connection"):
+        read(store)

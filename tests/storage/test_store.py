@@ -1,0 +1,245 @@
+"""Reading, listing and writing on real servers; every fault of a network is mended, and none is returned as data."""
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
+from stoker.storage import clients
+from stoker.storage.address import parse
+from stoker.storage.requests import Limits
+from stoker.storage.store import Store, open_store
+from tests.storage.object_server import Stored
+from tests.storage.proxy import Fault
+from tests.storage.servers import ALONE, Conditions, Place, Server, apply
+
+KEYS = ("a/b.jpg", "a b#c?.jpg", "ä/ö.jpg", "a%20b.jpg", "a*b~[x]&+=.jpg", "a\\b")
+
+
+@pytest.fixture(params=["s3", "google"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    server: Server = request.getfixturevalue(request.param)
+    place = server.bucket()
+    apply(monkeypatch, place.environment)
+    return place
+
+
+@pytest.fixture
+def store(place: Place) -> Store:
+    return open_store(parse(place.address))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_is_written_is_read(store: Store, key: str) -> None:
+    written = store.write(key, b"hello")
+    seen = store.stat(key)
+    assert seen is not None
+    assert (seen.key, seen.size_bytes, seen.etag) == (key, 5, written.etag)
+    assert [info.key for info in store.list()] == [key]
+    assert store.read(key) == b"hello"
+    assert store.read(key, start=1) == b"ello"
+    assert store.read(key, start=1, length=3) == b"ell"
+    assert store.read(key, length=0) == b""
+    store.delete(key)
+    store.delete(key)
+    assert store.stat(key) is None
+    with pytest.raises(ObjectMissing):
+        store.read(key)
+
+
+def test_a_list_is_of_a_folder_and_in_order(store: Store) -> None:
+    for key in ("data/b", "data/a", "data/a/c", "database", "other"):
+        store.write(key, key.encode())
+    assert [info.key for info in store.list("data")] == ["data/a", "data/a/c", "data/b"]
+    assert [info.size_bytes for info in store.list("data/a")] == [8]
+    assert list(store.list("nothing")) == []
+
+
+def test_marks_of_folders_are_no_objects(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = google.bucket()
+    apply(monkeypatch, place.environment)
+    bucket = parse(place.address).bucket
+    for key in ("data/", "data/in/", "data/in/x", "data/y", "empty"):
+        google.objects.put(bucket, key, b"" if key.endswith(("/", "empty")) else b"1")
+    store = open_store(parse(place.address))
+    assert [info.key for info in store.list()] == ["data/in/x", "data/y", "empty"]
+
+
+def test_a_list_of_many_pages_is_whole(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = google.bucket()
+    apply(monkeypatch, place.environment)
+    keys = [f"k{number:04}" for number in range(1200)]
+    for key in keys:
+        google.objects.put(parse(place.address).bucket, key, b"1")
+    monkeypatch.setattr(google.objects, "page", 100)
+    faults = Conditions(faults={"503": 0.1, "reset": 0.1}, seed=1)
+    with place.through(faults) as (worse, proxy):
+        apply(monkeypatch, worse.environment)
+        assert [info.key for info in open_store(parse(place.address)).list()] == keys
+        assert {seen.fault for seen in proxy.seen} == {None, "503", "reset"}
+
+
+def test_a_condition_that_is_lost_is_a_conflict(store: Store) -> None:
+    first = store.write("claim", b"1", if_absent=True)
+    with pytest.raises(Conflict):
+        store.write("claim", b"2", if_absent=True)
+    second = store.write("claim", b"2", if_match=first.etag)
+    with pytest.raises(Conflict):
+        store.write("claim", b"3", if_match=first.etag)
+    assert store.read("claim") == b"2"
+    assert store.write("claim", b"4", if_match=second.etag).etag != second.etag
+
+
+def test_of_many_that_claim_one_wins(store: Store) -> None:
+    lost = []
+
+    def claim(number: int) -> None:
+        try:
+            store.write("claim", b"%d" % number, if_absent=True)
+        except Conflict:
+            lost.append(number)
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = set(range(8)) - set(lost)
+    assert store.read("claim") == b"%d" % winner
+
+
+def test_a_large_file_goes_in_parts(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(random.Random(0).randbytes(2 * clients.PART_BYTES + 1))
+    assert store.write("large", file).size_bytes == file.stat().st_size
+    assert store.read("large") == file.read_bytes()
+    small = tmp_path / "small"
+    small.write_bytes(b"small")
+    store.write("small", small, if_absent=True)
+    assert store.read("small") == b"small"
+
+
+def test_every_fault_is_mended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: tuple[Fault, ...] = ("503", "429", "500", "reset", "truncate", "lose")
+    data = {f"k{number}": random.Random(number).randbytes(2000) for number in range(14)}
+
+    def fault(number: int, *_: str) -> Fault | None:
+        return faults[number // 4 % len(faults)] if number % 4 == 3 else None
+
+    with place.through(Conditions(plan=fault)) as (worse, proxy):
+        apply(monkeypatch, worse.environment)
+        store = open_store(parse(place.address))
+        for key, content in data.items():
+            store.write(key, content, if_absent=True)
+        assert {key: store.read(key) for key in data} == data
+        assert {key: store.read(key, start=7, length=9) for key in data} == {key: d[7:16] for key, d in data.items()}
+        assert {seen.fault for seen in proxy.seen} == {None, *faults}
+        assert store.counts.retries == sum(store.counts.failures.values()) - store.counts.failures.get(
+            "412 PreconditionFailed", 0
+        )
+
+
+def test_a_hang_is_cut(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(parse(place.address)).write("k", b"data")
+    hang_once = Conditions(plan=lambda number, *_: "hang" if number == 0 else None)
+    with place.through(hang_once) as (worse, proxy):
+        apply(monkeypatch, worse.environment)
+        store = Store(parse(place.address), limits=Limits(total_s=4.0))
+        assert store.read("k") == b"data"
+        assert [seen.fault for seen in proxy.seen] == ["hang", None]
+        assert store.counts.failures == {"timeout": 1}
+
+
+def test_refusals_are_not_repeated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.through(Conditions(plan=lambda *_: "400")) as (worse, proxy):
+        apply(monkeypatch, worse.environment)
+        with pytest.raises(StorageError, match="cannot be read"):
+            open_store(parse(place.address)).read("k")
+        assert len(proxy.seen) == 1
+
+
+def test_a_store_that_stays_down_ends_with_what_was_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.through(Conditions(plan=lambda *_: "503")) as (worse, proxy):
+        apply(monkeypatch, worse.environment)
+        store = Store(parse(place.address), limits=Limits(total_s=1.0))
+        with pytest.raises(StorageError) as caught:
+            store.read("k")
+        assert f"tried {len(proxy.seen)} times in " in str(caught.value)
+        assert f"{len(proxy.seen)} × 503 SlowDown" in str(caught.value)
+        assert store.counts.requests == len(proxy.seen) == store.counts.retries + 1 > 1
+
+
+def test_two_reads_that_agree_are_believed_against_the_etag(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of objects under KMS keys, whose ETag looks like an MD5 and is none."""
+    store.write("k", b"data")
+    monkeypatch.setattr("stoker.storage.store._hash_differs", lambda *_: True)
+    assert store.read("k") == b"data"
+    assert store.counts.failures == {}
+
+
+def test_bytes_that_changed_on_the_way_are_read_again(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = google.bucket()
+    apply(monkeypatch, place.environment)
+    bucket = parse(place.address).bucket
+    right = google.objects.put(bucket, "k", b"right")
+
+    class WrongOnce(Stored):
+        """Is sent under the right ETag, and makes room for the right one."""
+
+        @property
+        def etag(self) -> str:
+            google.objects.buckets[bucket]["k"] = right
+            return right.etag
+
+    google.objects.buckets[bucket]["k"] = WrongOnce(b"wrong", right.generation, right.modified_s)
+    store = open_store(parse(place.address))
+    assert store.read("k") == b"right"
+    assert store.counts.failures == {"damaged body": 1}
+
+
+def test_sixteen_threads_read_at_once(store: Store) -> None:
+    data = {f"k{number}": random.Random(number).randbytes(5000) for number in range(16)}
+    for key, content in data.items():
+        store.write(key, content)
+    wrong: list[str] = []
+    gate = threading.Barrier(16)
+
+    def read(key: str) -> None:
+        gate.wait()
+        if any(store.read(key) != data[key] for _ in range(5)):
+            wrong.append(key)
+
+    threads = [threading.Thread(target=read, args=(key,)) for key in data]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert store.counts.read_bytes == 16 * 5 * 5000
+
+
+def test_one_store_a_bucket_while_the_environment_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = parse(place.address)
+    assert open_store(address) is open_store(address.child("x"))
+    first = open_store(address)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert open_store(address) is not first
+
+
+def test_a_web_server_can_be_read(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = web.bucket()
+    apply(monkeypatch, ALONE)
+    web.objects.put("", "a b/c.txt", b"0123456789")
+    store = open_store(parse(place.address))
+    assert store.read("a b/c.txt") == b"0123456789"
+    assert store.read("a b/c.txt", start=3, length=4) == b"3456"
+    seen = store.stat("a b/c.txt")
+    assert seen is not None
+    assert seen.size_bytes == 10
+    assert store.stat("absent") is None
+    for attempt in (lambda: list(store.list()), lambda: store.write("x", b"1"), lambda: store.delete("x")):
+        with pytest.raises(Unsupported):
+            attempt()
