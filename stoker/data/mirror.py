@@ -23,7 +23,7 @@ from stoker.storage.address import Address
 if TYPE_CHECKING:
     from stoker.storage.store import ObjectInfo, Store
 
-THREADS = 32
+THREADS = 64
 """Annotation files that are copied at a time: what is waited for is the store's answer, 10 … 100 ms of each."""
 LARGE_BYTES, THREADS_OF_LARGE = 8 << 20, 4
 """Files above this size come in parts, a few at a time: a shard of a gigabyte is never in memory."""

@@ -1,71 +1,37 @@
 """Data sets in buckets, on real servers: the same index as of the local folder, and no byte more than is needed."""
 
-import json
 import os
 import signal
 import struct
 import subprocess
 import sys
-import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from stoker.data import mirror
-from stoker.data.bucket import held, home_of, place_of
+from stoker.data.bucket import held, home_of
 from stoker.data.check import check
-from stoker.data.find import endings_of_files
 from stoker.data.headers import HEAD_BYTES, read_header
 from stoker.data.index import Index, open_index, require_pictures
 from stoker.data.places import FIRST_BYTES, MOST_RANGES
-from stoker.errors import ConfigError, DataError, StokerError, StorageError
+from stoker.errors import ConfigError, DataError, StorageError
 from stoker.storage.address import parse
-from stoker.storage.store import Store, open_store
-from tests.data.test_same_index import WRITE, Drawn, content
+from stoker.storage.store import open_store
+from tests.data.buckets import DRAWN, Bucket, filled, put_folder, same
+from tests.data.test_same_index import WRITE
 from tests.drawn import run_stoker
-from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server, web_server
-
-DRAWN = [
-    Drawn("train-0.jpg", "train", 90, 60, [(0, 1, 2, 30, 40), (1, 5, 5, 50, 20), (2, 0, 0, 9, 9)]),
-    Drawn("train-1.jpg", "train", 64, 48, []),
-    Drawn("train-2.jpg", "train", 33, 44, [(2, 4, 4, 20, 30)]),
-    Drawn("val-0.jpg", "val", 50, 50, [(0, 1, 1, 20, 20), (1, 2, 8, 20, 20), (2, 9, 9, 30, 30)]),
-]
+from tests.storage.servers import Conditions, Server, apply, google_server, s3_server
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
     with s3_server() as s3, google_server() as google:
         yield {"s3": s3, "gs": google}
-
-
-class Bucket(NamedTuple):
-    """A bucket behind a proxy that counts, with the data set below `set`."""
-
-    place: Place
-    proxy: Proxy
-    store: Store
-
-    @property
-    def data(self) -> str:
-        return f"{self.place.address}/some/set"
-
-    def put(self, folder: Path) -> None:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                self.store.write(f"some/set/{path.relative_to(folder)}", path.read_bytes())
-
-    def got(self) -> list[str]:
-        """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
-        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
-        self.proxy.seen.clear()
-        return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
 
 
 @pytest.fixture(params=["s3", "gs"])
@@ -82,20 +48,6 @@ def s3(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     with servers["s3"].bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
         yield Bucket(place, proxy, open_store(parse(place.address)))
-
-
-def filled(bucket: Bucket, folder: Path, write: Callable[[Path, list[Drawn]], None]) -> Path:
-    write(folder, DRAWN)
-    bucket.put(folder)
-    return folder
-
-
-def same(remote: Index, local: Index) -> None:
-    for name in ("size", "image_id", "offsets", "boxes", "labels", "crowd", "area"):
-        assert np.array_equal(getattr(remote, name), getattr(local, name)), name
-    for name in ("format", "class_names", "category_ids", "splits", "problems"):
-        assert getattr(remote, name) == getattr(local, name), name
-    assert content(remote) == content(local)
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -323,13 +275,6 @@ def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
     assert not (index.root / "some").exists(), "the folder itself is no file in it"
 
 
-def put_folder(place: Place, key: str) -> None:
-    """An object whose name ends in a slash, which no store of ours writes."""
-    url = f"{place.url}/{place.address.removeprefix('s3://')}/{key}"
-    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
-    urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")).close()
-
-
 def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
     put_folder(s3.place, "some/set/train//doubled.jpg")
@@ -382,70 +327,6 @@ def test_variables_in_the_name_of_a_data_set(s3: Bucket, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="DATA_ROOT") as raised:
         open_index("$DATA_ROOT/set")
     assert raised.value.exit_code == 2
-
-
-@pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, str]]:
-    with web_server() as server:
-        place = server.bucket()
-        apply(monkeypatch, place.environment)
-        yield server, place.address
-
-
-@pytest.mark.parametrize("pictures", ["train", "images", "annotations", "images/train"])
-def test_coco_on_a_web_server(web: tuple[Server, str], tmp_path: Path, pictures: str) -> None:
-    server, address = web
-    WRITE["coco"](tmp_path / "set", DRAWN)
-    (tmp_path / "set" / "annotations").mkdir()
-    file = tmp_path / "set" / "annotations" / "instances_train.json"
-    (tmp_path / "set" / "train" / "_annotations.coco.json").rename(file)
-    server.objects.put("", "my set/annotations/instances_train.json", file.read_bytes())
-    for path in (tmp_path / "set" / "train").iterdir():
-        server.objects.put("", f"my set/{pictures}/{path.name}", path.read_bytes())
-    remote = open_index(f"{address}/my%20set/annotations/instances_train.json")
-    same(remote, open_index(file))
-    assert remote.place(0) == f"{address}/my%20set/{pictures}/train-0.jpg"
-    document = json.loads(file.read_text())
-    document["annotations"].pop()
-    server.objects.put("", "my set/annotations/instances_train.json", json.dumps(document).encode())
-    assert len(open_index(f"{address}/my%20set/annotations/instances_train.json").boxes) == len(remote.boxes) - 1
-
-
-def test_a_table_on_a_web_server(web: tuple[Server, str], tmp_path: Path) -> None:
-    server, address = web
-    table = "filename,class,xmin,ymin,xmax,ymax\ntrain-0.jpg,cat,0.1,0.1,0.5,0.5\ntrain-2.jpg,cat,0.25,0.2,0.5,0.5\n"
-    WRITE["csv"](tmp_path / "set", DRAWN)
-    for path in (tmp_path / "set").glob("*.csv"):
-        path.unlink()
-    (tmp_path / "set" / "boxes.csv").write_text(table)
-    for path in (tmp_path / "set").rglob("*"):
-        if path.is_file():
-            server.objects.put("", str(path.relative_to(tmp_path / "set")), path.read_bytes())
-    remote = open_index(f"{address}/boxes.csv")  # shares: the sizes are measured
-    same(remote, open_index(tmp_path / "set" / "boxes.csv"))
-
-
-def test_what_a_web_server_has_not(web: tuple[Server, str]) -> None:
-    server, address = web
-    with pytest.raises(DataError, match="does not list") as folder:
-        open_index(f"{address}/set")
-    assert f"{address}/set/annotations.json" in str(folder.value)
-    with pytest.raises(DataError, match="no such file"):
-        open_index(f"{address}/set/a.json")
-    entry = {"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}
-    server.objects.put("", "set/a.json", json.dumps({"images": [entry], "annotations": [], "categories": []}).encode())
-    with pytest.raises(DataError, match="pictures are not there") as pictures:
-        open_index(f"{address}/set/a.json")
-    assert "'a.jpg'" in str(pictures.value)
-
-
-def test_a_stopped_server_says_who_and_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    with web_server() as server:
-        place = server.bucket()
-    apply(monkeypatch, {**place.environment, "STOKER_STORAGE_TIMEOUT_S": "0.2"})
-    with pytest.raises(StokerError) as raised:
-        place_of(parse(f"{place.address}/a.json"), endings_of_files())
-    assert place.address in str(raised.value)
 
 
 @pytest.mark.parametrize("chunk", [2_000, 10**9])

@@ -1,0 +1,65 @@
+"""A data set in a bucket, for tests: drawn, put there, and compared with the local one."""
+
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import numpy as np
+
+from stoker.data.index import Index
+from stoker.storage.store import Store
+from tests.data.test_same_index import Drawn, content
+from tests.storage.servers import Place, Proxy
+
+DRAWN = [
+    Drawn("train-0.jpg", "train", 90, 60, [(0, 1, 2, 30, 40), (1, 5, 5, 50, 20), (2, 0, 0, 9, 9)]),
+    Drawn("train-1.jpg", "train", 64, 48, []),
+    Drawn("train-2.jpg", "train", 33, 44, [(2, 4, 4, 20, 30)]),
+    Drawn("val-0.jpg", "val", 50, 50, [(0, 1, 1, 20, 20), (1, 2, 8, 20, 20), (2, 9, 9, 30, 30)]),
+]
+
+
+class Bucket(NamedTuple):
+    """A bucket behind a proxy that counts, with the data set below `set`."""
+
+    place: Place
+    proxy: Proxy
+    store: Store
+
+    @property
+    def data(self) -> str:
+        return f"{self.place.address}/some/set"
+
+    def put(self, folder: Path) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.store.write(f"some/set/{path.relative_to(folder)}", path.read_bytes())
+
+    def got(self) -> list[str]:
+        """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
+        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
+        self.proxy.seen.clear()
+        return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
+
+
+def filled(bucket: Bucket, folder: Path, write: Callable[[Path, list[Drawn]], None]) -> Path:
+    write(folder, DRAWN)
+    bucket.put(folder)
+    return folder
+
+
+def same(remote: Index, local: Index) -> None:
+    for name in ("size", "image_id", "offsets", "boxes", "labels", "crowd", "area"):
+        assert np.array_equal(getattr(remote, name), getattr(local, name)), name
+    for name in ("format", "class_names", "category_ids", "splits", "problems"):
+        assert getattr(remote, name) == getattr(local, name), name
+    assert content(remote) == content(local)
+
+
+def put_folder(place: Place, key: str) -> None:
+    """An object whose name ends in a slash, which no store of ours writes."""
+    url = f"{place.url}/{place.address.removeprefix('s3://')}/{key}"
+    headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
+    urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")).close()
