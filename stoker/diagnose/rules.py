@@ -126,7 +126,7 @@ def input_bound(seen: Records) -> Finding | None:
     evidence = [_phase(seen, "input_wait")]
     stages, waited_s = seen.totals.input, seen.seconds("input_wait")
     largest = max(stages, key=lambda stage: stages[stage], default="")
-    if largest:
+    if largest and waited_s > 0:
         share = stages[largest] / waited_s
         what = {"fetch": "the bucket" if seen.from_bucket else "reading files", "decode": "decoding and resizing"}
         text = f"of this {share:.0%} {largest}" + (f": {what[largest]}" if largest in what else "")
@@ -143,9 +143,7 @@ def input_bound(seen: Records) -> Finding | None:
             if busy < IDLE_CORES_BELOW
             else "; the cores are busy here, so more --threads do not help"
         )
-    return _finding(
-        seen, "input_bound", seen.share("input_wait"), evidence, lost_s=waited_s, more_fix=hint
-    )
+    return _finding(seen, "input_bound", seen.share("input_wait"), evidence, lost_s=waited_s, more_fix=hint)
 
 
 def starved_inside_steps(seen: Records) -> Finding | None:

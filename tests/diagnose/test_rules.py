@@ -178,6 +178,26 @@ def test_the_fix_for_input_depends_on_the_cores(tmp_path: Path) -> None:
     assert "more --threads do not help" in diagnose(run)[0].fix
 
 
+@pytest.mark.parametrize(
+    ("data", "made_of", "said", "fix"),
+    [
+        ("gs://bucket/set", {"fetch": 82.0, "queue": 18.0}, "of this 82% fetch: the bucket", "own region"),
+        ("/data/set", {"fetch": 82.0, "decode": 18.0}, "of this 82% fetch: reading files", "a faster disk"),
+        ("/data/set", {"fetch": 40.0, "decode": 60.0}, "of this 60% decode: decoding and resizing", "--threads"),
+        ("/data/set", {"queue": 100.0}, "of this 100% queue", "--threads"),
+    ],
+)
+def test_a_wait_for_input_names_what_most_of_it_was_for(
+    data: str, made_of: dict[str, float], said: str, fix: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", with_phase("input_wait", 200), windows={"input": made_of})
+    (run / CONFIG).write_text(f'[data]\ndata = "{data}"\n')
+    (finding,) = diagnose(run)
+    stage = next(iter(sorted(made_of, key=lambda name: -made_of[name])))
+    assert (finding.evidence[1].text, finding.evidence[1].place) == (said, f"steps.jsonl: input.{stage}")
+    assert fix in finding.fix
+
+
 @pytest.mark.parametrize("cause", ["rate_lowered", "loss_spikes", "rate_too_high", "rate_too_low"])
 def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> None:
     (finding,) = diagnose(make_run(tmp_path / "run", HEALTHY, **CASES[cause][0]))

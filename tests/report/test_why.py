@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.records import CONFIG, PHASES, STEPS, RunFolder, StepWindow, locked
+from stoker.records import CONFIG, INPUT_STAGES, PHASES, STEPS, RunFolder, StepWindow, locked
 from stoker.report.terminal import print_why, why_as_dict
-from stoker.report.why import MEANINGS, gather
+from stoker.report.why import MEANINGS, STAGES, gather
 
 
 def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts: int = 1) -> Path:
@@ -67,6 +67,28 @@ or pictures stored at no more than twice the canvas
 evidence: steps.jsonl, events.jsonl, config.toml in cars-1
 """
     )
+
+
+def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 1)
+    folder.event("started")
+    for _ in range(2):
+        folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, steps=1, pictures=1, wall_s=100.0, devices=1,
+                                        phases={"compute": 60.0, "input_wait": 40.0},
+                                        input={"queue": 8.0, "fetch": 32.0}))  # fmt: skip
+    folder.close()
+    lines = shown(tmp_path).splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("input_wait"))
+    table = lines[at : at + 3]
+    assert [" ".join(line.split()) for line in table] == [
+        "input_wait 1 min 20 s 40 % the device waited for pictures",
+        "fetch 1 min 04 s 32 % for their bytes, from the disk or the bucket",
+        "queue 16 s 8.0 % for the batch to be handed over",
+    ]
+    assert table[1].startswith("  fetch")
+    waited = next(row for row in why_as_dict(gather(tmp_path))["phases"] if row["phase"] == "input_wait")
+    assert sum(part["device_s"] for part in waited["parts"]) == waited["device_s"]
+    assert set(STAGES) == set(INPUT_STAGES)
 
 
 def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tmp_path: Path) -> None:

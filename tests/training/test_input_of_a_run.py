@@ -1,0 +1,37 @@
+"""What a real run waited for is in its records: of reading that is slow, by stage, to the last bit of `input_wait`."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.data.index import Index
+from stoker.records import STEPS, StepWindow, read_lines, totals
+from stoker.report.why import gather
+from stoker.training import loop
+from tests.drawn import draw
+from tests.training.test_ledger_of_a_run import settings
+
+DELAY_S = 0.3
+"""One thread: 1.2 s a batch, beside which a step of training is short on any machine."""
+
+
+def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = draw(tmp_path / "data")
+    read = Index.read
+
+    def slowly(self: Index, row: int) -> bytes:
+        if row in self.rows("train"):
+            time.sleep(DELAY_S)
+        return read(self, row)
+
+    monkeypatch.setattr(Index, "read", slowly)
+    result = loop.train(settings(data).replace(for_="3", eval_every="0", threads=1), run=str(tmp_path / "run"))
+    for window in read_lines(result.run, STEPS, StepWindow):
+        assert sum(window.input.values()) == window.phases.get("input_wait", 0)
+    summed = totals(result.run)
+    assert summed.phases["input_wait"] > 4 * DELAY_S
+    assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
+    why = gather(result.run)
+    finding = next(one for one in why.findings if one.cause == "input_bound")
+    assert "fetch: reading files" in finding.evidence[1].text
