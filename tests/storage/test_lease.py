@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from stoker.errors import UsageError
+from stoker.errors import Conflict, StorageError, UsageError
 from stoker.storage.address import Address, parse
 from stoker.storage.lease import Holder, Lease, LeaseLost, acquire
 from stoker.storage.store import open_store
@@ -148,3 +148,19 @@ def test_removed_by_hand_is_lost(address: Address):
     with pytest.raises(LeaseLost) as caught:
         lease.renew()
     assert "removed" in str(caught.value)
+
+
+def test_a_renewal_whose_answers_were_all_lost_is_found_again(
+    place: Place, address: Address, monkeypatch: pytest.MonkeyPatch
+):
+    """It failed for us and not for the store: the object is another version than we know, and ours."""
+    with place.through() as (worse, proxy):
+        apply(monkeypatch, {**worse.environment, "STOKER_STORAGE_TIMEOUT_S": "1"})
+        lease = take(address)
+        proxy.conditions = Conditions(plan=lambda _n, method, _path: "lose" if method == "PUT" else None)
+        with pytest.raises(StorageError) as caught:
+            lease.renew()
+        assert not isinstance(caught.value, Conflict)
+        proxy.conditions = Conditions()
+        lease.renew()
+        lease.renew()

@@ -152,7 +152,6 @@ def test_a_stopped_run_goes_on_elsewhere(
         model = load(name, device="cpu")
         assert model.weights.read_bytes() == content(address, weights)
         assert len(model.predict(str(data / "valid" / "valid-0.jpg"))) == 1
-    assert load(str(address), device="cpu").evaluate().ap is not None
     move("first")
     with pytest.raises(UsageError, match="The run is finished"):
         train(asked, run=str(address))
