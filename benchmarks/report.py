@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,14 @@ def _memory_gib() -> float:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    """Versions of Python and of distributions; n/a where one has no name here (a checkout that is not installed)."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "n/a"
+    return found
 
 
 def describe(facts: dict[str, Any]) -> str:
