@@ -71,6 +71,8 @@ class Index:
     _split: NDArray[np.int8] = field(repr=False)
     _span: NDArray[np.int64] = field(repr=False)
     _in_bucket: bool = field(repr=False)
+    _stores: "dict[int, Store]" = field(repr=False, default_factory=dict)
+    """The bucket's, by process: one that was opened before a fork is of no use after it."""
 
     @property
     def source(self) -> str:
@@ -124,8 +126,13 @@ class Index:
     def remote(self, row: int) -> "tuple[Store, str, int, int | None] | None":
         """Where the bytes of a picture in a bucket are: store, key, first byte and their number (None: all of the
         object). None for a picture that is on the local disk, also for one in a shard that was copied there."""
-        found = places.remote(self.path(row)) if self._in_bucket and self.span(row) is None else None
-        return None if found is None else (*found, 0, None)
+        if not self._in_bucket or self.span(row) is not None:
+            return None
+        path, process = self.path(row), os.getpid()
+        if process not in self._stores and (found := places.remote(path)) is not None:
+            self._stores[process] = found.store
+        address = places.object_of(path)
+        return None if address is None else (self._stores[process], address.key, 0, None)
 
     def read(self, row: int) -> bytes:
         """The encoded picture, as it is stored, from wherever it is. Raises OSError, of buckets StorageError too."""

@@ -76,10 +76,16 @@ def _root(mirror: str) -> Address:
     return parse(Path(mirror, ADDRESS).read_text(encoding="utf-8"))
 
 
-def remote(path: Path) -> Remote | None:
+def object_of(path: Path) -> Address | None:
     """The object that a placeholder stands for; None for a file that is what it says."""
     address = address_of(path)
-    if address is None or is_copied(path.name):
+    return None if address is None or is_copied(path.name) else address
+
+
+def remote(path: Path) -> Remote | None:
+    """The same with its store. Looking that up takes 40 µs: who asks for many keeps it."""
+    address = object_of(path)
+    if address is None:
         return None
     from stoker.storage.store import open_store  # only needed, and only imported, where there are buckets
 
