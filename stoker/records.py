@@ -302,30 +302,24 @@ def open_run(text: str | Path) -> Path:
     if (path / EVENTS).exists():
         return path
     parent = path.parent if path.parent.exists() else Path("runs")
-    others = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
+    runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    fix = "name a folder that training wrote"
-    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=others, fix=fix)
+    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix="name a folder that training wrote")
 
 
 def fetch_run(address: Address, *, weights: bool = False) -> Path:
-    """A run in a bucket as a folder of this machine, to read: the working copy where that is at least as new, else a
-    copy of the run's records; weights: of its settings and best weights instead (else final ones, else those of the
-    newest checkpoint). Raises UsageError when there is no run, StorageError."""
-    from stoker.storage import download, store  # loads obstore, which folders do not need
+    """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
+    records; weights: of its settings and its best (else final, else newest) weights. Raises UsageError, StorageError."""
+    from stoker.storage import download  # loads obstore, which folders do not need
 
     own = working_copy(address)
-    if (own / EVENTS).exists():
-        with contextlib.suppress(OSError), locked(own) as free:
-            if free is False:
-                return own
-    if not weights:
-        records = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, QUARANTINE, LEASE)
-        return download.fetch(address, records, events=EVENTS)
-    names = download.objects(store.open_store(address), address)
-    steps = [name for name in names if name.startswith(f"{CHECKPOINTS}/step-")]
-    newest = sorted((name for name in steps if name.endswith("/weights.safetensors")), reverse=True)
-    return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL, *newest))
+    with contextlib.suppress(OSError), locked(own) as free:  # OSError: there is no working copy
+        if free is False and (own / EVENTS).exists():
+            return own
+    if weights:
+        return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL), else_newest_in=CHECKPOINTS)
+    names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, QUARANTINE, LEASE)
+    return download.fetch(address, names, events=EVENTS)
 
 
 def is_finished(run: Path) -> bool:

@@ -34,11 +34,14 @@ def is_ahead(folder: Path, events: str, remote: bytes) -> bool:
     return path.is_file() and path.read_bytes().startswith(remote)
 
 
-def fetch(address: Address, names: Iterable[str], *, events: str, one_of: Iterable[str] = ()) -> Path:
-    """A folder with these files of the run, as far as it has them, and with the first of `one_of` that it has. Those
-    that are here unchanged are not fetched again.
+def fetch(
+    address: Address, names: Iterable[str], *, events: str, one_of: Iterable[str] = (), else_newest_in: str = ""
+) -> Path:
+    """A folder with these files of the run, as far as it has them, and with the first of `one_of` that it has, else
+    the weights of its newest checkpoint. Those that are here unchanged are not fetched again.
 
-    events: name of the file that every run has. Raises UsageError when there is no run, StorageError.
+    events: name of the file that every run has; else_newest_in: of the folder of checkpoints. Raises UsageError when
+    there is no run, StorageError.
     """
     store = open_store(address)
     try:
@@ -55,7 +58,9 @@ def fetch(address: Address, names: Iterable[str], *, events: str, one_of: Iterab
     known: dict[str, str | None] = json.loads(noted.read_bytes()) if noted.exists() else {}
     for name in names:
         _refresh(store, address, folder, name, known)
-    for name in one_of:
+    found = objects(store, address) if else_newest_in else {}
+    weights = (name for name in found if name.startswith(f"{else_newest_in}/step-") and name.endswith(".safetensors"))
+    for name in (*one_of, *sorted(weights, reverse=True)):
         if _refresh(store, address, folder, name, known):
             break
     write_whole(noted, json.dumps(known).encode())
