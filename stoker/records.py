@@ -309,7 +309,7 @@ def open_run(text: str | Path) -> Path:
 
 def fetch_run(address: Address, *, weights: bool = False) -> Path:
     """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
-    records; weights: of its settings and its best (else final, else newest) weights. Raises UsageError, StorageError."""
+    records; weights: of its settings and best (else final, else newest) weights. Raises UsageError, StorageError."""
     from stoker.storage import download  # loads obstore, which folders do not need
 
     own = working_copy(address)
