@@ -79,8 +79,12 @@ def parse(text: str) -> Address:
         _refuse(text, f"The address names no {'host' if over_http else 'bucket'}.", fix=f"For example {example}.")
     if over_http:
         if "?" in key or "#" in key:
-            _refuse(text.partition("?")[0], "The address has a query (?…) or a fragment (#…), which are not sent.",
-                    fix="Use the address of the plain file; of a private bucket, its gs:// or s3:// address.")  # fmt: skip
+            plain = "Use the address of the plain file; of a private bucket, its gs:// or s3:// address."
+            _refuse(
+                text.partition("?")[0],
+                "The address has a query (?…) or a fragment (#…), which are not sent.",
+                fix=plain,
+            )
         key = unquote(key)
     key = key.removesuffix("/")
     if any(part in ("", ".", "..") for part in key.split("/")) and key:

@@ -134,9 +134,9 @@ def explain(failure: Failure, *, address: Address, identity: Identity, action: A
         return ObjectMissing(f"There is no object {address.name}.", place=address, cause=f"{said}; {who}",
                              fix=f"See what there is: {_list_command(address.parent)}")  # fmt: skip
     if failure.kind == "bucket":
+        make = f"gcloud storage buckets create {bucket}" if address.scheme == "gs" else f"aws s3 mb {bucket}"
         return StorageError(f"There is no bucket {address.bucket}.", place=address, cause=f"{said}; {who}",
-                            fix="Mend the name, or make it: "
-                            + (f"gcloud storage buckets create {bucket}" if address.scheme == "gs" else f"aws s3 mb {bucket}"))  # fmt: skip
+                            fix=f"Mend the name, or make it: {make}")  # fmt: skip
     if failure.kind == "conflict":
         return Conflict("The object is not what this write was to replace.", place=address,
                         cause=f"somebody else wrote it; {said}", fix="Read it again, then decide.")  # fmt: skip
@@ -161,8 +161,12 @@ def explain(failure: Failure, *, address: Address, identity: Identity, action: A
         return StorageError(f"The bucket {address.bucket} is in another region than was asked.", place=address,
                             cause=f"{where}{said}", fix=fix)  # fmt: skip
     if failure.kind == "clock":
-        return StorageError("This machine's clock is wrong: the store takes no signature of another hour.",
-                            place=address, cause=said, fix="Set it: sudo chronyc makestep, or timedatectl set-ntp true")  # fmt: skip
+        return StorageError(
+            "This machine's clock is wrong: the store takes no signature of another hour.",
+            place=address,
+            cause=said,
+            fix="Set it: sudo chronyc makestep, or timedatectl set-ntp true",
+        )
     if failure.kind == "range":
         return StorageError("The object does not have the bytes that were asked for.", place=address,
                             cause=f"it is shorter than it was, or its server sends no parts of objects; {said}",

@@ -1,7 +1,7 @@
 """How many requests to have under way, and when to ask a second time: arithmetic only, the clock is an argument.
 
-`Depth` is Little's law (L = λW): requests under way = demand × latency, with headroom, as for an unloaded store, since
-under load the latency is our own queue. Beyond that it grows only while the consumer waits and growing helps. `Tail` is
+`Depth` is Little's law (L = λW): requests under way = demand × latency, with headroom. It grows to that, and beyond,
+while the consumer waits and growing helps; it shrinks to it when nobody has waited for a while. `Tail` is
 the hedged request of Dean and Barroso, "The Tail at Scale" (CACM 56(2), 2013). Who asks them: `fetcher.py`.
 """
 
@@ -65,17 +65,15 @@ class Depth:
                 self.value = max(needed, min(self.value, math.ceil(self.value * SHRINKAGE)))
             return
         self._calm = 0
-        if needed > self.value and self._before is None and self._hold == 0:
-            self.value = needed
-            self._round(now_s)
-        elif self._since is None:
+        if self._since is None:
             self._round(now_s)
         elif self._done >= self.value and now_s > self._since:
-            self._judge(self._bytes / (now_s - self._since))
+            self._judge(self._bytes / (now_s - self._since), needed)
             self._round(now_s)
 
-    def _judge(self, bytes_per_s: float) -> None:
-        """After a round, in which as many requests ended as were under way."""
+    def _judge(self, bytes_per_s: float, needed: int) -> None:
+        """After a round, in which as many requests ended as were under way. Every growth is a trial, that to what the
+        law asks too: where our own queue is in every latency, the law asks for more and more."""
         if self._before is not None:
             depth, rate = self._before
             self._before = None
@@ -86,7 +84,7 @@ class Depth:
             self._hold -= 1
         elif self.value < self.limit:
             self._before = (self.value, bytes_per_s)
-            self.value = min(self.limit, math.ceil(self.value * GROWTH))
+            self.value = min(self.limit, max(needed, math.ceil(self.value * GROWTH)))
 
     def _round(self, now_s: float) -> None:
         self._since, self._done, self._bytes = now_s, 0, 0

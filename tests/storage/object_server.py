@@ -74,7 +74,7 @@ class Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 (the parameter's name in the base)
+    def log_message(self, format: str, *arguments: object) -> None:
         pass
 
     def do_GET(self) -> None:

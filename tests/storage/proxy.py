@@ -52,7 +52,7 @@ class Seen:
 
 
 class Proxy:
-    """`with Proxy(server.url, Conditions(…)) as proxy:`, then use `proxy.url`. `conditions` may be set while it runs."""
+    """`with Proxy(server.url, Conditions(…)) as proxy:`, then `proxy.url`. `conditions` may be set while it runs."""
 
     def __init__(self, upstream: str, conditions: Conditions | None = None) -> None:
         self.conditions = conditions or Conditions()

@@ -1,4 +1,4 @@
-"""Real servers on loopback for whatever tests object stores: S3 (moto), Google's (our own), plain web, and a bad network.
+"""Real servers on loopback for tests of object stores: S3 (moto), Google's (our own), plain web, and a bad network.
 
     with s3_server() as server:                 # or google_server(), web_server(); a fixture of each in conftest.py
         place = server.bucket()                 # a new one each time

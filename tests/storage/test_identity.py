@@ -43,7 +43,9 @@ def test_keys_of_a_file_sign(s3: Server, tmp_path: Path, monkeypatch: pytest.Mon
     place = s3.bucket()
     credentials = tmp_path / "credentials"
     credentials.write_text("[mine]\naws_access_key_id = AKIAFROMAFILE1234\naws_secret_access_key = s\n")
-    environment = {n: v for n, v in place.environment.items() if n not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    environment = {
+        n: v for n, v in place.environment.items() if n not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    }
     apply(monkeypatch, {**environment, "AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_PROFILE": "mine"})
     store = Store(parse(place.address))
     assert store.identity.text == "access key AKIA…1234 (profile mine of ~/.aws)"
