@@ -217,7 +217,7 @@ def measure(kind: Kind, n: int, workers: int, names: list[str]) -> dict[str, dic
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    n = 2 if arguments.quick else 5
+    n = 2 if arguments.quick else arguments.runs
     kinds = [shrunk(kind) for kind in KINDS] if arguments.quick else list(KINDS)
     absent = {name: reason for name, needs in NEEDS.items() if (reason := peers.missing(*needs))}
     present = [name for name in LOADERS if name not in absent]
@@ -270,6 +270,7 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--workers", type=int, default=cores, help=f"threads or processes of a loader; default: {cores}")
+    made.add_argument("--runs", type=int, default=5, help="passes that each median is of; default: 5")
     return made
 
 
