@@ -167,6 +167,7 @@ def test_a_wrong_guess_is_fetched_anew(bucket):
         assert found == loader.rows_of(0, 60)
     assert MADE[0].submitted.count(4) > 1
     assert 4 not in found
+    assert len(bucket.blocking) == 1  # what stands in for it where it failed; later places were put right ahead
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -203,6 +203,18 @@ def test_any_looks_keep_the_limits_and_change_seldom(course, cores):
         before = tuned.threads
 
 
+def test_a_load_that_never_settles_is_followed_ever_more_seldom():
+    """Idle just as long as it takes to let threads go, then hungry as long as it takes to get them back."""
+    tuned, course, rate = tuner(8), [], 100.0
+    for _ in range(400):
+        for load, count in (({"idle": 0.95}, SHRINK_AFTER), (HUNGRY, GROW_AFTER)):
+            for _ in range(count):
+                rate *= 1.01
+                tuned.see(seen(**load | {"per_s": rate}))
+                course.append(tuned.threads)
+    assert reversals(course) <= 2
+
+
 kinds = st.sampled_from(["served", "hungry", "idle", "between"])
 
 
