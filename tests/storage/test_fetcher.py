@@ -1,5 +1,6 @@
 """Many reads at once: right bytes, within the limits, second requests where the first is late, and a clean end."""
 
+import asyncio
 import gc
 import multiprocessing
 import random
@@ -117,6 +118,14 @@ def test_a_late_answer_is_overtaken(place: Place, monkeypatch: pytest.MonkeyPatc
         assert fetcher.submit(store, "k0").result() == DATA["k0"]
         assert [seen.fault for seen in proxy.seen[hang_after:]] == ["hang", None]
         assert (fetcher.stats().hedged, fetcher.stats().hedges_won) == (1, 1)
+
+        async def others() -> int:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return len(asyncio.all_tasks()) - 1
+
+        # The one that hangs was cancelled.
+        assert asyncio.run_coroutine_threadsafe(others(), fetcher._engine._loop).result() == 0
 
 
 def test_without_hedging_nothing_is_asked_twice(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
