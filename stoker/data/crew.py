@@ -76,10 +76,11 @@ class Crew:
                 thread.start()
             self._work.notify_all()
 
-    def give(self, task: Task) -> None:
+    def give(self, *tasks: Task) -> None:
         with self._work:
-            heapq.heappush(self._tasks, task)
-            self._work.notify()
+            for task in tasks:
+                heapq.heappush(self._tasks, task)
+            self._work.notify(len(tasks))
 
     def _take(self, counters: Counters) -> Task | None:
         """The next task; None: leave, which is settled under the same lock, so that just as many leave as have to."""

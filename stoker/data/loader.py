@@ -316,19 +316,22 @@ class Loader:
             work = Work(self._next_base, self._next_base + self._rank * self._batch, self._free.popleft(), self._batch)
             self._next_base += self._batch * self._ranks
             self._pending.append(work)
-            for k in range(self._batch):
-                self._give(crew, work, k)
+            self._give(crew, work)
         if self._ahead is not None:
             self._ahead.top_up()
 
-    def _give(self, crew: Crew, work: Work, k: int) -> None:
-        found = None if self._ahead is None else self._ahead.take(work.start + k)
-        if found is None:
-            crew.give(Task(work.start + k, work, k, None))
-            return
-        fetch, work.marks[k] = found
-        task = Task(work.start + k, work, k, fetch)
-        fetch.future.add_done_callback(lambda _: crew.give(task))  # so a slow object holds up no thread
+    def _give(self, crew: Crew, work: Work) -> None:
+        there = []
+        for k in range(self._batch):
+            position = work.start + k
+            found = None if self._ahead is None else self._ahead.take(position)
+            if found is None:
+                there.append(Task(position, work, k, None))
+                continue
+            fetch, work.marks[k] = found
+            later = functools.partial(_give_one, crew, Task(position, work, k, fetch))
+            fetch.future.add_done_callback(later)  # so a slow object holds up no thread
+        crew.give(*there)
 
     def _wait_for_next(self, crew: Crew) -> Work:
         """The next batch of the stream, once all its samples are there. Raises StopIteration after the last."""
@@ -379,3 +382,7 @@ class Loader:
             slot = self._make_slot()
             self._slots.append(slot)
             self._free.append(slot)
+
+
+def _give_one(crew: Crew, task: Task, _: object) -> None:
+    crew.give(task)
