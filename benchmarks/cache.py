@@ -51,10 +51,11 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
     """Epochs of what the loader's threads do, the modes in turn: for each, its processor ms and pictures/s."""
     import numpy as np
 
+    from stoker.data.counters import Counters
     from stoker.data.index import open_index
     from stoker.data.pixel_cache import Form, PixelCache
     from stoker.data.pixel_room import file_of, open_cache
-    from stoker.data.samples import Counters, Samples, Slot, box_slots
+    from stoker.data.samples import Samples, Slot, box_slots
     from stoker.device import keep_freed_memory, pick
 
     keep_freed_memory()

@@ -130,6 +130,32 @@ class SideStream:
             copy.record_stream(main)
         return copies, Ready(self._stream.record_event())
 
+    @contextlib.contextmanager
+    def issue(self) -> Iterator[None]:
+        """What is issued inside goes to this stream, and tensors made inside are from memory of its own."""
+        with contextlib.nullcontext() if self._stream is None else self._stream:
+            yield
+
+    def ready(self) -> "Ready":
+        """Says when all that was issued so far is done."""
+        return Ready(None if self._stream is None else self._stream.record_event())
+
+    def wait(self) -> None:
+        """Waits on the host for all that was issued so far: for threads other than the training thread."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def join(self, tensor: Tensor, made: "Ready", changes: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Makes this stream wait for `tensor`, which another one made, and then copies `changes`, each (part of it,
+        host tensor). The main stream may use it after the `Ready` of what this stream is given next."""
+        made.block(self._stream)
+        with self.issue():
+            for target, source in changes:
+                target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            for user in (self._stream, torch.accelerator.current_stream(self._device.torch_device)):
+                tensor.record_stream(user)
+
     def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
         """Starts copies device → host of what the main stream has issued so far. Read them after `done` or `wait`.
 
@@ -166,6 +192,11 @@ class Ready:
         """Makes the main stream, not the host, wait for the copies."""
         if self._event is not None:
             self._event.wait()
+
+    def block(self, stream: torch.Stream | None) -> None:
+        """The same for another stream; None where there are no streams."""
+        if self._event is not None and stream is not None:
+            self._event.wait(stream)
 
 
 Mark = torch.Event | float

@@ -6,9 +6,10 @@ Runs in the thread that asks for batches. So nothing depends on which thread was
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from stoker.data.counters import Counters
 from stoker.data.crew import Work
 from stoker.data.problems import tolerated
-from stoker.data.samples import Counters, Outcome, Quarantine, Samples
+from stoker.data.samples import Outcome, Quarantine, Samples
 from stoker.errors import DataError, StorageError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Commit:
             assert outcome is not None
             if outcome.row >= 0 and not samples.usable(outcome.row, position):
                 outcome = samples.load(work.slot, k, position, self._counters, [])
+                work.again.append(k)
             for row, error in outcome.failures:
                 if samples.usable(row, position):
                     self._quarantine(row, error, position, outcome.row)

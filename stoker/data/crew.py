@@ -10,10 +10,15 @@ import heapq
 import threading
 import time
 import weakref
-from typing import NamedTuple
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
-from stoker.data.samples import Counters, Fetch, Outcome, Samples, Slot
+from stoker.data.counters import Counters
+from stoker.data.samples import Fetch, Outcome, Samples, Slot
 from stoker.data.timeline import DONE, Marks
+
+if TYPE_CHECKING:
+    from stoker.data.device_batches import DeviceBatches, Made
 
 JOIN_TIMEOUT_S = 10.0
 """How long `close`, or the end of the interpreter, waits for threads whose file system does not answer."""
@@ -27,6 +32,11 @@ class Work:
         self.outcomes: list[Outcome | BaseException | None] = [None] * count
         self.marks: list[Marks] = [[] for _ in range(count)]
         self.left = count
+        """Samples that are still to come, and the whole where the device decodes it."""
+        self.again: list[int] = []
+        """Places that were loaded anew, after the device had its turn."""
+        self.made: Made | None = None
+        """The pictures, where the device decodes."""
 
 
 class Task(NamedTuple):
@@ -41,16 +51,25 @@ class Task(NamedTuple):
 class Crew:
     """The threads, and the queue they work from. Holds no loader, so that a forgotten loader can be collected."""
 
-    def __init__(self, samples: Samples, threads: int) -> None:
+    def __init__(self, samples: Samples, threads: int, device_batches: "DeviceBatches | None" = None) -> None:
+        """device_batches: has the device decode what the threads leave to it, on one more thread."""
         self.done = threading.Condition()
         self.stopped = False
-        self._samples = samples
+        self._samples = samples if device_batches is None else samples.deferring()
         self._tasks: list[Task] = []
         self._work = threading.Condition()
         self._wanted = 0
         self._threads: dict[threading.Thread, Counters] = {}
         self._ended = Counters()
+        self._batches: deque[Work] = deque()
+        self._last: threading.Thread | None = None
+        self._device_counters = Counters()
         self.resize(threads)
+        if device_batches is not None:
+            self._last = threading.Thread(
+                target=self._finish, args=(device_batches,), name="stoker-loader-device", daemon=True
+            )
+            self._last.start()
         _CREWS.add(self)
 
     @property
@@ -61,7 +80,7 @@ class Crew:
     def counters(self) -> list[Counters]:
         """Of each thread, and the sum of those that have left."""
         with self._work:
-            return [self._ended, *self._threads.values()]
+            return [self._ended, self._device_counters, *self._threads.values()]
 
     def resize(self, threads: int) -> None:
         """More threads at once; fewer as soon as some have ended the sample they are at."""
@@ -75,6 +94,12 @@ class Crew:
                 self._threads[thread] = counters
                 thread.start()
             self._work.notify_all()
+
+    def expect(self, work: Work) -> None:
+        """The batches in their order, each before its samples: those that one more thread has to finish."""
+        if self._last is not None:
+            work.left += 1
+            self._batches.append(work)
 
     def give(self, *tasks: Task) -> None:
         with self._work:
@@ -109,8 +134,24 @@ class Crew:
             with self.done:
                 work.outcomes[k] = outcome
                 work.left -= 1
-                if work.left == 0:
+                if work.left <= 1:
                     self.done.notify_all()
+
+    def _finish(self, device_batches: "DeviceBatches") -> None:
+        """What the thread of the device does: one batch after the other, once its samples are there."""
+        while True:
+            with self.done:
+                self.done.wait_for(lambda: self.stopped or (self._batches and self._batches[0].left == 1))
+                if self.stopped:
+                    return
+                work = self._batches.popleft()
+            try:
+                device_batches.make(work, self._device_counters)
+            except BaseException as error:  # noqa: BLE001  (it travels, as above)
+                work.outcomes[0] = error
+            with self.done:
+                work.left = 0
+                self.done.notify_all()
 
     def stop(self) -> None:
         """Asks the threads to end after the sample they are at. Does not wait."""
@@ -122,7 +163,7 @@ class Crew:
 
     def join(self) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
-        for thread in list(self._threads):
+        for thread in [*self._threads, *([] if self._last is None else [self._last])]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -45,7 +45,7 @@ HARMLESS = ("extraneous bytes before marker", "Invalid SOS parameters", "unknown
 
 _SCAN_END = re.compile(rb"\xff+[\x01-\xcf\xd8-\xfe]")
 """The next marker behind a JPEG's coded pixels; 00 (a coded FF) and D0 … D7 (restart) stand among them."""
-_TURNS = {
+TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, True, False), 7: (True, True, True), 8: (True, False, True),
 }  # fmt: skip
@@ -106,9 +106,9 @@ def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header:
     if header.orientation == 1:
         _decode_stored(data, path, header, region, out)
         return
-    swapped = _TURNS[header.orientation][0]
+    swapped = TURNS[header.orientation][0]
     stored = np.empty((out.shape[1], out.shape[0], 3) if swapped else out.shape, np.uint8)
-    _decode_stored(data, path, header, _as_stored(region, header), stored)
+    _decode_stored(data, path, header, as_stored(region, header), stored)
     np.copyto(out, _turned(stored, header.orientation))
 
 
@@ -131,10 +131,10 @@ def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out:
     resize_into(pixels[y0 // divisor : -(-y1 // divisor), x0 // divisor : -(-x1 // divisor)], out)
 
 
-def _as_stored(region: Region, header: Header) -> Region:
+def as_stored(region: Region, header: Header) -> Region:
     """A region of the picture as it is shown → the same pixels in the file."""
     x0, y0, x1, y1 = region
-    swapped, upside_down, mirrored = _TURNS[header.orientation]
+    swapped, upside_down, mirrored = TURNS[header.orientation]
     if swapped:
         x0, y0, x1, y1 = y0, x0, y1, x1
     height, width = header.stored
@@ -146,7 +146,7 @@ def _as_stored(region: Region, header: Header) -> Region:
 
 
 def _turned(stored: Pixels, orientation: int) -> Pixels:
-    swapped, upside_down, mirrored = _TURNS[orientation]
+    swapped, upside_down, mirrored = TURNS[orientation]
     pixels: cv2.typing.MatLike = stored
     if upside_down or mirrored:
         pixels = cv2.flip(pixels, -1 if upside_down and mirrored else int(mirrored))

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,11 @@ from torch import Tensor
 from stoker.batch import Batch
 from stoker.data.ahead import Ahead, Flights, positions
 from stoker.data.commit import Commit
+from stoker.data.counters import Counters
 from stoker.data.crew import Crew, Task, Work
+from stoker.data.device_batches import DeviceBatches
 from stoker.data.problems import MAX_BAD
-from stoker.data.samples import Counters, Quarantine, Samples, Slot, as_batch, box_slots
+from stoker.data.samples import Quarantine, Samples, Slot, as_batch, box_slots
 from stoker.data.stages import Stats, stats_of
 from stoker.data.timeline import COPY, QUEUE, Intervals, Waits, split
 from stoker.data.tuning import LOOK_S, WAITS_FROM, Gauge, tuner_for
@@ -64,6 +66,7 @@ class Loader:
     `iter` starts a pass from its beginning.
 
     cache: pictures are made from what it keeps; a run has one from its beginning to its end, or none.
+    decoder: nvjpeg has the device decode the JPEGs that it takes, host none; not together with a cache.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Loader:
         on_quarantine: Callable[[Quarantine], None] | None = None,
         on_tuned: Callable[[str], None] | None = None,
         cache: "PixelCache | None" = None,
+        decoder: Literal["host", "nvjpeg"] = "host",
     ) -> None:
         if not len(rows):
             raise DataError("There is no picture to load.", place=index.source)
@@ -107,6 +111,7 @@ class Loader:
         )
         self._device, self._batch, self._rank, self._ranks = device, batch, rank, ranks
         self._stream = device.make_stream()
+        self._device_batches = DeviceBatches(self._samples, device, on_tuned) if decoder == "nvjpeg" else None
         self._make_slot = functools.partial(Slot, device, batch, canvas, boxes)
         self._slots = [self._make_slot() for _ in range((DEPTH if depth is None else depth) + HELD)]
         self._tuner = tuner_for(
@@ -176,7 +181,7 @@ class Loader:
 
     def stats(self) -> Stats:
         """What was done so far and what is being done; a snapshot."""
-        left = sum(work.left for work in list(self._pending))
+        left = sum(min(work.left, self._batch) for work in list(self._pending))
         return stats_of(
             [self._counters, *(self._crew.counters() if self._crew else ())],
             self._flights,
@@ -244,7 +249,7 @@ class Loader:
 
     def _start(self) -> Crew:
         """The threads, and what is fetched ahead of them, from the place of the stream that comes next."""
-        crew = self._crew = Crew(self._samples, self._tuner.threads)
+        crew = self._crew = Crew(self._samples, self._tuner.threads, self._device_batches)
         self._finalizer = weakref.finalize(self, crew.stop)
         self._finalizer.atexit = False  # `crew.py` stops and joins at exit
         if self._samples.is_remote:
@@ -316,6 +321,7 @@ class Loader:
             work = Work(self._next_base, self._next_base + self._rank * self._batch, self._free.popleft(), self._batch)
             self._next_base += self._batch * self._ranks
             self._pending.append(work)
+            crew.expect(work)
             self._give(crew, work)
         if self._ahead is not None:
             self._ahead.top_up()
@@ -359,7 +365,10 @@ class Loader:
 
     def _copy(self, work: Work) -> tuple[Work, list[Tensor], Ready]:
         self._waits.until(QUEUE)
-        tensors, ready = self._stream.to_device(work.slot.tensors)
+        if work.made is None:
+            tensors, ready = self._stream.to_device(work.slot.tensors)
+        else:
+            tensors, ready = work.made.hand_over(work, self._stream)
         self._copies += 1
         self._waits.until(COPY)
         return work, tensors, ready

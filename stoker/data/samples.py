@@ -5,11 +5,11 @@ epoch's order. Everything about it is a pure function of (seed, epoch, index) an
 cannot be used, each with the position from which on it is replaced. Threads, batches and the device are `loader.py`.
 """
 
-import dataclasses
+import copy
 import errno
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from stoker.batch import DRAWS, Batch
 from stoker.data import augment, decode
+from stoker.data.counters import Counters
+from stoker.data.decode_device import Encoded, is_ordinary
 from stoker.data.headers import Header, header_of
 from stoker.data.timeline import DECODING, READ, Marks
 from stoker.device import Device
@@ -51,55 +53,6 @@ class Quarantine(NamedTuple):
     """Place in the stream of samples from which on the picture is not used."""
     replaced_by: int
     """Row that took its place there; -1 in an evaluation, which leaves it out."""
-
-
-@dataclasses.dataclass
-class Counters:
-    """What one thread has done, and what it is at. Written by that thread alone; `tuning.Stats` sums them up."""
-
-    pictures: int = 0
-    read: int = 0
-    """Files that it read, those of a bucket that came ahead not counted."""
-    read_bytes: int = 0
-    read_s: float = 0.0
-    """Reading files."""
-    hits: int = 0
-    """Of what it read, pictures that the cache had decoded."""
-    hit_bytes: int = 0
-    misses: int = 0
-    """Pictures that it decoded for the cache."""
-    decode_s: float = 0.0
-    """Decoding, resizing and placing boxes."""
-    idle_s: float = 0.0
-    """Waiting for a free place in the ring, or for bytes."""
-    doing: tuple[str, float] | None = None
-    """READ or DECODING, and since when."""
-
-    def add(self, other: "Counters") -> None:
-        self.pictures += other.pictures
-        self.read += other.read
-        self.read_bytes += other.read_bytes
-        self.read_s += other.read_s
-        self.hits += other.hits
-        self.hit_bytes += other.hit_bytes
-        self.misses += other.misses
-        self.decode_s += other.decode_s
-        self.idle_s += other.idle_s
-
-
-def sum_up(each: Iterable[Counters]) -> tuple[Counters, dict[str, int]]:
-    """(the sum, with what is being done up to now; how many threads are READING, how many DECODING)."""
-    total, doing, now_s = Counters(), {READ: 0, DECODING: 0}, time.perf_counter()
-    for counters in each:
-        total.add(counters)
-        if (busy := counters.doing) is not None:
-            stage, since_s = busy
-            doing[stage] += 1
-            if stage == READ:
-                total.read_s += now_s - since_s
-            else:
-                total.decode_s += now_s - since_s
-    return total, doing
 
 
 class Fetch(NamedTuple):
@@ -151,6 +104,8 @@ class Slot:
             self.pixels, self.boxes, self.labels, self.valid, self.content, self.scale, self.size, self.image_id,
             self.draw,
         ) = (tensor.numpy() for tensor in self.tensors)  # fmt: skip
+        self.encoded: list[Encoded | None] = [None] * batch
+        """What the device is to decode, where `pixels` has nothing."""
         self._padding = np.empty((*canvas, 3), np.uint8)
         self._padding[:] = PADDING
 
@@ -167,6 +122,7 @@ class Slot:
     def blank(self, k: int) -> None:
         """Makes row k one that only fills the batch: a canvas of padding without boxes, image_id -1."""
         self.pad(k, (0, 0))
+        self.encoded[k] = None
         self.boxes[k], self.labels[k], self.valid[k], self.draw[k] = 0, 0, False, 0
         self.content[k], self.size[k], self.scale[k], self.image_id[k] = self.canvas, self.canvas, 1, -1
 
@@ -200,12 +156,18 @@ class Samples:
         """Row → position from which on it is not used."""
         self._canvas, self._resize, self._boxes = canvas, resize, boxes
         self._crop, self._zoom, self._overlap = crop, zoom, overlap
-        self._cache = cache
+        self._cache, self._defers = cache, False
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._order_lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def deferring(self) -> "Samples":
+        """The same stream, which leaves the JPEGs that the device can take in `Slot.encoded`."""
+        other = copy.copy(self)
+        other._defers = True
+        return other
 
     @property
     def is_remote(self) -> bool:
@@ -365,12 +327,16 @@ class Samples:
             placement = augment.place(shown, self._canvas, self._resize)
         height, width = placement.content
         out = slot.pixels[k, :height, :width]
-        if kept is not None:
+        slot.encoded[k] = None
+        if self._defers and isinstance(data, bytes) and header is not None and is_ordinary(data, header):
+            slot.encoded[k] = Encoded(data, header, placement.region, placement.content)
+        elif kept is not None:
             x0, y0, x1, y1 = placement.region
             decode.resize_into(kept[y0:y1, x0:x1], out)
         elif isinstance(data, bytes):
             decode.decode_into(data, path, region=placement.region, out=out, header=header)
-        slot.pad(k, placement.content)
+        if slot.encoded[k] is None:
+            slot.pad(k, placement.content)
         slot.boxes[k], slot.labels[k], slot.valid[k] = augment.place_boxes(
             boxes, index.labels[of_row], index.crowd[of_row], placement, self._boxes
         )

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from stoker.data.ahead import Flights
-from stoker.data.samples import Counters, Slot, sum_up
+from stoker.data.counters import Counters, sum_up
+from stoker.data.samples import Slot
 from stoker.data.timeline import COPY, DECODING, READ, Waits
 
 
@@ -41,6 +42,8 @@ class Stats:
     """Objects of a bucket that may be under way beyond the ring."""
     read_s: float
     """Threads reading, a part of `fetch.seconds`: the rest are requests in flight, which hold up no thread."""
+    device_s: float
+    """The thread that has the device decode whole batches, a part of `decode.seconds`."""
     hits: int
     """Pictures that the cache of decoded ones had."""
     hit_bytes: int
@@ -66,8 +69,8 @@ def stats_of(
     wait_s: float,
     **now: int,
 ) -> Stats:
-    """work: what each thread has done; slot: any of the ring; copies: batches copied so far; copying: batches whose copy
-    is not done; now: the fields of `Stats` of the same names."""
+    """work: what each thread has done; slot: any of the ring; copies: batches copied so far; copying: batches whose
+    copy is not done; now: the fields of `Stats` of the same names."""
     total, doing = sum_up(work)
     batch, flying = len(slot.pixels), flights.asked - flights.arrived
     return Stats(
@@ -80,6 +83,7 @@ def stats_of(
         decode=Stage(total.decode_s, total.pictures, total.pictures * slot.pixels[0].nbytes, doing[DECODING]),
         copy=Stage(waits.total_s[COPY], copies * batch, copies * slot.nbytes, copying * batch),
         read_s=total.read_s,
+        device_s=total.device_s,
         idle_s=total.idle_s,
         wait_s=wait_s,
         waits=dict(waits.total_s),

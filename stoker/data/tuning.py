@@ -206,7 +206,8 @@ class Gauge:
         took_s, last = max(1e-9, now_s - self.looked_s), self._last
         wait_s = stats.wait_s - last.wait_s
         read_s = max(0.0, stats.read_s - last.read_s)
-        busy_s = read_s + max(0.0, stats.decode.seconds - last.decode.seconds)
+        device_s = stats.device_s - last.device_s  # of a thread that is none of those that are counted
+        busy_s = read_s + max(0.0, stats.decode.seconds - last.decode.seconds - device_s)
         fetch_s = stats.waits.get("fetch", 0.0) - last.waits.get("fetch", 0.0)
         in_flight_s = (stats.fetch.seconds - last.fetch.seconds) - (stats.read_s - last.read_s)
         limit, used = host_memory()

@@ -1,0 +1,422 @@
+"""Decoding on the device, by the same code on a CPU: what a run sees is as with the host, but for a few levels."""
+
+import itertools
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image, ImageOps
+
+from stoker.batch import Batch
+from stoker.data import decode_device, device_batches
+from stoker.data.decode_device import is_ordinary
+from stoker.data.headers import header_of
+from stoker.data.samples import PADDING
+from stoker.device import Device, Ready, SideStream
+from stoker.errors import DataError, PreflightError
+from tests.data.test_loader import Pictures, assert_same, ids, make, take, wait_until_full
+
+COUNT = 16
+GREY, PNG, CMYK, PROGRESSIVE, TURNED = 1, 2, 3, 4, (5, 6, 7, 8, 9, 10, 11)
+"""Rows that are unlike the others; EXIF's orientations 2 … 8 are those of the last."""
+NEAR = 3.0
+"""Mean levels of 255 between the two, on smooth pictures. The host decodes at 1/2 … 1/8 and rounds regions to that."""
+
+
+def smooth(height: int, width: int, seed: int) -> np.ndarray:
+    """Waves that no resize blurs, with no symmetry."""
+    y, x = np.mgrid[:height, :width] / 32.0
+    rng = np.random.default_rng(seed)
+    waves = [np.sin(y * a + x * b + c) for a, b, c in rng.uniform(0.3, 1.0, (3, 3))]
+    return (127 + 60 * np.stack(waves, -1) + 30 * (x / x.max() - y / y.max())[..., None]).astype(np.uint8)
+
+
+class Smooth(Pictures):
+    """Smooth JPEGs of all sorts; boxes are drawn on the pictures as they are shown."""
+
+    def __init__(self, root: Path, count: int = COUNT) -> None:
+        super().__init__(root, count)
+        rng = np.random.default_rng(0)
+        for row in range(count):
+            self.path(row).unlink()
+            height, width = (int(side) for side in rng.integers(40, 160, 2))
+            picture = Image.fromarray(smooth(height, width, row))
+            options = {"quality": 95, "subsampling": row % 3}
+            if row == GREY:
+                picture = picture.convert("L")
+            if row == CMYK:
+                picture = picture.convert("CMYK")
+            if row == PROGRESSIVE:
+                options["progressive"] = True
+            turn = row - TURNED[0] + 2 if row in TURNED else 1
+            exif = Image.Exif()
+            exif[0x0112] = turn
+            picture.save(self.path(row), "PNG" if row == PNG else "JPEG", exif=exif, **options)
+            self.size[row] = (width, height) if turn >= 5 else (height, width)
+            of_row = slice(self.offsets[row], self.offsets[row + 1])
+            corners = np.sort(rng.random((self.offsets[row + 1] - self.offsets[row], 2, 2)), axis=1)
+            self.boxes[of_row] = (corners * self.size[row, ::-1]).reshape(-1, 4)
+
+    def path(self, row: int) -> Path:
+        return self.root / f"{row:03}.jpg"
+
+    def damage(self, row: int, how: str) -> None:
+        data = bytearray(self.path(row).read_bytes())
+        if how == "truncated":
+            data = data[: len(data) * 2 // 3]
+        elif how == "no end":
+            data = data[:-2]
+        elif how == "table":  # a Huffman table with more codes of a length than there can be: libjpeg refuses it
+            data[data.index(b"\xff\xc4") + 5] = 200
+        elif how == "empty":
+            data = bytearray()
+        elif how == "another size":
+            Image.new("RGB", (33, 44)).save(self.path(row), "JPEG")
+            return
+        self.path(row).write_bytes(data)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Smooth:
+    return Smooth(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stoker-loader")]
+
+
+@pytest.fixture(autouse=True)
+def no_log_is_left() -> None:
+    for log in (STREAMS, WAITED, BLOCKED):
+        log.clear()
+
+
+def stream(index: Pictures, count: int, **changes) -> list[Batch]:
+    with make(index, **changes) as loader:
+        return take(loader, count)
+
+
+def assert_near(found: list[Batch], expected: list[Batch]) -> None:
+    """Everything but the pixels is the same; of the pixels, padding is, and pictures are near."""
+    assert_same([batch._replace(images=batch.draw) for batch in found],
+                [batch._replace(images=batch.draw) for batch in expected])  # fmt: skip
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        for k, (height, width) in enumerate(ours.content.tolist()):
+            apart = (ours.images[k].float() - theirs.images[k].float()).abs()
+            assert apart[:, height:].sum() == apart[:, :, width:].sum() == 0, "padding"
+            assert apart[:, :height, :width].mean() < NEAR, (int(ours.image_id[k]), float(apart.mean()))
+
+
+# What the device takes.
+
+
+def test_only_ordinary_jpegs_are_left_to_the_device(pictures: Smooth) -> None:
+    def taken(row: int) -> bool:
+        data = pictures.path(row).read_bytes()
+        return is_ordinary(data, header_of(data, pictures.path(row)))
+
+    assert [row for row in range(COUNT) if not taken(row)] == [PNG, CMYK, PROGRESSIVE]
+    pictures.damage(12, "truncated")
+    pictures.damage(13, "no end")
+    assert not taken(12)
+    assert not taken(13)
+
+
+def test_a_jpeg_that_is_rgb_inside_is_left_to_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG", keep_rgb=True, subsampling=0)
+    data = path.read_bytes()
+    assert not is_ordinary(data, header_of(data, path))
+
+
+def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path) -> None:
+    """EXIF holds a whole JPEG, end marker and all; cut off behind it the picture is truncated."""
+    path = tmp_path / "a.jpg"
+    Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG")
+    whole = path.read_bytes()
+    inside = b"\xff\xe1" + (len(whole) + 2).to_bytes(2, "big") + whole
+    data = whole[:2] + inside + whole[2:]
+    assert is_ordinary(data, header_of(data, path))
+    assert not is_ordinary(data[:-2], header_of(data, path))
+
+
+# The same stream.
+
+
+@pytest.mark.parametrize("crop", [0.0, 0.7])
+def test_a_run_sees_the_same_as_with_the_host(pictures: Smooth, crop: float) -> None:
+    options = {"canvas": (64, 96), "crop": crop}
+    found = stream(pictures, 8, decoder="nvjpeg", **options)
+    assert_near(found, stream(pictures, 8, **options))
+    assert {*ids(found)} == set(range(COUNT))
+
+
+def test_pixels_really_come_from_the_device(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def decode(inputs, mode, device):
+        seen.append(len(inputs))
+        return [torch.zeros_like(pixels) for pixels in real(inputs, mode, device)]
+
+    real = torchvision.io.decode_jpeg
+    with make(pictures, decoder="nvjpeg", threads=3, crop=0.0) as loader:
+        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        found = take(loader, 4)
+    for batch in found:
+        for k, row in enumerate(batch.image_id.tolist()):
+            height, width = batch.content[k].tolist()
+            black = int(batch.images[k, :, :height, :width].max()) == 0
+            assert black == (row not in (PNG, CMYK, PROGRESSIVE))
+    assert max(seen) > 1, "whole batches"
+
+
+def test_nothing_depends_on_the_number_of_threads(pictures: Smooth) -> None:
+    expected = stream(pictures, 9, decoder="nvjpeg", threads=1)
+    for threads in (2, 5):
+        assert_same(stream(pictures, 9, decoder="nvjpeg", threads=threads), expected)
+
+
+def test_large_pictures_are_decoded_a_few_at_a_time(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = stream(pictures, 4, decoder="nvjpeg")
+    monkeypatch.setattr(decode_device, "PIXELS_AT_ONCE", 1)
+    assert_same(stream(pictures, 4, decoder="nvjpeg"), expected)
+
+
+def test_a_resumed_run_repeats_bit_for_bit(pictures: Smooth) -> None:
+    expected = stream(pictures, 10, decoder="nvjpeg")
+    with make(pictures, decoder="nvjpeg") as loader:
+        assert_same(take(loader, 3), expected[:3])
+        state = loader.state_dict()
+        loader.load_state_dict(state)  # in the middle of what was under way
+        assert_same(take(loader, 3), expected[3:6])
+    with make(pictures, decoder="nvjpeg", threads=4) as loader:
+        loader.load_state_dict(state)
+        assert_same(take(loader, 7), expected[3:])
+
+
+def test_an_evaluation_ends_with_rows_that_only_fill(pictures: Smooth) -> None:
+    options = {"train": False, "batch": 5}
+    found = stream(pictures, 9, decoder="nvjpeg", **options)
+    assert_near(found, stream(pictures, 9, **options))
+    assert ids(found)[-4:] == [-1] * 4
+    assert (found[-1].images[-1].permute(1, 2, 0) == torch.tensor(PADDING, dtype=torch.uint8)).all()
+
+
+# What is wrong with pictures.
+
+
+def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth) -> None:
+    for row, how in ((0, "truncated"), (6, "no end"), (12, "table"), (13, "empty"), (14, "another size")):
+        pictures.damage(row, how)
+    pictures.path(15).unlink()
+    told: dict[str, list] = {"host": [], "nvjpeg": []}
+    said: list[str] = []
+    found = {
+        decoder: stream(pictures, 12, decoder=decoder, max_bad=1.0, canvas=(64, 96), on_quarantine=told[decoder].append,
+                        on_tuned=said.append)
+        for decoder in ("host", "nvjpeg")
+    }  # fmt: skip
+    assert told["nvjpeg"] == told["host"]
+    assert {one.row for one in told["host"]} == {0, 6, 12, 13, 14, 15}
+    assert_near(found["nvjpeg"], found["host"])
+    assert not said, "what the host refuses too is told by the quarantine"
+
+
+def test_what_the_device_refuses_is_decoded_by_the_host(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails whole batches because of one picture: the others still come from it."""
+    bad = pictures.path(0).read_bytes()
+
+    def decode(inputs, mode, device):
+        if any(bytes(data.numpy()) == bad for data in inputs):
+            raise RuntimeError("nvJPEG: not supported\nwith a stack")
+        return real(inputs, mode, device)
+
+    real = torchvision.io.decode_jpeg
+    ours: list[str] = []
+    host = stream(pictures, 8, crop=0.0)
+    usual = stream(pictures, 8, crop=0.0, decoder="nvjpeg")
+    with make(pictures, decoder="nvjpeg", crop=0.0, on_tuned=ours.append) as loader:
+        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        found = take(loader, 8)
+        assert loader.state_dict()["quarantined"] == {}
+    for batch, by_device, by_host in zip(found, usual, host, strict=True):
+        for k, row in enumerate(batch.image_id.tolist()):
+            assert torch.equal(batch.images[k], (by_host if row == 0 else by_device).images[k])
+    (sentence,) = ours
+    assert (
+        sentence == f"loader: nvJPEG refuses {pictures.path(0)} (nvJPEG: not supported); the host decodes such pictures"
+    )
+
+
+def test_a_picture_of_another_size_than_its_header_says_is_refused(
+    pictures: Smooth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torchvision.io.decode_jpeg
+    with make(pictures, decoder="nvjpeg") as loader:
+        monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda *given: [pixels[:, 1:] for pixels in real(*given)])
+        found = take(loader, 4)
+    assert_same(found, stream(pictures, 4))
+
+
+def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(pictures: Smooth) -> None:
+    """A picture that failed in the batch before, and was read again ahead when it was whole: the host's stand-in."""
+    options = {"batch": 4, "max_bad": 1.0, "rows": np.array([0, 12]), "crop": 0.0, "threads": 1}
+    whole = pictures.path(0).read_bytes()
+    states = []
+    for decoder in ("host", "nvjpeg"):
+        pictures.damage(0, "truncated")
+        with make(pictures, decoder=decoder, **options) as loader:
+            first = ids(take(loader, 1))
+            pictures.path(0).write_bytes(whole)
+            states.append((first, ids(take(loader, 4)), loader.state_dict()["quarantined"]))
+    assert states[0] == states[1]
+    assert states[0][1] == [12] * 16
+
+
+def test_too_many_bad_pictures_end_it(pictures: Smooth) -> None:
+    for row in range(COUNT):
+        pictures.damage(row, "truncated" if row == PNG else "table")
+    with make(pictures, decoder="nvjpeg") as loader, pytest.raises(DataError, match="can be used"):
+        take(loader, 1)
+
+
+def test_what_goes_wrong_on_its_thread_is_raised(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_batches, "fill", lambda *_: 1 / 0)
+    with make(pictures, decoder="nvjpeg") as loader:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                next(loader)
+
+
+# Around it.
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_it_can_be_closed_in_the_middle(pictures: Smooth, taken: int) -> None:
+    loader = make(pictures, decoder="nvjpeg")
+    for _ in range(taken):
+        next(loader)
+    loader.close()
+    loader.close()
+
+
+def test_its_time_is_part_of_decoding(pictures: Smooth) -> None:
+    with make(pictures, decoder="nvjpeg") as loader:
+        take(loader, 2)
+        wait_until_full(loader)
+        seen = loader.stats()
+    assert 0 < seen.device_s < seen.decode.seconds
+    with make(pictures) as loader:
+        take(loader, 2)
+        assert loader.stats().device_s == 0
+
+
+def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("torchvision not compiled with nvJPEG support")
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
+    with pytest.raises(PreflightError, match="--decoder nvjpeg") as found:
+        make(pictures, decoder="nvjpeg")
+    assert "not compiled" in str(found.value)
+
+
+class Watched(Device):
+    """A device whose streams note who waits on the host, and what happens in which order."""
+
+    is_cpu = False
+
+    def make_stream(self):
+        return WatchedStream()
+
+    def empty_host(self, shape, dtype):
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+class WatchedStream(SideStream):
+    def __init__(self):
+        super().__init__(Device(torch.device("cpu")))
+        self.log = []
+        STREAMS.append(self)
+
+    def wait(self):
+        self.log.append("wait")
+        WAITED.append(threading.current_thread().name)
+
+    def ready(self):
+        made = WatchedReady(self)
+        self.log.append(made)
+        return made
+
+    def join(self, tensor, made, changes):
+        self.log.append(("join", made))
+        super().join(tensor, made, changes)
+
+    def to_device(self, tensors):
+        copies = [tensor.clone() for tensor in tensors]
+        made = WatchedReady(self)
+        self.log.append(made)
+        return copies, made
+
+
+class WatchedReady(Ready):
+    def __init__(self, stream):
+        super().__init__(None)
+        self.stream = stream
+
+    def wait(self):
+        WAITED.append(threading.current_thread().name)
+
+    def block_device(self):
+        BLOCKED.append(self)
+
+
+STREAMS: list[WatchedStream] = []
+WAITED: list[str] = []
+BLOCKED: list[WatchedReady] = []
+
+
+def test_only_its_own_thread_waits_for_the_device(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in the right order: the stream is drained before each decoding, that of the copies waits for the pictures,
+    and training for the copies."""
+    real = torchvision.io.decode_jpeg
+
+    def decode(*given):
+        decoder.log.append("decode")
+        return real(*given)
+
+    with make(pictures, device=Watched(torch.device("cpu")), decoder="nvjpeg") as loader:
+        copies, _, decoder = STREAMS
+        WAITED.clear()  # of the trial at the start
+        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 8)]
+    assert {*WAITED} == {"stoker-loader-device"}
+    assert all(before == "wait" for before, after in itertools.pairwise(["", *decoder.log]) if after == "decode")
+    joined = [made for kind, made in copies.log[::2] if kind == "join"]
+    made = [entry for entry in decoder.log if isinstance(entry, WatchedReady)]
+    assert joined[:8] == made[:8]
+    assert copies.log[1::2][:8] == BLOCKED
+    assert_near(found, stream(pictures, 8))
+
+
+def test_the_canvas_is_filled_as_the_header_shows_it(tmp_path: Path) -> None:
+    """All eight orientations against Pillow's own transposition, without a resize: the same pixels but for chroma."""
+    for turn in range(1, 9):
+        path = tmp_path / f"{turn}.jpg"
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        Image.fromarray(smooth(24, 40, 1)).save(path, "JPEG", quality=95, subsampling=0, exif=exif)
+        data = path.read_bytes()
+        header = header_of(data, path)
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(path)))
+        height, width = header.size
+        images = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
+        picture = decode_device.Encoded(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
+        assert not decode_device.fill(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+        assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])
