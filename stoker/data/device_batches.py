@@ -61,8 +61,9 @@ class DeviceBatches:
             images = self._padding.expand(host.shape).contiguous()
             refused = fill(images, encoded, self._stream)
             for k, why in refused.items():
+                before = work.outcomes[k]
                 outcome = work.outcomes[k] = self._samples.load(slot, k, work.start + k, Counters(), [])
-                if not outcome.failures:
+                if outcome == before:
                     self._say(outcome.row, why)
             for k in range(len(host)):
                 if k not in encoded or k in refused:
