@@ -148,6 +148,8 @@ class RunSettings:
     """Threads that read and decode pictures; 0: their number is tuned while training."""
     cache: Literal["none", "memory", "disk"] = AUTO
     """Keep training pictures decoded, at up to 1.5 times their size in the canvas: on the local disk, or in memory."""
+    decoder: Literal["host", "nvjpeg"] = AUTO
+    """Who decodes training pictures: the cores, or the GPU (JPEGs; without a cache). Chosen by trying both."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
     eval_every: str = AUTO

@@ -59,6 +59,7 @@ class Settings(TypedDict, total=False):
     device: str
     threads: int
     cache: Literal["none", "memory", "disk"]
+    decoder: Literal["host", "nvjpeg"]
     seed: int
     eval_every: str
     patience: int

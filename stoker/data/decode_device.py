@@ -14,7 +14,6 @@ which must be nobody else's, is drained before each call.
 """
 
 import io
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -35,8 +34,6 @@ PIXELS_AT_ONCE = 2**26
 """Of the pictures of one call, 192 MiB: what a trial of batches leaves free (`trial.HEADROOM`) must do."""
 SAMPLINGS = {0x11, 0x21, 0x12, 0x22, 0x41, 0x42, 0x14, 0x24}
 """How many luma samples, across and down, a chroma sample may belong to (nvJPEG's nvjpegChromaSubsampling_t)."""
-
-warnings.filterwarnings("ignore", "The image decoding and encoding capabilities", DeprecationWarning)
 
 
 class Encoded(NamedTuple):

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from stoker.config import Config, Duration, check, parse_duration
-from stoker.data import pixel_room
+from stoker.data import decoder_choice, pixel_room
 from stoker.data.index import Index
 from stoker.data.pixel_cache import Form
 from stoker.data.problems import MAX_BAD
@@ -107,8 +107,13 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     put("threads", *_threads(device))
     _batch(filling, len(rows), index, device)
     _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
+    if get("decoder") == "nvjpeg":
+        _check_nvjpeg(get("cache"), device)
+        put("cache", "none", "--decoder nvjpeg: the host decodes for a cache")
     if get("cache") is None:
         put("cache", *_cache(filling.config, index))
+    if get("decoder") is None:
+        put("decoder", *_decoder(filling.config, index, device))
     check(filling.config)
     return filling.config, filling.reasons
 
@@ -220,6 +225,34 @@ def _cache(config: Config, index: Index) -> tuple[str, str]:
             threads=run.threads or first_threads(host_cores(), is_cpu=run.device == "cpu"),
         )
     )
+
+
+def _check_nvjpeg(cache: str | None, device: Device) -> None:
+    """Raises ConfigError where --decoder nvjpeg cannot be."""
+    if device.is_cpu:
+        raise ConfigError("--decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("host",))
+    if cache not in (None, "none"):
+        raise ConfigError(
+            f"--decoder nvjpeg does not go with --cache {cache}.",
+            cause="the cache is filled by what the host decodes, and then nothing is decoded any more",
+            fix="leave one of them out",
+        )
+
+
+def _decoder(config: Config, index: Index, device: Device) -> tuple[str, str]:
+    """Who decodes, and why; on a GPU both are tried, with a step of the batch that was chosen."""
+    if config.run.cache != "none":
+        return "host", "decoded pictures are kept, and the host decodes them once"
+
+    def step_s() -> float:
+        count = config.run.batch // config.optim.accumulate
+        return fit.rehearsal_of(config, index, device).seconds(count) / count
+
+    data = config.data
+    return decoder_choice.decide(
+        index, index.rows("train"), device, canvas=data.canvas, resize=data.resize, batch=config.run.batch,
+        step_s=step_s,
+    )  # fmt: skip
 
 
 def _usual_rate(recipe: str, optimizer: str) -> tuple[float, int, str]:

@@ -159,7 +159,7 @@ def as_json(asked: Config, index: Index, device: Device) -> dict[str, Any]:
     from stoker.training.derive import derive  # which imports this module
 
     parts = asked.optim.accumulate or 1
-    config, _ = derive(asked.replace(batch=asked.run.batch or GROUP * parts, fit=False), index, device)
+    config, _ = derive(asked.replace(batch=asked.run.batch or GROUP * parts, fit=False, decoder="host"), index, device)
     rehearsal = rehearsal_of(config, index, device)
     only = None if asked.run.batch is None else asked.run.batch // parts
     tried, end = gather(rehearsal, len(index.rows("train")), only)

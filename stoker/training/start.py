@@ -172,6 +172,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         on_quarantine=quarantine,
         on_tuned=lambda text: say("note", text),
         cache=open_cache(config.run.cache, index, rows, form, say),
+        decoder=config.run.decoder,
     )
     job = Job(
         folder=folder,

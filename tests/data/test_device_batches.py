@@ -19,6 +19,8 @@ from stoker.device import Device, Ready, SideStream
 from stoker.errors import DataError, PreflightError
 from tests.data.test_loader import Pictures, assert_same, ids, make, take, wait_until_full
 
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
 COUNT = 16
 GREY, PNG, CMYK, PROGRESSIVE, TURNED = 1, 2, 3, 4, (5, 6, 7, 8, 9, 10, 11)
 """Rows that are unlike the others; EXIF's orientations 2 … 8 are those of the last."""

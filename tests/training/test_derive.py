@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import Config, from_fields, parse_duration
+from stoker.data import decoder_choice
 from stoker.data.index import Index, open_index
-from stoker.device import Device
+from stoker.device import Device, Memory
 from stoker.errors import ConfigError
 from stoker.models import open_fields
-from stoker.training import fit
+from stoker.training import fit, trial
 from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
 from tests.drawn import draw
 
@@ -143,6 +144,58 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
     assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("2 epochs")
     assert "zoom in up to 3 times" in derive(from_fields({"crop": 0.5, "zoom": (1.0, 3.0)}), large, CPU)[1]["cache"]
     assert "cache" not in derive(from_fields({"cache": "memory"}), index, CPU)[1]
+
+
+def test_the_host_decodes_on_a_cpu_and_beside_a_cache(index: Index):
+    config, reasons = derive(Config(), index, CPU)
+    assert (config.run.decoder, reasons["decoder"]) == ("host", "training is on the CPU")
+    reasons = derive(from_fields({"cache": "memory"}), index, CPU)[1]
+    assert reasons["decoder"] == "decoded pictures are kept, and the host decodes them once"
+    assert "decoder" not in derive(from_fields({"decoder": "host"}), index, CPU)[1]
+
+
+def test_the_device_decodes_without_a_cache_only(tmp_path: Path):
+    class Other(Device):
+        is_cpu = False  # but for this a CPU
+
+    large = open_index(draw(tmp_path / "large", train=8, val=2, side=800))
+    with pytest.raises(ConfigError, match="--decoder nvjpeg needs a GPU"):
+        derive(from_fields({"decoder": "nvjpeg"}), large, CPU)
+    with pytest.raises(ConfigError, match="--decoder nvjpeg does not go with --cache disk"):
+        derive_with_trial(from_fields({"decoder": "nvjpeg", "cache": "disk"}), large, Other(CPU.torch_device))
+    config, reasons = derive_with_trial(from_fields({"decoder": "nvjpeg"}), large, Other(CPU.torch_device))
+    assert (config.run.decoder, config.run.cache) == ("nvjpeg", "none")
+    assert reasons["cache"] == "--decoder nvjpeg: the host decodes for a cache"
+
+
+def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+):
+    class Other(Device):
+        is_cpu = False
+
+    steps: list[float] = []
+
+    def decide(*_, batch: int, step_s, **__) -> tuple[str, str]:
+        steps.append(step_s())
+        return "nvjpeg", f"measured with {batch}"
+
+    monkeypatch.setattr(decoder_choice, "decide", decide)
+    asked = {"model": "retinanet_tiny_fpn", "batch": 4, "accumulate": 2, "cache": "none"}
+    config, reasons = derive_with_trial(from_fields(asked), index, Other(CPU.torch_device))
+    assert (config.run.decoder, reasons["decoder"]) == ("nvjpeg", "measured with 4")
+    assert steps[0] > 0
+
+
+def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+    """`derive` on a CPU that passes for another device: its memory is not that of one, so no batch is tried."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "batch", lambda config, *_, **__: (config.run.batch or 4, config.optim.accumulate or 1, ""))
+        patch.setattr(trial, "STEPS", 1)
+        patch.setattr(trial, "ROUNDS", 1)
+        patch.setattr(Device, "wait", lambda _: None)
+        patch.setattr(Device, "memory", lambda _: Memory(2**32, 2**32, 0))
+        return derive(asked, index, device)
 
 
 @given(total=st.none() | st.integers(1, 10**6), times=st.floats(0.01, 1000), more=st.floats(1, 1000))

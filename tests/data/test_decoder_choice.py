@@ -1,0 +1,149 @@
+"""Who decodes: a table of measured numbers and decisions, and the measuring itself, on a CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.data import decoder_choice
+from stoker.data.decoder_choice import Measured, choose, decide
+from stoker.device import Device
+from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+CPU = Device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "decoder", "why"),
+    [
+        (
+            Measured(host_s=1.5e-3, cores=15, step_s=2e-3, device_s=1e-4, share=1.0, tried=64),
+            "host",
+            "15 cores decode 10,000 pictures/s, steps take 500/s",
+        ),
+        (
+            Measured(host_s=2e-3, cores=1, step_s=0.8e-3, device_s=0.2e-3, share=1.0, tried=64),
+            "nvjpeg",
+            "1 core decodes 500 pictures/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
+            "1,000/s or more",
+        ),
+        (
+            # The cores feed nine tenths of it; nvJPEG would cost a fifth of the device.
+            Measured(host_s=1e-3, cores=1, step_s=0.9e-3, device_s=0.2e-3, share=1.0, tried=64),
+            "host",
+            "1 core decodes 1,000 pictures/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
+            "nothing to gain",
+        ),
+        (
+            # Without JPEG engines it may be slower than the cores.
+            Measured(host_s=1e-3, cores=3, step_s=0.2e-3, device_s=1e-3, share=1.0, tried=64),
+            "host",
+            "3 cores decode 3,000 pictures/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
+            "nothing to gain",
+        ),
+        (
+            Measured(host_s=2e-3, cores=2, step_s=0.5e-3, tried=20),
+            "host",
+            "2 cores decode 1,000 pictures/s, steps take 2,000/s; but none of 20 pictures is a JPEG that nvJPEG takes",
+        ),
+        (
+            # What the host still has to decode bounds it.
+            Measured(host_s=2e-3, cores=2, step_s=0.1e-3, device_s=0.1e-3, share=0.5, tried=64),
+            "nvjpeg",
+            "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it takes: "
+            "with it training reaches 2,000/s or more",
+        ),
+        (
+            Measured(host_s=2e-3, cores=2, step_s=0.1e-3, device_s=0.1e-3, share=0.05, tried=64),
+            "host",
+            "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it takes, "
+            "which would leave 1,053/s: nothing to gain",
+        ),
+    ],
+)
+def test_the_decision(measured: Measured, decoder: str, why: str) -> None:
+    assert choose(measured) == (decoder, why)
+
+
+SECONDS = st.floats(1e-6, 1.0)
+
+
+@given(host_s=SECONDS, cores=st.integers(1, 200), step_s=SECONDS, device_s=SECONDS, share=st.floats(0.01, 1.0))
+def test_more_cores_never_make_it_the_devices(
+    host_s: float, cores: int, step_s: float, device_s: float, share: float
+) -> None:
+    def decoder(cores: int) -> str:
+        return choose(Measured(host_s=host_s, cores=cores, step_s=step_s, device_s=device_s, share=share, tried=64))[0]
+
+    if decoder(cores + 1) == "nvjpeg":
+        assert decoder(cores) == "nvjpeg"
+
+
+class Other(Device):
+    """A CPU that passes for a device, so that it is measured."""
+
+    is_cpu = False
+
+
+def decided(pictures: Smooth, device: Device, step_s: float) -> tuple[str, str]:
+    return decide(
+        pictures, np.arange(COUNT), device, canvas=(64, 64), resize="letterbox", batch=3, step_s=lambda: step_s
+    )
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Smooth:
+    return Smooth(tmp_path)
+
+
+def test_on_a_cpu_it_is_the_host_and_nothing_is_measured(pictures: Smooth) -> None:
+    for row in range(COUNT):
+        pictures.path(row).unlink()
+    assert decided(pictures, CPU, 1.0) == ("host", "training is on the CPU")
+
+
+def test_without_nvjpeg_it_is_the_host(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torchvision.io, "decode_jpeg")
+    decoder, why = decided(pictures, Other(torch.device("cpu")), 1.0)
+    assert decoder == "host"
+    assert why == f"nvJPEG cannot be had: torchvision {torchvision.__version__} has no decode_jpeg any more"
+
+
+def test_both_are_measured_on_the_runs_own_pictures(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad ones are left out, what the device does not take counts as the host's."""
+    pictures.damage(0, "empty")
+    pictures.damage(12, "truncated")
+    pictures.path(15).unlink()
+    found: list[Measured] = []
+    monkeypatch.setattr(decoder_choice, "choose", lambda measured: (found.append(measured), real(measured))[1])
+    real = choose
+    monkeypatch.setattr(decoder_choice, "host_cores", lambda: 5)
+    assert decided(pictures, Other(torch.device("cpu")), 100.0)[0] == "host"
+    (measured,) = found
+    kept = COUNT - 2  # whose header can be read
+    assert measured.tried == kept
+    assert measured.share == (kept - len((PNG, CMYK, PROGRESSIVE, 12))) / kept
+    assert (measured.cores, measured.step_s) == (4, 100.0)
+    assert measured.device_s is not None
+    assert min(measured.host_s, measured.device_s) > 0
+
+
+def test_the_host_is_chosen_where_the_device_takes_none(pictures: Smooth) -> None:
+    for row in range(COUNT):
+        if row != PNG:
+            pictures.damage(row, "no end")
+    decoder, why = decided(pictures, Other(torch.device("cpu")), 1e-9)
+    assert decoder == "host"
+    assert "none of 16 pictures is a JPEG" in why
+
+
+def test_pictures_that_cannot_be_read_at_all_are_no_reason_to_stop(pictures: Smooth) -> None:
+    for row in range(COUNT):
+        pictures.path(row).unlink()
+    assert decided(pictures, Other(torch.device("cpu")), 1.0) == ("host", "no picture could be measured")
