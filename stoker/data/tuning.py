@@ -40,8 +40,9 @@ class Limits:
     cores: int
     decoders: int
     """Threads that may decode at a time: the cores, or fewer where training needs them too."""
-    shared: bool
-    """Training computes on the same cores."""
+    is_cpu: bool
+    """Training computes on the same cores. Else the ring is page-locked memory: torch keeps what is given up, so that
+    a shallower one would help nobody."""
     slot_bytes: int
     """Host memory of a batch."""
 
@@ -119,7 +120,7 @@ class Tuner:
         return said
 
     def _more_threads(self, seen: Seen) -> list[str]:
-        why = f"training waits {seen.waits:.0%} of the time, threads read {seen.reads:.0%} of theirs"
+        why = f"training waits {100 * seen.waits:.0f} % of the time, threads read {100 * seen.reads:.0f} % of theirs"
         if seen.cpu >= BUSY_CORES:
             return self._full(seen)
         if not self._tunes_threads:
@@ -143,13 +144,13 @@ class Tuner:
 
     def _full(self, seen: Seen) -> list[str]:
         cores = self._limits.cores
-        if self._said_full or self._limits.shared:
+        if self._said_full or self._limits.is_cpu:
             return []
         self._said_full = True
         doing = "decode" if seen.reads < 0.5 else "are busy"
         return [
-            f"all {cores} cores {doing}, and training waits {seen.waits:.0%} of the time; more cores per GPU, a cache "
-            "or smaller pictures would help"
+            f"all {cores} cores {doing}, and training waits {100 * seen.waits:.0f} % of the time; more cores per GPU, "
+            "a cache or smaller pictures would help"
         ]
 
     def _fewer_threads(self, seen: Seen) -> list[str]:
@@ -158,7 +159,7 @@ class Tuner:
         if not self._tunes_threads or enough >= before:
             return []
         self.threads, self._shrank = enough, True
-        return [f"{before} → {enough} threads: they rest {seen.idle:.0%} of the time"]
+        return [f"{before} → {enough} threads: they rest {100 * seen.idle:.0f} % of the time"]
 
     def _deeper(self, seen: Seen) -> list[str]:
         before, limits = self.depth, self._limits
@@ -171,12 +172,12 @@ class Tuner:
             return []
         self._depth_waits = seen.waits
         return [
-            f"{before} → {self.depth} batches ahead: training waits {seen.waits:.0%} of the time though threads rest "
-            f"{seen.idle:.0%} of theirs"
+            f"{before} → {self.depth} batches ahead: training waits {100 * seen.waits:.0f} % of the time though "
+            f"threads rest {100 * seen.idle:.0f} % of theirs"
         ]
 
     def _shallower(self, seen: Seen) -> list[str]:
-        if not self._tunes_depth or self.depth == 1:
+        if not self._tunes_depth or self.depth == 1 or not self._limits.is_cpu:
             return []
         self.depth -= 1
         self._depth_waits = 0.0  # and it does not grow again
@@ -188,7 +189,7 @@ def tuner_for(threads: int, depth: int, slot_bytes: int, *, is_cpu: bool, tunes_
     """A tuner for this machine. threads: 0 leaves their number to it; is_cpu: training computes on the same cores."""
     cores = host_cores()
     first = first_threads(cores, is_cpu=is_cpu)
-    limits = Limits(cores=cores, decoders=first, shared=is_cpu, slot_bytes=slot_bytes)
+    limits = Limits(cores=cores, decoders=first, is_cpu=is_cpu, slot_bytes=slot_bytes)
     return Tuner(limits, threads=threads or first, depth=depth, tunes_threads=threads == 0, tunes_depth=tunes_depth)
 
 

@@ -56,8 +56,8 @@ _CAUSES = (
         critical_from=0.20,
         measure="input_wait, share of all device time",
         source="TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: 5 % moderately, 20 % highly input-bound",
-        fix="Prepare pictures faster: more --threads while cores are idle, a machine with more cores per device, or "
-        "pictures stored at no more than twice the canvas",
+        fix="Prepare pictures faster: decoded pictures that are kept (--cache disk), a machine with more cores per "
+        "device, or pictures stored at no more than twice the canvas",
     ),
     Cause(
         id="starved_inside_steps",
@@ -255,7 +255,7 @@ _CAUSES = (
         warn_from=0.05,
         critical_from=0.25,
         measure="share of the wanted processor time that the container's CPU quota withheld; or, where the cores are "
-        f"{SATURATED_FROM:.0%} busy, the share of them that other processes use",
+        f"{100 * SATURATED_FROM:.0f} % busy, the share of them that other processes use",
         source="our judgment",
         fix="A higher CPU quota for the container, fewer --threads than cores, or a machine of its own",
     ),

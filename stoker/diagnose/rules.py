@@ -46,6 +46,10 @@ class Records:
     """Money per device-hour; 0: unknown."""
     from_bucket: bool = False
     """The pictures lie in a bucket."""
+    cached: bool = False
+    """Decoded pictures are kept (`--cache`)."""
+    threads_tuned: bool = False
+    """The loader finds the number of its threads by itself (`--threads 0`)."""
     skipped: int = 0
     memory_peak_bytes: int | None = None
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
@@ -78,10 +82,13 @@ class Records:
 def read(run: Path, price: float | None = None) -> Records:
     """The records of a run, live, dead or finished. price: money per device-hour, instead of the run's own setting."""
     settings = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
+    of_run = settings.get("run", {})
     seen = Records(
         totals=records.totals(run),
-        price=float(settings.get("run", {}).get("price", 0.0)) if price is None else price,
+        price=float(of_run.get("price", 0.0)) if price is None else price,
         from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
+        cached=of_run.get("cache", "none") != "none",
+        threads_tuned=of_run.get("threads") == 0,
     )
     for window in records.read_lines(run, records.STEPS, StepWindow):
         seen.skipped += window.skipped
@@ -129,20 +136,21 @@ def input_bound(seen: Records) -> Finding | None:
     if largest and waited_s > 0:
         share = stages[largest] / waited_s
         what = {"fetch": "the bucket" if seen.from_bucket else "reading files", "decode": "decoding and resizing"}
-        text = f"of this {share:.0%} {largest}" + (f": {what[largest]}" if largest in what else "")
+        text = f"of this {100 * share:.0f} % {largest}" + (f": {what[largest]}" if largest in what else "")
         evidence.append(Evidence(text=text, value=share, place=f"steps.jsonl: input.{largest}"))
     busy = seen.cpu_busy.value
+    if busy is not None:
+        text = f"the cores were {100 * busy:.0f} % busy"
+        evidence.append(Evidence(text=text, value=busy, place="devices.jsonl: cpu"))
     hint = ""
     if largest == "fetch":
         where = "a bucket in the machine's own region" if seen.from_bucket else "a faster disk"
-        hint = f"; most of the wait is for bytes here, so {where} or --cache comes first"
-    if busy is not None:
-        evidence.append(Evidence(text=f"the cores were {busy:.0%} busy", value=busy, place="devices.jsonl: cpu"))
-        hint = hint or (
-            "; cores are idle here, so more --threads come first"
-            if busy < IDLE_CORES_BELOW
-            else "; the cores are busy here, so more --threads do not help"
-        )
+        first = f"{where} comes" if seen.cached else f"{where} or --cache comes"
+        hint = f"; most of the wait is for bytes here, so {first} first"
+    elif busy is not None and busy >= IDLE_CORES_BELOW:
+        hint = "; the cores are busy here, so more --threads do not help"
+    elif busy is not None and not seen.threads_tuned:
+        hint = "; cores are idle here, so more --threads come first, or --threads 0, which finds their number"
     return _finding(seen, "input_bound", seen.share("input_wait"), evidence, lost_s=waited_s, more_fix=hint)
 
 
@@ -153,7 +161,9 @@ def starved_inside_steps(seen: Records) -> Finding | None:
     gap = seen.share("compute") - busy
     evidence = [
         _phase(seen, "compute"),
-        Evidence(text=f"the driver saw kernels {busy:.0%} of the time", value=busy, place="devices.jsonl: gpus"),
+        Evidence(
+            text=f"the driver saw kernels {100 * busy:.0f} % of the time", value=busy, place="devices.jsonl: gpus"
+        ),
     ]
     return _finding(seen, "starved_inside_steps", gap, evidence, lost_s=gap * seen.totals.device_s)
 
@@ -224,7 +234,7 @@ def quarantined_pictures(seen: Records) -> Finding | None:
 def host_memory_near_limit(seen: Records) -> Finding | None:
     if seen.host_memory is None:
         return None
-    text = f"at most {seen.host_memory:.0%} of the limit was in use"
+    text = f"at most {100 * seen.host_memory:.0f} % of the limit was in use"
     evidence = [Evidence(text=text, value=seen.host_memory, place="devices.jsonl: memory_used_bytes")]
     return _finding(seen, "host_memory_near_limit", seen.host_memory, evidence)
 
@@ -243,15 +253,15 @@ def cpu_contention(seen: Records) -> Finding | None:
     withheld, busy, others = seen.withheld.value or 0.0, seen.cpu_busy.value, seen.cpu_others.value
     evidence = []
     if withheld:
-        text = f"the CPU quota withheld {withheld:.0%} of the processor time that the run wanted"
+        text = f"the CPU quota withheld {100 * withheld:.0f} % of the processor time that the run wanted"
         evidence.append(Evidence(text=text, value=withheld, place="devices.jsonl: throttled_s"))
     taken = 0.0
     if busy is not None and others is not None and busy >= SATURATED_FROM:
         taken = others
-        text = f"the cores were {busy:.0%} busy, {others:.0%} with other processes"
+        text = f"the cores were {100 * busy:.0f} % busy, {100 * others:.0f} % with other processes"
         evidence.append(Evidence(text=text, value=others, place="devices.jsonl: cpu, process_cpu"))
     if seen.psi_cpu.value is not None:
-        text = f"some task waited for a core {seen.psi_cpu.value:.0%} of the time"
+        text = f"some task waited for a core {100 * seen.psi_cpu.value:.0f} % of the time"
         evidence.append(Evidence(text=text, value=seen.psi_cpu.value, place="devices.jsonl: psi_cpu"))
     return _finding(seen, "cpu_contention", max(withheld, taken), evidence)
 
@@ -324,7 +334,7 @@ def _finding(
 
 def _phase(seen: Records, phase: str) -> Evidence:
     share = seen.share(phase)
-    text = f"{phase}: {seen.seconds(phase):,.1f} device-seconds, {share:.1%} of the run"
+    text = f"{phase}: {seen.seconds(phase):,.1f} device-seconds, {100 * share:.1f} % of the run"
     return Evidence(text=text, value=share, place=f"steps.jsonl: phases.{phase}")
 
 

@@ -164,7 +164,7 @@ class FasterRCNN(Detector):
         return (
             f"{unconverged:,} of {pictures:,} pictures had proposals that overlap in chains of more than {ROUNDS}: "
             f"some that a better one suppresses stayed, and the second stage learned from them, too. No harm in the "
-            f"first steps; where the share stays above {UNCONVERGED:.0%}, detections may be worse"
+            f"first steps; where the share stays above {100 * UNCONVERGED:.0f} %, detections may be worse"
         )
 
     def class_layers(self) -> tuple[ClassLayer, ...]:

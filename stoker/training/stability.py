@@ -232,8 +232,8 @@ class Watch:
             return None
         self._said.add("rate_too_low")
         text = (
-            f"the loss is {loss.now:.3g} after {done:.0%} of the length, and was {loss.first:.3g} at the beginning; "
-            f"the gradient's norm is {norm.now:.3g}, then {norm.first:.3g}: the rate looks too low, "
+            f"the loss is {loss.now:.3g} after {100 * done:.0f} % of the length, and was {loss.first:.3g} at the "
+            f"beginning; the gradient's norm is {norm.now:.3g}, then {norm.first:.3g}: the rate looks too low, "
             f"{_flag(self._peak * 10)} is worth a try, unless the weights had learnt these pictures before"
         )
         data = {"at": window.step, "rate": window.rate, "loss_from": loss.first, "loss": loss.now,

@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def limits(cores=4, **changes):
-    return Limits(**{"cores": cores, "decoders": cores, "shared": False, "slot_bytes": 32 * 2**20} | changes)
+    return Limits(**{"cores": cores, "decoders": cores, "is_cpu": False, "slot_bytes": 32 * 2**20} | changes)
 
 
 def tuner(cores=4, threads=None, **changes):
@@ -79,7 +79,7 @@ def reversals(course):
 def test_threads_that_only_wait_for_a_disk_become_more_and_the_reason_is_said():
     tuned = tuner(2)
     said = [sentence for _ in range(GROW_AFTER) for sentence in tuned.see(seen(**HUNGRY))]
-    assert said == ["2 → 3 threads: training waits 31% of the time, threads read 85% of theirs"]
+    assert said == ["2 → 3 threads: training waits 31 % of the time, threads read 85 % of theirs"]
 
 
 def test_one_look_changes_nothing():
@@ -115,7 +115,7 @@ def test_on_a_large_machine_threads_have_a_limit_of_their_own():
 def test_on_a_cpu_that_trains_no_thread_is_added_that_decodes():
     cores = 16
     first = first_threads(cores, is_cpu=True)
-    tuned = Tuner(limits(cores, decoders=first, shared=True), threads=first, depth=3)
+    tuned = Tuner(limits(cores, decoders=first, is_cpu=True), threads=first, depth=3)
     for n in range(20):
         tuned.see(seen(**HUNGRY | {"reads": 0.0, "per_s": 100.0 * 1.1**n}))
     assert tuned.threads == first == 2
@@ -126,7 +126,7 @@ def test_the_limit_of_the_cores_is_said_once():
     full = HUNGRY | {"reads": 0.1, "cpu": 0.99}
     said = [sentence for _ in range(50) for sentence in tuned.see(seen(**full))]
     assert said == [
-        "all 4 cores decode, and training waits 31% of the time; more cores per GPU, a cache or smaller pictures "
+        "all 4 cores decode, and training waits 31 % of the time; more cores per GPU, a cache or smaller pictures "
         "would help"
     ]
     assert tuned.threads == 4
@@ -143,14 +143,14 @@ def test_idle_threads_are_let_go_slowly():
     tuned = tuner(16)
     idle = {"waits": 0.0, "idle": 0.9}
     said = [sentence for _ in range(SHRINK_AFTER) for sentence in tuned.see(seen(**idle))]
-    assert said == ["16 → 3 threads: they rest 90% of the time"]
+    assert said == ["16 → 3 threads: they rest 90 % of the time"]
 
 
 def test_uneven_pictures_deepen_the_ring_and_only_while_that_helps():
     tuned = tuner()
     bursty = {"waits": 0.2, "idle": 0.5}
     said = [sentence for _ in range(20) for sentence in tuned.see(seen(**bursty))]
-    assert said == ["3 → 4 batches ahead: training waits 20% of the time though threads rest 50% of theirs"]
+    assert said == ["3 → 4 batches ahead: training waits 20 % of the time though threads rest 50 % of theirs"]
     helped = tuner()
     for n in range(20):
         helped.see(seen(**bursty | {"waits": 0.9 * 0.89**n}))
@@ -164,13 +164,20 @@ def test_requests_in_flight_are_no_reason_for_a_deeper_ring():
 
 
 def test_little_memory_shrinks_the_ring_and_keeps_it_small():
-    tuned = tuner()
+    tuned = Tuner(limits(is_cpu=True), threads=2, depth=3)
     for _ in range(20):
         tuned.see(seen(free_bytes=GIB))
     assert tuned.depth == 1
     for n in range(20):
         tuned.see(seen(waits=0.5 * 0.8**n + 0.06, idle=0.5))
     assert tuned.depth == 1
+
+
+def test_page_locked_memory_is_not_given_up_as_nobody_else_would_get_it():
+    tuned = tuner()
+    for _ in range(20):
+        assert tuned.see(seen(free_bytes=GIB)) == []
+    assert tuned.depth == 3
 
 
 @given(st.integers(0, 2**36))

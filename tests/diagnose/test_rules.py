@@ -166,8 +166,8 @@ def test_a_finding_says_what_was_lost_where_it_is_written_and_what_to_do(tmp_pat
     assert finding.lost_device_s == pytest.approx(360)
     assert finding.lost_money == pytest.approx(0.25)
     assert [(e.text, e.place) for e in finding.evidence] == [
-        ("input_wait: 360.0 device-seconds, 36.0% of the run", "steps.jsonl: phases.input_wait"),
-        ("the cores were 30% busy", "devices.jsonl: cpu"),
+        ("input_wait: 360.0 device-seconds, 36.0 % of the run", "steps.jsonl: phases.input_wait"),
+        ("the cores were 30 % busy", "devices.jsonl: cpu"),
     ]
     assert finding.evidence[0].value == pytest.approx(0.36)
     assert "cores are idle here, so more --threads come first" in finding.fix
@@ -178,13 +178,26 @@ def test_the_fix_for_input_depends_on_the_cores(tmp_path: Path) -> None:
     assert "more --threads do not help" in diagnose(run)[0].fix
 
 
+def test_more_threads_are_no_fix_where_the_loader_finds_their_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", with_phase("input_wait", 360), samples=[{"cpu": [0.2, 0.4]}])
+    (run / CONFIG).write_text("[run]\nthreads = 0\n")
+    assert "--threads" not in diagnose(run)[0].fix
+
+
+@pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
+def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", with_phase("input_wait", 200), windows={"input": {"fetch": 100.0}})
+    (run / CONFIG).write_text(f'[data]\ndata = "/data/set"\n[run]\ncache = "{cache}"\n')
+    assert f"so {said}" in diagnose(run)[0].fix
+
+
 @pytest.mark.parametrize(
     ("data", "made_of", "said", "fix"),
     [
-        ("gs://bucket/set", {"fetch": 82.0, "queue": 18.0}, "of this 82% fetch: the bucket", "own region"),
-        ("/data/set", {"fetch": 82.0, "decode": 18.0}, "of this 82% fetch: reading files", "a faster disk"),
-        ("/data/set", {"fetch": 40.0, "decode": 60.0}, "of this 60% decode: decoding and resizing", "--threads"),
-        ("/data/set", {"queue": 100.0}, "of this 100% queue", "--threads"),
+        ("gs://bucket/set", {"fetch": 82.0, "queue": 18.0}, "of this 82 % fetch: the bucket", "own region"),
+        ("/data/set", {"fetch": 82.0, "decode": 18.0}, "of this 82 % fetch: reading files", "a faster disk"),
+        ("/data/set", {"fetch": 40.0, "decode": 60.0}, "of this 60 % decode: decoding and resizing", "--cache"),
+        ("/data/set", {"queue": 100.0}, "of this 100 % queue", "--cache"),
     ],
 )
 def test_a_wait_for_input_names_what_most_of_it_was_for(

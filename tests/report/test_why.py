@@ -60,8 +60,8 @@ The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s
 22 %, 0.88 (the device waited for pictures).
 
 critical: The device waits for pictures (14 min 40 s lost)
-  input_wait: 880.0 device-seconds, 22.0% of the run  [steps.jsonl: phases.input_wait]
-  fix: Prepare pictures faster: more --threads while cores are idle, a machine with more cores per device, \
+  input_wait: 880.0 device-seconds, 22.0 % of the run  [steps.jsonl: phases.input_wait]
+  fix: Prepare pictures faster: decoded pictures that are kept (--cache disk), a machine with more cores per device, \
 or pictures stored at no more than twice the canvas
 
 evidence: steps.jsonl, events.jsonl, config.toml in cars-1
