@@ -310,9 +310,11 @@ def restore(job: Job, loaded: checkpoint.Loaded | None, say: Say) -> None:
     job.step = loaded.step
     job.trained_s = loaded.state["trained_s"]
     job.best_ap = max(best_ap, loaded.state["best_ap"])
-    job.stale = loaded.state["stale"]
     job.evaluated_step = loaded.state["evaluated_step"]
-    job.unscored = loaded.state["unscored"]
+    if loaded.state["slowed"] == job.slowed:
+        job.stale, job.unscored = loaded.state["stale"], loaded.state["unscored"]
+    else:  # gone back to it: patience begins anew at the lower rate, and what was unscored then has its score
+        job.stale = 0
     lost = max(0, job.redo_until - job.step)
     say("note", f"continuing from step {job.step:,}" + (f"; {lost:,} steps are done again" if lost else ""))
 

@@ -19,6 +19,7 @@ from stoker.training import loop, scoring
 from stoker.training.loop import train
 from tests.drawn import draw
 from tests.training.test_run import with_ap
+from tests.training.test_stability import RATE, poison
 
 
 def settings(data: Path, **changes: object) -> Config:
@@ -166,6 +167,26 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
         patch.setattr(scoring, "detect", only_once_more(scoring.detect))
         run = train(settings(data), run=str(tmp_path / "run")).run
     assert_same(undisturbed, run)
+
+
+def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_path: Path):
+    """Back to the checkpoint of a signal, whose evaluation was the best: with patience 1 it would end the run there."""
+    asked = settings(data, patience=1, checkpoint_every="0", rate=RATE, warmup=0, max_skipped=3, schedule="constant")
+    with pytest.MonkeyPatch.context() as patch:
+        Gate(patch)
+        patch.setattr(loop.Training, "take_in", lambda _: None)  # patience 1 waits for every score
+        after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted, match="at step 7"):
+            train(asked, run=str(tmp_path / "run"))
+    with pytest.MonkeyPatch.context() as patch:
+        with_ap(patch, 0.2)
+        poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
+        patch.setattr(loop, "WINDOW_S", 0.0)
+        run = train(asked, run=str(tmp_path / "run")).run
+    events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "slowed")]
+    assert events[:2] == [("evaluated", 6), ("slowed", 11)]
+    assert ("evaluated", 6) not in events[2:]
+    assert ("evaluated", 12) in events
 
 
 def wait_for_scorers() -> None:

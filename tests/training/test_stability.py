@@ -161,10 +161,11 @@ def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_what_was_best_before_stays_the_best(data: Path, tmp_path: Path, monkeypatch):
-    """An evaluation at step 20 is undone with its steps; its weights are in best.safetensors."""
+def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path, tmp_path: Path, monkeypatch):
+    """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
+    the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    scored, aps = scoring.score_with_matches, iter([0.1, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2])
+    scored, aps = scoring.score_with_matches, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
@@ -172,12 +173,14 @@ def test_what_was_best_before_stays_the_best(data: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(scoring, "score_with_matches", score)
     poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
-    run = train(settings(data, eval_every="10", checkpoint_every="18"), run=str(tmp_path / "run")).run
-    assert [event.step for event in events_of(run, "evaluated")][:3] == [10, 20, 20]
+    run = train(settings(data, eval_every="6", checkpoint_every="19"), run=str(tmp_path / "run")).run
+    steps = [event.step for event in events_of(run, "evaluated")]
+    assert steps[:5] == [6, 12, 18, 24, 24]
     assert events_of(run, "slowed")[0].data["best_ap"] == 0.5
     state = checkpoint.load_newest(run, lambda *_: None)
     assert state is not None
     assert state.state["best_ap"] == 0.5
+    assert state.state["stale"] == len(steps[4:-1])  # the last is of the final weights, after the checkpoint
 
 
 class Killed(BaseException):
