@@ -142,3 +142,12 @@ def test_means_are_of_the_trainings_of_one_length(quality: ModuleType) -> None:
         (pytest.approx(0.87), True),
     ]
     assert [row for row in report.rows if row["what"].startswith("before")] == quality.BEFORE
+
+
+@pytest.mark.slow
+def test_decoding_on_the_device_is_measured_beside_the_hosts(tmp_path: Path) -> None:
+    content = quick("nvjpeg", tmp_path / "result.json", "--device", "cpu")
+    rows = {row["what"]: row for row in content["rows"]}
+    assert rows["640 × 480, host"]["thread of the device, share"] == 0
+    assert rows["640 × 480, nvjpeg"]["thread of the device, share"] > 0
+    assert rows["640 × 480, chosen"]["decoder"] == "host"

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
@@ -134,6 +133,8 @@ def _decode_some(
 
 def _decode(pictures: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:
     """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them."""
+    import torchvision  # not at the head: all that loads pictures imports this module
+
     inputs = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]
     stream.wait()
     decoded: list[Tensor] = torchvision.io.decode_jpeg(inputs, torchvision.io.ImageReadMode.RGB, device)
@@ -155,6 +156,8 @@ def _placed(pixels: Tensor, picture: Encoded) -> Tensor:
 
 def why_not(device: Device) -> str | None:
     """Why pictures cannot be decoded on a device; None where one has just been."""
+    import torchvision
+
     if device.kind not in ("cpu", "cuda") or torch.version.hip is not None:
         return "nvJPEG is for NVIDIA's GPUs"
     if not hasattr(torchvision.io, "decode_jpeg"):

@@ -266,19 +266,31 @@ def test_a_picture_of_another_size_than_its_header_says_is_refused(
     assert_same(found, stream(pictures, 4))
 
 
-def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(pictures: Smooth) -> None:
-    """A picture that failed in the batch before, and was read again ahead when it was whole: the host's stand-in."""
-    options = {"batch": 4, "max_bad": 1.0, "rows": np.array([0, 12]), "crop": 0.0, "threads": 1}
-    whole = pictures.path(0).read_bytes()
-    states = []
+def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
+    pictures: Smooth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
+    quarantine, when the second is handed out, makes the host put another one in its place."""
+    options = {"rows": np.arange(5, 13), "canvas": (64, 96)}
+    row = ids(stream(pictures, 2, **options))[4]
+    found = {}
     for decoder in ("host", "nvjpeg"):
-        pictures.damage(0, "truncated")
-        with make(pictures, decoder=decoder, **options) as loader:
-            first = ids(take(loader, 1))
-            pictures.path(0).write_bytes(whole)
-            states.append((first, ids(take(loader, 4)), loader.state_dict()["quarantined"]))
-    assert states[0] == states[1]
-    assert states[0][1] == [12] * 16
+        failed: list[int] = []
+
+        def read(asked: int, failed: list[int] = failed) -> bytes:
+            if asked == row and not failed:
+                failed.append(asked)
+                raise OSError("once")
+            return pictures.path(asked).read_bytes()
+
+        monkeypatch.setattr(pictures, "read", read)
+        with make(pictures, decoder=decoder, max_bad=1.0, threads=1, **options) as loader:
+            first = take(loader, 1)
+            wait_until_full(loader)
+            found[decoder] = [*first, *take(loader, 4)]
+            assert loader.state_dict()["quarantined"] == {row: 4}
+    assert row not in ids(found["host"])
+    assert_near(found["nvjpeg"], found["host"])
 
 
 def test_too_many_bad_pictures_end_it(pictures: Smooth) -> None:

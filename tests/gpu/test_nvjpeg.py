@@ -1,0 +1,124 @@
+"""nvJPEG on a real GPU: the pictures of the host, no wait in the training thread, nothing overwritten."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.batch import Batch
+from stoker.config import from_fields
+from stoker.data.decode_device import why_not
+from stoker.data.decoder_choice import decide
+from stoker.device import Device, pick
+from stoker.data.loader import DEPTH, HELD
+from stoker.records import STEPS, StepWindow, read_lines
+from stoker.training.loop import train
+from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
+from tests.data.test_loader import loader_threads, make
+from tests.drawn import draw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+NEAR = 4.0
+"""Mean levels of 255 from the host: another resize, and chroma that is enlarged without libjpeg's smoothing."""
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return pick("cuda")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Smooth:
+    return Smooth(tmp_path)
+
+
+def stream(index: Smooth, count: int, device: Device, **changes) -> list[Batch]:
+    with make(index, device=device, canvas=(64, 96), **changes) as loader:
+        return [Batch(*(tensor.cpu() for tensor in next(loader))) for _ in range(count)]
+
+
+def test_this_build_has_nvjpeg(device: Device) -> None:
+    assert why_not(device) is None
+
+
+@pytest.mark.parametrize("crop", [0.0, 0.7])
+def test_batches_are_those_of_the_host_but_for_a_few_levels(pictures: Smooth, device: Device, crop: float) -> None:
+    """Grey, all chroma samplings, all orientations of EXIF; PNG, CMYK and progressive are the host's own."""
+    said: list[str] = []
+    found = stream(pictures, 12, device, crop=crop, decoder="nvjpeg", on_tuned=said.append)
+    expected = stream(pictures, 12, device, crop=crop)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, a, b in zip(Batch._fields[1:], ours[1:], theirs[1:], strict=True):
+            assert torch.equal(a, b), name
+        for k, row in enumerate(ours.image_id.tolist()):
+            height, width = ours.content[k].tolist()
+            apart = (ours.images[k].float() - theirs.images[k].float()).abs()
+            assert apart[:, height:].sum() == apart[:, :, width:].sum() == 0, "padding"
+            assert apart[:, :height, :width].mean() < (0.001 if row in (PNG, CMYK, PROGRESSIVE) else NEAR), row
+    assert not [sentence for sentence in said if "refuses" in sentence]
+
+
+def test_it_repeats_bit_for_bit(pictures: Smooth, device: Device) -> None:
+    first, second = (stream(pictures, 12, device, decoder="nvjpeg", threads=threads) for threads in (1, 4))
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth, device: Device) -> None:
+    for row, how in ((0, "truncated"), (6, "no end"), (12, "table"), (13, "empty"), (14, "another size")):
+        pictures.damage(row, how)
+    told: dict[str, list] = {"host": [], "nvjpeg": []}
+    for decoder, log in told.items():
+        stream(pictures, 12, device, decoder=decoder, max_bad=1.0, on_quarantine=log.append)
+    assert told["nvjpeg"] == told["host"]
+    assert len(told["host"]) == 5
+
+
+def test_the_training_thread_never_waits_for_the_device(pictures: Smooth, device: Device) -> None:
+    """Batches that are made are handed over while the main stream is still at work on something long."""
+    with make(pictures, device=device, canvas=(64, 96), decoder="nvjpeg") as loader:
+        next(loader)
+        while loader.stats().ready < 4 * (DEPTH + HELD - 1):  # all of the ring but what is handed out
+            assert loader_threads()
+        asleep = torch.Event(device.torch_device)
+        torch.cuda._sleep(10**10)  # cycles: several seconds
+        asleep.record(torch.accelerator.current_stream(device.torch_device))
+        for _ in range(2):
+            next(loader)
+        assert not asleep.query()
+
+
+def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, device: Device) -> None:
+    """While the device is busy for long, batches pile up behind it: each must still be what it was made as."""
+    usual = stream(pictures, 24, device, decoder="nvjpeg")
+    matrix = torch.randn(8192, 8192, device=device.torch_device)
+    sums = []
+    with make(pictures, device=device, canvas=(64, 96), decoder="nvjpeg") as loader:
+        for _ in range(24):
+            batch = next(loader)
+            for _ in range(4):
+                matrix = torch.tanh(matrix @ matrix)
+            sums.append(batch.images.long().sum())  # issued now, done when the products are
+            del batch
+    assert [int(total) for total in sums] == [int(batch.images.long().sum()) for batch in usual]
+
+
+def test_it_is_chosen_by_what_was_measured(pictures: Smooth, device: Device) -> None:
+    options = {"canvas": (64, 96), "resize": "letterbox", "batch": 8}
+    decoder, why = decide(pictures, np.arange(COUNT), device, **options, step_s=lambda: 1e3)
+    assert decoder == "host"
+    assert "nvJPEG cannot" not in why
+    _, why = decide(pictures, np.arange(COUNT), device, **options, step_s=lambda: 1e-9)
+    assert "nvJPEG decodes" in why
+
+
+def test_a_training_with_it(tmp_path: Path) -> None:
+    data = str(draw(tmp_path / "data", train=64))
+    config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 8, "for_": "100",
+                          "device": "cuda", "decoder": "nvjpeg"})  # fmt: skip
+    result = train(config, run=str(tmp_path / "run"))
+    assert sum(window.steps for window in read_lines(result.run, STEPS, StepWindow)) == 100
