@@ -61,7 +61,7 @@ def main_run(arguments: argparse.Namespace) -> Report:
     runs = [Run(kind, seed, steps) for seed in seeds for kind, steps in lengths.items()
             if arguments.only in (None, kind)]  # fmt: skip
     report = Report("AP on BCCD's test split: the shipped recipe, and torchvision's training", len(seeds))
-    report.packages = ("stoker", "torch", "torchvision", "faster-coco-eval")
+    report.packages = ("stoker", "torch", "torchvision")
     done = cached(arguments.json)
     missing = [run for run in runs if (run.kind, run.seed, run.steps) not in done]
     writing = threading.Lock()

@@ -7,6 +7,7 @@ epoch, index in the epoch, stream): not of threads, ranks or devices.
 
 import dataclasses
 import enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +129,7 @@ def draw_placement(
     zoom: tuple[float, float],
     u: NDArray[np.float64],
     overlap: float = 0.0,
-    boxes: NDArray[np.float32] | None = None,
+    boxes: NDArray[np.floating[Any]] | None = None,
 ) -> Placement:
     """`place` with the augmentation: with probability `crop` a zoom drawn log-uniform between the two of `zoom`.
 
@@ -149,7 +150,7 @@ def draw_placement(
     return place(size, canvas, resize)
 
 
-def _shows_a_box(boxes: NDArray[np.float32], placement: Placement, overlap: float) -> bool:
+def _shows_a_box(boxes: NDArray[np.floating[Any]], placement: Placement, overlap: float) -> bool:
     """Whether a window keeps `overlap` or more of the area that some box has inside the picture; true without boxes."""
     height, width = placement.size
     whole = np.clip(boxes.astype(np.float64), 0.0, (width, height, width, height))
@@ -162,7 +163,7 @@ def _shows_a_box(boxes: NDArray[np.float32], placement: Placement, overlap: floa
 
 
 def place_boxes(
-    boxes: NDArray[np.float32],
+    boxes: NDArray[np.floating[Any]],
     labels: NDArray[np.int32],
     crowd: NDArray[np.bool_],
     placement: Placement,

@@ -1,4 +1,4 @@
-"""The cache of decoded pictures: whole, upright, a little larger than they are shown, as RGB bytes in one file.
+"""The cache of decoded pictures: whole, upright, as large as crops want them, as RGB bytes in one file.
 
 A sample of a run with a cache is always made from a picture in this form, whether it was in the cache or has just been
 decoded. So what a run sees, also when it is resumed, does not depend on what the cache holds: any entry may be missing,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the file and of what decides the pixels in it: raise it when decoding or resizing changes."""
 LEAST_FACTOR, MOST_FACTOR = 1.25, 1.5
-"""Bounds of how much larger than in the canvas pictures are kept. Below, resizing twice blurs; above, it costs memory
-(the square) for zooms that few recipes have."""
+"""Bounds of how much larger than in the canvas pictures are kept for crops. Below, resizing twice blurs; above, it
+costs memory (the square) for zooms that few recipes have."""
 BLOCK = 4096
 """Entries begin on whole pages: two pictures never share one."""
 SLOW_WRITE_S, PAUSES = 0.05, 4
@@ -59,9 +59,9 @@ class Form:
 
     @classmethod
     def of(cls, canvas: tuple[int, int], resize: str, *, crop: float, zoom: tuple[float, float]) -> "Form":
-        """The form for a recipe: as much larger as its crops zoom in, within LEAST_FACTOR … MOST_FACTOR."""
-        closest = zoom[1] if crop > 0 else 1.0
-        return cls(canvas, resize, min(MOST_FACTOR, max(LEAST_FACTOR, closest)))
+        """The form for a recipe: as much larger as its crops zoom in, within LEAST_FACTOR … MOST_FACTOR; without crops
+        as it is shown, so that a sample is the same to the bit as without a cache."""
+        return cls(canvas, resize, min(MOST_FACTOR, max(LEAST_FACTOR, zoom[1])) if crop > 0 else 1.0)
 
     def kept(self, size: NDArray[np.int32]) -> NDArray[np.int32]:
         """Height and width of pictures [n, 2] → as they are kept [n, 2]: never larger than they are; 0 stays 0."""
@@ -69,7 +69,7 @@ class Form:
         scales = np.array(self.canvas) * self.factor / known
         if self.resize == "letterbox":
             scales = np.repeat(scales.min(1, keepdims=True), 2, 1)
-        smaller = np.ceil(size * np.minimum(1.0, scales) - 1e-6).astype(np.int32)
+        smaller = np.round(size * np.minimum(1.0, scales)).astype(np.int32)  # as `augment.place` rounds
         kept: NDArray[np.int32] = np.minimum(size, np.maximum(smaller, 1))
         return kept
 

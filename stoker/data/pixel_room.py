@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from stoker.cgroup import host_cores, host_memory
+from stoker.cgroup import host_memory
 from stoker.data import places
 from stoker.data.decode import SHRINKS
 from stoker.data.pixel_cache import MOST_FACTOR, Form, PixelCache, digest, offsets_of
@@ -84,7 +84,7 @@ def choose(s: Situation) -> tuple[Kind, str]:
     if not s.pictures:
         return "none", "the annotations do not say how large the pictures are"
     if s.epochs is not None and s.epochs < FEWEST_EPOCHS:
-        return "none", f"{s.epochs:.3g} epochs: decoded pictures pay from the second on, {FEWEST_EPOCHS} are wanted"
+        return "none", f"the run has {s.epochs:.3g} epochs: decoding once for all pays from {FEWEST_EPOCHS} on"
     if s.shrinks and s.closest > MOST_FACTOR:
         return "none", f"crops zoom in up to {s.closest:g} times; pictures kept at {MOST_FACTOR} times would be blurred"
     if s.decode_s < LEAST_DECODE_S and not s.remote:
@@ -128,7 +128,7 @@ def situation(
     epochs: float | None,
     threads: int,
 ) -> Situation:
-    """What `choose` wants to know, of this machine as it is now. threads: 0 for as many as there are cores."""
+    """What `choose` wants to know, of this machine as it is now."""
     size = index.size[rows]
     size = size[(size > 0).all(1)]
     kept = form.kept(size)
@@ -141,7 +141,7 @@ def situation(
         shrinks=bool((kept < size).any()),
         closest=closest,
         epochs=epochs,
-        threads=threads or host_cores(),
+        threads=threads,
         remote=places.address_of(index.root) is not None,
         memory_free=max(0, limit - used),
         disk_room=disk_room(path),

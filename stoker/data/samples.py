@@ -308,7 +308,7 @@ class Samples:
         else:
             kept = data
         shown = size if kept is None else (kept.shape[0], kept.shape[1])
-        ratio = np.array((shown[0] / size[0], shown[1] / size[1]), np.float32)
+        ratio = np.array((shown[0] / size[0], shown[1] / size[1]))
         epoch, place = divmod(position, len(self.rows))
         of_row = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
         boxes = index.boxes[of_row] * ratio[[1, 0, 1, 0]]

@@ -131,6 +131,16 @@ def test_pictures_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: P
     assert_same(found, stream(index, None))  # none is made smaller: the same pixels
 
 
+@pytest.mark.parametrize("resize", ["letterbox", "squash"])
+def test_without_crops_pictures_are_the_same_as_without_a_cache(tmp_path: Path, resize: str) -> None:
+    index = draw(tmp_path / "set", 12, sides=(151, 211))
+    expected = stream(index, None, crop=0.0, resize=resize)
+    form = Form.of(CANVAS, resize, crop=0.0, zoom=RECIPE["zoom"])  # type: ignore[arg-type]
+    for _ in ("misses", "hits"):
+        cache = open_cache("disk", index, np.arange(12), form, pytest.fail)  # type: ignore[arg-type]
+        assert_same(stream(index, cache, crop=0.0, resize=resize), expected)
+
+
 def test_a_missing_picture_is_replaced_whether_or_not_the_cache_had_it(index: Index) -> None:
     stream(index, cache_of(index))
     index.path(5).unlink()

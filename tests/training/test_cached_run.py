@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_run_that_is_killed_while_its_cache_fills_goes_on_without_it(data: Pat
     flags = [*FLAGS, "--for", "20", "--cache", "disk", "--run", "run"]
     process = stoker("train", data, *flags, cwd=tmp_path / "killed")
     while process.poll() is None and not list(run.glob("checkpoints/step-*")):
-        pass
+        time.sleep(0.01)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL

@@ -141,7 +141,7 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
     config, reasons = derive(Config(), large, CPU)
     assert config.run.cache == "disk"
     assert "as a file that stays in memory" in reasons["cache"]
-    assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("2 epochs")
+    assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("the run has 2 epochs")
     assert "zoom in up to 3 times" in derive(from_fields({"crop": 0.5, "zoom": (1.0, 3.0)}), large, CPU)[1]["cache"]
     assert "cache" not in derive(from_fields({"cache": "memory"}), index, CPU)[1]
 
