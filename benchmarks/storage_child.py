@@ -1,9 +1,11 @@
 """One run of `storage.py`, in a process of its own: fetches objects from its server and prints what that took, as JSON.
 
-    python storage_child.py {stoker,s3fs} PORT COUNT SIZE_BYTES [--depth N] [--no-hedge]
+    python storage_child.py {stoker,obstore,s3fs} PORT COUNT SIZE_BYTES [--depth N] [--no-hedge]
 
-stoker: through `Fetcher`; without --depth as a consumer that always waits, at the depth that the fetcher finds. s3fs:
-by a Python that has it, with N requests under way. CPU is the whole process's, from the first request to the last byte.
+stoker: through `Fetcher`, by a consumer that takes batches of 16 and always waits, as a loader does; without --depth at
+the depth that the fetcher finds. obstore: as its documentation shows it, the least that reading from Python can cost.
+s3fs: by a Python that has it. Both with N requests under way. CPU is that of all threads of the process, user and
+system, from the first request to the last byte.
 """
 
 import argparse
@@ -11,12 +13,15 @@ import asyncio
 import json
 import os
 import resource
+import threading
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 
 DEMAND_PER_S = 600.0
 """What the consumer would take: more than the link's 50 MB/s carry, as a GPU's loader would on such a link."""
-NOTE_EVERY = 8
+BATCH = 16
 WARM = 32
 
 
@@ -25,69 +30,117 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def serve_from(port: int) -> None:
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret"
+    )
+
+
 def stoker(arguments: argparse.Namespace) -> dict[str, float]:
     from stoker.storage.address import parse
     from stoker.storage.fetcher import Fetcher
     from stoker.storage.store import open_store
 
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{arguments.port}", AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret"
-    )
+    serve_from(arguments.port)
     store = open_store(parse("s3://bucket"))
     latencies_s: list[float] = []
+
+    def batch(first: int, size: int) -> tuple[threading.Event, list[Future]]:
+        """Submits so many; the event says that all came."""
+        whole, began_s, left = threading.Event(), time.perf_counter(), size
+
+        def came(_: Future) -> None:
+            nonlocal left
+            latencies_s.append(time.perf_counter() - began_s)
+            left -= 1
+            if not left:
+                whole.set()
+
+        futures = [
+            fetcher.submit(store, f"data/{first + number}", length=arguments.size_bytes) for number in range(size)
+        ]
+        for future in futures:
+            future.add_done_callback(came)
+        return whole, futures
+
     with Fetcher(hedge=arguments.hedge) as fetcher:
         for future in [fetcher.submit(store, "warm", length=arguments.size_bytes) for _ in range(WARM)]:
             future.result()
         requests = store.counts.requests
         began, cpu = time.perf_counter(), cpu_s()
-        flying: deque = deque()
+        flying: deque[tuple[threading.Event, list[Future]]] = deque()
         submitted = taken = 0
         while taken < arguments.count:
             depth = arguments.depth or fetcher.ahead
-            while submitted < arguments.count and len(flying) < depth:
-                at = time.perf_counter()
-                future = fetcher.submit(store, f"data/{submitted}", length=arguments.size_bytes)
-                future.add_done_callback(lambda _, at=at: latencies_s.append(time.perf_counter() - at))
-                flying.append(future)
-                submitted += 1
-            if len(flying.popleft().result()) != arguments.size_bytes:
+            while (
+                submitted < arguments.count and submitted - taken < depth + BATCH
+            ):  # beyond the batch that is waited for
+                flying.append(batch(submitted, min(BATCH, arguments.count - submitted)))
+                submitted += len(flying[-1][1])
+            whole, futures = flying.popleft()
+            whole.wait()
+            if any(len(future.result()) != arguments.size_bytes for future in futures):
                 raise RuntimeError("an object came short")
-            taken += 1
-            if taken % NOTE_EVERY == 0:
-                fetcher.note(DEMAND_PER_S, True)
+            taken += len(futures)
+            fetcher.note(DEMAND_PER_S, True)
         took_s, cpu = time.perf_counter() - began, cpu_s() - cpu
         extra = (store.counts.requests - requests) / arguments.count - 1
         depth = arguments.depth or fetcher.ahead
     return result(arguments, took_s, cpu, latencies_s) | {"extra": extra, "depth": depth}
 
 
+def obstore(arguments: argparse.Namespace) -> dict[str, float]:
+    import obstore as package
+    from obstore.store import S3Store
+
+    serve_from(arguments.port)
+    store = S3Store("bucket", region="us-east-1", client_options={"allow_http": True})
+
+    async def get(key: str) -> int:
+        return len((await package.get_range_async(store, key, start=0, length=arguments.size_bytes)).to_bytes())
+
+    async def run() -> dict[str, float]:
+        return await many(arguments, get)
+
+    return asyncio.run(run())
+
+
 def s3fs(arguments: argparse.Namespace) -> dict[str, float]:
     import s3fs as package
 
-    latencies_s: list[float] = []
-
-    async def run() -> tuple[float, float]:
+    async def run() -> dict[str, float]:
         files = package.S3FileSystem(
             key="key", secret="secret", endpoint_url=f"http://127.0.0.1:{arguments.port}", asynchronous=True,
             config_kwargs={"max_pool_connections": 256})  # fmt: skip
         await files.set_session()
-        gate = asyncio.Semaphore(arguments.depth or 32)
 
-        async def one(key: str) -> None:
-            async with gate:
-                at = time.perf_counter()
-                if len(await files._cat_file(key)) != arguments.size_bytes:
-                    raise RuntimeError("an object came short")
-                latencies_s.append(time.perf_counter() - at)
+        async def get(key: str) -> int:
+            return len(await files._cat_file(f"bucket/{key}"))
 
-        await asyncio.gather(*(one("bucket/warm") for _ in range(WARM)))
-        latencies_s.clear()
-        began, cpu = time.perf_counter(), cpu_s()
-        await asyncio.gather(*(one(f"bucket/data/{number}") for number in range(arguments.count)))
-        return time.perf_counter() - began, cpu_s() - cpu
+        return await many(arguments, get)
 
-    took_s, cpu = asyncio.run(run())
-    return result(arguments, took_s, cpu, latencies_s)
+    return asyncio.run(run())
+
+
+async def many(arguments: argparse.Namespace, get: Callable[[str], Awaitable[int]]) -> dict[str, float]:
+    """All objects by `get`, which returns the size, `--depth` or 32 at a time."""
+    latencies_s: list[float] = []
+
+    async def worker(keys: Iterator[str]) -> None:
+        for key in keys:
+            at = time.perf_counter()
+            if await get(key) != arguments.size_bytes:
+                raise RuntimeError("an object came short")
+            latencies_s.append(time.perf_counter() - at)
+
+    async def all_of(keys: Iterator[str]) -> None:
+        await asyncio.gather(*(worker(keys) for _ in range(arguments.depth or 32)))
+
+    await all_of(iter(["warm"] * WARM))
+    latencies_s.clear()
+    began, cpu = time.perf_counter(), cpu_s()
+    await all_of(f"data/{number}" for number in range(arguments.count))
+    return result(arguments, time.perf_counter() - began, cpu_s() - cpu, latencies_s)
 
 
 def result(arguments: argparse.Namespace, took_s: float, cpu: float, latencies_s: list[float]) -> dict[str, float]:
@@ -102,14 +155,16 @@ def result(arguments: argparse.Namespace, took_s: float, cpu: float, latencies_s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("who", choices=["stoker", "s3fs"])
+    parser.add_argument("who", choices=["stoker", "obstore", "s3fs"])
     parser.add_argument("port", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("size_bytes", type=int)
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--no-hedge", dest="hedge", action="store_false")
     arguments = parser.parse_args()
-    print(json.dumps({"stoker": stoker, "s3fs": s3fs}[arguments.who](arguments)))
+    print(json.dumps({"stoker": stoker, "obstore": obstore, "s3fs": s3fs}[arguments.who](arguments)), flush=True)
+    if arguments.who == "obstore":
+        os._exit(0)  # one of its threads that is still in Python when the interpreter ends aborts the process
 
 
 if __name__ == "__main__":

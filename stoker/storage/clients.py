@@ -39,6 +39,9 @@ PART_RETRIES = 3
 """Within an upload obstore repeats the part that failed. All else is repeated, and counted, by us: obstore would also
 repeat a write with a condition whose answer was lost, and then find the condition broken, by itself."""
 LONGEST = timedelta(days=1)
+CORES_A_THREAD = 8
+"""Of this machine's, for each thread on which obstore's requests run, else one for each core. One carries a gigabyte a
+second, and more of them wake each other: on two cores, an object costs an eighth less by one thread than by two."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Clients:
 
 
 def connect(address: Address, identity: Identity, limits: Limits) -> Clients:
+    # Read by obstore's runtime when it starts, at the first request; there is no other way to say it.
+    os.environ.setdefault("TOKIO_WORKER_THREADS", str(max(1, (os.cpu_count() or 1) // CORES_A_THREAD)))
     reads = _client(address, identity, {"timeout": LONGEST, "read_timeout": timedelta(seconds=limits.stall_s)}, 0)
     sending: ClientConfig = {"timeout": timedelta(seconds=PART_TIMEOUT_S)}
     writes = _client(address, identity, sending, 0)

@@ -1,5 +1,6 @@
 """Many reads at once: right bytes, within the limits, second requests where the first is late, and a clean end."""
 
+import _thread
 import asyncio
 import gc
 import multiprocessing
@@ -153,6 +154,22 @@ def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pyt
             fetcher.submit(store, "k0")
         fetcher.note(1.0, True)
         fetcher.close()
+
+
+def test_closing_waits_for_threads_that_are_in_python_unknown_to_it(store: Store) -> None:
+    """As obstore's, which hand over answers: the interpreter's end would abort the process."""
+    gate, left = _thread.allocate_lock(), []
+    gate.acquire()
+
+    def foreign() -> None:
+        gate.acquire()
+        left.append(True)
+
+    with Fetcher() as fetcher:
+        assert fetcher.submit(store, "k0").result()
+        _thread.start_new_thread(foreign, ())
+        threading.Timer(0.05, gate.release).start()
+    assert left
 
 
 def test_a_forgotten_fetcher_ends_its_thread(store: Store) -> None:
