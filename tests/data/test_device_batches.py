@@ -17,7 +17,7 @@ from stoker.data.headers import header_of
 from stoker.data.samples import PADDING
 from stoker.device import Device, Ready, SideStream
 from stoker.errors import DataError, PreflightError
-from tests.data.test_loader import Pictures, assert_same, ids, make, take, wait_until_full
+from tests.data.loading import Pictures, assert_same, ids, make, take, wait_until_full
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 

@@ -12,7 +12,7 @@ from stoker.data.ahead import positions
 from stoker.errors import DataError, ObjectMissing, StorageError
 from stoker.storage.address import parse
 from stoker.storage.store import open_store
-from tests.data.test_loader import Pictures, assert_same, ids, make, stream, take
+from tests.data.loading import Pictures, assert_same, ids, make, stream, take
 from tests.storage.servers import Conditions, apply, google_server
 
 

@@ -16,7 +16,7 @@ from stoker.data import loader as loader_module
 from stoker.data.crew import Crew, Task, Work
 from stoker.data.loader import HELD
 from stoker.data.samples import Outcome
-from tests.data.test_loader import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
+from tests.data.loading import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
 
 
 @pytest.fixture
@@ -167,10 +167,10 @@ def test_host_memory_is_flat_over_twenty_epochs(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import pathlib, statistics, psutil
-from tests.data import test_loader
-index = test_loader.Pictures(pathlib.Path({str(tmp_path)!r}), 200)
+from tests.data import loading
+index = loading.Pictures(pathlib.Path({str(tmp_path)!r}), 200)
 process, seen = psutil.Process(), []
-with test_loader.make(index, threads=0, batch=8, canvas=(256, 256)) as loader:
+with loading.make(index, threads=0, batch=8, canvas=(256, 256)) as loader:
     for epoch in range(20):
         samples = []
         for _ in range(25):

@@ -12,7 +12,7 @@ from stoker.data import samples
 from stoker.data.commit import Commit
 from stoker.measure.ledger import Ledger
 from stoker.records import INPUT_STAGES
-from tests.data.test_loader import LateDevice, Pictures, make
+from tests.data.loading import LateDevice, Pictures, make
 
 DELAY_S, BATCHES = 0.02, 8
 

@@ -10,12 +10,12 @@ from stoker.batch import Batch
 from stoker.config import from_fields
 from stoker.data.decode_device import why_not
 from stoker.data.decoder_choice import decide
-from stoker.device import Device, pick
 from stoker.data.loader import DEPTH, HELD
+from stoker.device import Device, pick
 from stoker.records import STEPS, StepWindow, read_lines
 from stoker.training.loop import train
+from tests.data.loading import loader_threads, make
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
-from tests.data.test_loader import loader_threads, make
 from tests.drawn import draw
 
 pytestmark = [
