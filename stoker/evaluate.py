@@ -75,6 +75,7 @@ def evaluation_loader(
     canvas: tuple[int, int],
     resize: str,
     threads: int,
+    begin: int = 0,
     max_bad: float = MAX_BAD,
     rank: int = 0,
     ranks: int = 1,
@@ -91,6 +92,7 @@ def evaluation_loader(
         boxes=box_slots(index, rows),
         seed=0,  # nothing is drawn
         threads=threads,
+        begin=begin,
         train=False,
         max_bad=max_bad,
         rank=rank,

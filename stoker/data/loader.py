@@ -53,8 +53,8 @@ class Loader:
 
     rows: int64 [N], rows of the index. batch: B, pictures per batch of this rank; canvas: height and width; boxes: M,
     see `box_slots`; resize, crop, zoom, overlap: see `augment.draw_placement` (the last three in training only).
-    threads: how many read and decode; 0: tuned while it runs. depth: batches decoded ahead; None: tuned. Host memory is
-    (depth + 2) · B · H · W · 3 bytes. on_tuned is told each change and its reason.
+    threads: how many read and decode; 0: tuned while it runs, from `begin` on or the usual number. depth: batches
+    decoded ahead; None: tuned. Host memory is (depth + 2) · B · H · W · 3 bytes. on_tuned is told of each change.
     max_bad: share of the pictures that may be in quarantine before the loader raises.
 
     ranks: a global batch is B · ranks positions of the stream, of which rank r takes the r-th B. Each rank knows its
@@ -84,6 +84,7 @@ class Loader:
         boxes: int,
         seed: int,
         threads: int,
+        begin: int = 0,
         train: bool = True,
         depth: int | None = None,
         max_bad: float = MAX_BAD,
@@ -113,9 +114,10 @@ class Loader:
         self._stream = device.make_stream()
         self._device_batches = DeviceBatches(self._samples, device, on_tuned) if decoder == "nvjpeg" else None
         self._make_slot = functools.partial(Slot, device, batch, canvas, boxes)
-        self._slots = [self._make_slot() for _ in range((DEPTH if depth is None else depth) + HELD)]
+        tunes_depth, depth = depth is None, DEPTH if depth is None else depth
+        self._slots = [self._make_slot() for _ in range(depth + HELD)]
         self._tuner = tuner_for(
-            threads, len(self._slots) - HELD, self._slots[0].nbytes, is_cpu=device.is_cpu, tunes_depth=depth is None
+            threads, begin, depth, self._slots[0].nbytes, is_cpu=device.is_cpu, tunes_depth=tunes_depth
         )
         self._on_tuned = on_tuned
         self._gauge: Gauge | None = None

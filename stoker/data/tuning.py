@@ -185,12 +185,14 @@ class Tuner:
         return [f"{self.depth + 1} → {self.depth} batches ahead: {free:,.0f} MiB of host memory are free"]
 
 
-def tuner_for(threads: int, depth: int, slot_bytes: int, *, is_cpu: bool, tunes_depth: bool) -> Tuner:
-    """A tuner for this machine. threads: 0 leaves their number to it; is_cpu: training computes on the same cores."""
+def tuner_for(threads: int, begin: int, depth: int, slot_bytes: int, *, is_cpu: bool, tunes_depth: bool) -> Tuner:
+    """A tuner for this machine. threads: 0 leaves their number to it, from `begin` on where that is more than usual;
+    is_cpu: training computes on the same cores."""
     cores = host_cores()
     first = first_threads(cores, is_cpu=is_cpu)
     limits = Limits(cores=cores, decoders=first, is_cpu=is_cpu, slot_bytes=slot_bytes)
-    return Tuner(limits, threads=threads or first, depth=depth, tunes_threads=threads == 0, tunes_depth=tunes_depth)
+    now = threads or max(first, begin)
+    return Tuner(limits, threads=now, depth=depth, tunes_threads=threads == 0, tunes_depth=tunes_depth)
 
 
 class Gauge:

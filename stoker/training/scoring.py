@@ -70,7 +70,9 @@ def find_boxes(job: Job, meanwhile: Callable[[], None]) -> Detections:
             yield batch
 
     with contextlib.closing(validation_loader(job)) as batches:
-        return detect(job.stepper.averaged, pictures(batches), job.device, precision=job.config.run.precision)
+        found = detect(job.stepper.averaged, pictures(batches), job.device, precision=job.config.run.precision)
+        job.evaluation_threads = batches.stats().threads
+    return found
 
 
 class _Work:

@@ -84,6 +84,8 @@ class Job:
     """Evaluations since the best one."""
     evaluated_step: int = -1
     """Step of the last evaluation."""
+    evaluation_threads: int = 0
+    """That loaded the pictures at the end of the last evaluation."""
     unscored: dict[str, Any] | None = None
     """The last evaluation, where the state was saved before anybody knew its score (`scoring.Unscored`)."""
     redo_until: int = 0
@@ -330,6 +332,7 @@ def validation_loader(job: Job) -> Loader:
         canvas=data.canvas,
         resize=data.resize,
         threads=run.threads,
+        begin=max(job.evaluation_threads, job.loader.stats().threads),
         max_bad=data.max_bad,
         on_quarantine=job.quarantine,
     )

@@ -59,6 +59,12 @@ def test_a_number_of_threads_and_a_depth_that_are_given_stay(pictures, monkeypat
     assert not said
 
 
+def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(pictures):
+    for begin, threads, expected in ((0, 0, 2), (1, 0, 2), (7, 0, 7), (7, 3, 3)):
+        with make(pictures, threads=threads, begin=begin) as loader:
+            assert loader.stats().threads == expected
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=8), st.booleans())
 def test_the_stream_stays_whatever_is_tuned(pictures, course, on_device):

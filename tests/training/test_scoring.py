@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from stoker.config import Config, from_fields
+from stoker.data.loader import Loader
 from stoker.errors import Preempted
 from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, Event, read_lines
-from stoker.training import loop, scoring
+from stoker.training import loop, scoring, start
 from stoker.training.loop import train
 from tests.drawn import draw
 from tests.training.test_run import with_ap
@@ -187,6 +188,23 @@ def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_p
     assert events[:2] == [("evaluated", 6), ("slowed", 11)]
     assert ("evaluated", 6) not in events[2:]
     assert ("evaluated", 12) in events
+
+
+def test_an_evaluation_begins_with_as_many_threads_as_the_last_one_ended_with(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun: list[int] = []
+    real = start.evaluation_loader
+
+    def remembered(*arguments: Any, **named: Any) -> Loader:
+        begun.append(named["begin"])
+        loader = real(*arguments, **named)
+        loader._tuner.threads += 3
+        return loader
+
+    monkeypatch.setattr(start, "evaluation_loader", remembered)
+    train(settings(data, threads=0), run=str(tmp_path / "run"))
+    assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
 
 
 def wait_for_scorers() -> None:
