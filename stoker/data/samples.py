@@ -122,7 +122,6 @@ class Slot:
     def blank(self, k: int) -> None:
         """Makes row k one that only fills the batch: a canvas of padding without boxes, image_id -1."""
         self.pad(k, (0, 0))
-        self.encoded[k] = None
         self.boxes[k], self.labels[k], self.valid[k], self.draw[k] = 0, 0, False, 0
         self.content[k], self.size[k], self.scale[k], self.image_id[k] = self.canvas, self.canvas, 1, -1
 
@@ -216,6 +215,7 @@ class Samples:
         exception itself.
         """
         failures: list[tuple[int, Exception]] = []
+        slot.encoded[k] = None
         if self.train or position < len(self.rows):
             failed: set[int] = set()
             for row in self.candidates(position):
@@ -327,7 +327,6 @@ class Samples:
             placement = augment.place(shown, self._canvas, self._resize)
         height, width = placement.content
         out = slot.pixels[k, :height, :width]
-        slot.encoded[k] = None
         if self._defers and isinstance(data, bytes) and header is not None and is_ordinary(data, header):
             slot.encoded[k] = Encoded(data, header, placement.region, placement.content)
         elif kept is not None:

@@ -135,6 +135,22 @@ def test_a_jpeg_that_is_rgb_inside_is_left_to_the_host(tmp_path: Path) -> None:
     Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG", keep_rgb=True, subsampling=0)
     data = path.read_bytes()
     assert not is_ordinary(data, header_of(data, path))
+    at = data.index(b"\xff\xee\x00\x0eAdobe")
+    without = data[:at] + data[at + 16 :]  # Adobe's marker says it, and the names of the components do
+    assert b"Adobe" not in without
+    assert not is_ordinary(without, header_of(without, path))
+
+
+def test_it_shrinks_as_pillow_does(tmp_path: Path) -> None:
+    """Noise, of which a resize without antialiasing keeps far too much."""
+    path = tmp_path / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 160, 3), np.uint8)).save(path, "JPEG", quality=95)
+    data = path.read_bytes()
+    images = torch.zeros(1, 30, 32, 3, dtype=torch.uint8)
+    picture = decode_device.Encoded(data, header_of(data, path), (0, 0, 160, 120), (30, 32))
+    assert not decode_device.fill(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+    expected = np.asarray(Image.open(path).resize((32, 30), Image.Resampling.BILINEAR), np.float32)
+    assert np.abs(images[0].numpy() - expected).mean() < 0.5
 
 
 def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path) -> None:
