@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stoker.cgroup import host_cores
 from stoker.data import loader as loader_module
 from stoker.data.crew import Crew, Task, Work
 from stoker.data.loader import HELD
 from stoker.data.samples import Outcome
+from stoker.data.tuning import first_threads
 from tests.data.loading import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
 
 
@@ -60,7 +62,8 @@ def test_a_number_of_threads_and_a_depth_that_are_given_stay(pictures, monkeypat
 
 
 def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(pictures):
-    for begin, threads, expected in ((0, 0, 2), (1, 0, 2), (7, 0, 7), (7, 3, 3)):
+    usual = first_threads(host_cores(), is_cpu=True)
+    for begin, threads, expected in ((0, 0, usual), (1, 0, usual), (7, 0, 7), (7, 3, 3)):
         with make(pictures, threads=threads, begin=begin) as loader:
             assert loader.stats().threads == expected
 
