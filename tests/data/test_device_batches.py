@@ -1,5 +1,6 @@
 """Decoding on the device, by the same code on a CPU: what a run sees is as with the host, but for a few levels."""
 
+import dataclasses
 import itertools
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from stoker.data import decode_device, device_batches
 from stoker.data.decode_device import is_ordinary
 from stoker.data.headers import header_of
 from stoker.data.samples import PADDING
+from stoker.data.tuning import Gauge
 from stoker.device import Device, Ready, SideStream
 from stoker.errors import DataError, PreflightError
 from tests.data.loading import Pictures, assert_same, ids, make, take, wait_until_full
@@ -345,6 +347,14 @@ def test_its_time_is_part_of_decoding(pictures: Smooth) -> None:
     with make(pictures) as loader:
         take(loader, 2)
         assert loader.stats().device_s == 0
+
+
+def test_the_tuner_does_not_take_its_time_for_that_of_the_threads(pictures: Smooth) -> None:
+    with make(pictures, decoder="nvjpeg") as loader:
+        before = loader.stats()
+    gauge = Gauge(before)
+    decode = dataclasses.replace(before.decode, seconds=before.decode.seconds + 1e6)
+    assert gauge.look(dataclasses.replace(before, decode=decode, device_s=before.device_s + 1e6)).idle == 1
 
 
 def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
