@@ -4,7 +4,7 @@ short of cores.
 It takes what its hardware takes: baseline JPEGs of one scan, grey or YCbCr, with an end marker behind their pixels
 (`is_ordinary`). Everything else stays with the host, `decode.py`, and so does every judgement: a file that looks
 truncated or is refused here is decoded by the host, strictly, and is in quarantine only if that fails. What nvJPEG
-does not say is that coded pixels in the middle of a whole file are damaged. Who hands it batches: `device_batches.py`;
+does not say is that coded pixels in the middle of a whole file are damaged otherwise. Who hands it batches: `device_batches.py`;
 whether it is used at all: `decoder_choice.py`.
 
 torchvision's `decode_jpeg` is the way to nvJPEG (deprecated from 0.29 on in favour of TorchCodec, and still there).
@@ -34,6 +34,10 @@ PIXELS_AT_ONCE = 2**26
 SAMPLINGS = {0x11, 0x21, 0x12, 0x22, 0x41, 0x42, 0x14, 0x24}
 """How many luma samples, across and down, a chroma sample may belong to (nvJPEG's nvjpegChromaSubsampling_t)."""
 
+ZEROED = bytes(64)
+"""Seen where a block of the file was never written or got lost: libjpeg complains of such, nvJPEG need not. Flat colour
+may look so, too: then the host decodes it."""
+
 
 class Encoded(NamedTuple):
     """A picture that is still to be decoded, and where it goes."""
@@ -49,7 +53,7 @@ class Encoded(NamedTuple):
 def is_ordinary(data: bytes, header: Header) -> bool:
     """Whether the device can take a picture: a baseline JPEG, all its components in one scan, the end marker behind it.
 
-    It is asked for every picture: 10 µs. Which JPEGs are RGB although they do not look so: libjpeg's jdapimin.c.
+    It is asked for every picture: 20 µs for one of 350 KB. Which JPEGs are RGB although they do not look so: libjpeg's jdapimin.c.
     """
     height, width = header.stored
     if header.kind != "jpeg" or header.channels not in (1, 3) or height * width > MOST_PIXELS:
@@ -65,6 +69,7 @@ def is_ordinary(data: bytes, header: Header) -> bool:
                 and data[at + 4] == header.channels
                 and (header.channels == 1 or _is_ycbcr(data, frame))
                 and data.rfind(b"\xff\xd9") >= at + 2 + length
+                and ZEROED not in data[at:]
             )
         elif not (marker in (0xC4, 0xDB, 0xDD, 0xFE) or 0xE0 <= marker <= 0xEF) or _is_adobe_rgb(data, at):
             return False

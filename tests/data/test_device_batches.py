@@ -75,6 +75,8 @@ class Smooth(Pictures):
             data = data[:-2]
         elif how == "table":  # a Huffman table with more codes of a length than there can be: libjpeg refuses it
             data[data.index(b"\xff\xc4") + 5] = 200
+        elif how == "a block of zeros":
+            data[-200:-100] = bytes(100)
         elif how == "empty":
             data = bytearray()
         elif how == "another size":
@@ -128,8 +130,8 @@ def test_only_ordinary_jpegs_are_left_to_the_device(pictures: Smooth) -> None:
     assert [row for row in range(COUNT) if not taken(row)] == [PNG, CMYK, PROGRESSIVE]
     pictures.damage(12, "truncated")
     pictures.damage(13, "no end")
-    assert not taken(12)
-    assert not taken(13)
+    pictures.damage(14, "a block of zeros")
+    assert not any(map(taken, (12, 13, 14)))
 
 
 def test_a_jpeg_that_is_rgb_inside_is_left_to_the_host(tmp_path: Path) -> None:
@@ -232,7 +234,8 @@ def test_an_evaluation_ends_with_rows_that_only_fill(pictures: Smooth) -> None:
 
 
 def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth) -> None:
-    for row, how in ((0, "truncated"), (6, "no end"), (12, "table"), (13, "empty"), (14, "another size")):
+    bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
+    for row, how in bad.items():
         pictures.damage(row, how)
     pictures.path(15).unlink()
     told: dict[str, list] = {"host": [], "nvjpeg": []}
@@ -243,7 +246,7 @@ def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth) -> No
         for decoder in ("host", "nvjpeg")
     }  # fmt: skip
     assert told["nvjpeg"] == told["host"]
-    assert {one.row for one in told["host"]} == {0, 6, 12, 13, 14, 15}
+    assert {one.row for one in told["host"]} == {*bad, 15}
     assert_near(found["nvjpeg"], found["host"])
     assert not said, "what the host refuses too is told by the quarantine"
 
