@@ -4,7 +4,7 @@ short of cores.
 It takes what its hardware takes: baseline JPEGs of one scan, grey or YCbCr, with an end marker behind their pixels
 (`is_ordinary`). Everything else stays with the host, `decode.py`, and so does every judgement: a file that looks
 truncated or is refused here is decoded by the host, strictly, and is in quarantine only if that fails. What nvJPEG
-does not say is that coded pixels in the middle of a whole file are damaged otherwise. Who hands it batches: `device_batches.py`;
+may not say is that coded pixels in the middle of a file were overwritten. Who hands it batches: `device_batches.py`;
 whether it is used at all: `decoder_choice.py`.
 
 torchvision's `decode_jpeg` is the way to nvJPEG (deprecated from 0.29 on in favour of TorchCodec, and still there).
@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
 def is_ordinary(data: bytes, header: Header) -> bool:
     """Whether the device can take a picture: a baseline JPEG, all its components in one scan, the end marker behind it.
 
-    It is asked for every picture: 20 µs for one of 350 KB. Which JPEGs are RGB although they do not look so: libjpeg's jdapimin.c.
+    It is asked for every picture: 20 µs for one of 350 KB. Which JPEGs are RGB inside: libjpeg's jdapimin.c.
     """
     height, width = header.stored
     if header.kind != "jpeg" or header.channels not in (1, 3) or height * width > MOST_PIXELS:
