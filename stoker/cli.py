@@ -59,10 +59,12 @@ def train(
     result = train_loop(asked, run=run, resume=resume, started_s=process_started_s())
 
     from stoker.report.terminal import print_metrics
+    from stoker.storage.runs import shown
 
     print_metrics(result.metrics)
-    print(f"results: {result.run} (`stoker why {result.run}` says where the time went)")
-    print(f"`stoker report {result.run}` shows all of it on one page")
+    place = shown(result.run)
+    print(f"results: {place} (`stoker why {place}` says where the time went)")
+    print(f"`stoker report {place}` shows all of it on one page")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
 
 
@@ -226,6 +228,29 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
         print(msgspec.json.encode(why_as_dict(found)).decode())
     else:
         print_why(found)
+
+
+@app.command(sort_key=2)
+def watch(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    run: Annotated[str | None, Parameter(group="Run")] = None,
+) -> None:
+    """Runs any training job unchanged and records it: stoker watch [--run DIR] -- CMD ARGS…
+
+    Its output, exit code, terminal and signals stay as they are; it goes on when `stoker watch` is killed. Recorded are
+    what driver and kernel say each second, and the steps, losses and rates that its output tells (TF Object Detection
+    API, Keras, torchvision, Ultralytics, Lightning, Hugging Face Trainer, plain `loss=`). Then: stoker why DIR.
+
+    Parameters
+    ----------
+    command
+        The job, behind `--`.
+    run
+        Folder of the run; default `runs/watch-<name of the job>-<n>`.
+    """
+    from stoker.watch.watch import watch as watch_job
+
+    sys.exit(watch_job(list(command), run))
 
 
 @app.command(sort_key=5)

@@ -210,7 +210,7 @@ def preview(
         seed=seed,
         count=count,
         threads=host_cores(),
-        on_quarantine=lambda bad: print(f"stoker: picture left out: {bad.error}", file=sys.stderr),
+        on_quarantine=lambda bad: print(f"stoker: picture left out: {bad.place}: {bad.error}", file=sys.stderr),
     )
     save_picture(sheet, out)
     print_settings(row for row in rows_of(Config(data=config.data), reasons) if row[0] != "data")

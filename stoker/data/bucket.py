@@ -199,11 +199,16 @@ def _nothing_there(store: "Store", address: Address) -> DataError:
     while not (names := store.folders(above.key)) and above.key:
         above = above.parent
     near = nearest(address.name, names) if above == address.parent else None
+    beside = None if above == address.parent else next(store.list(address.parent.key), None)
+    if beside is not None:
+        cause = f"{address.parent} has other objects, e.g. {beside.key.rpartition('/')[2]}"
+    elif names:
+        cause = f"the folders in {above} are {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}"
+    else:
+        cause = f"there is no folder in {above}"
     return DataError(
         "There is nothing under that address.",
         place=address,
-        cause=f"the folders in {above} are {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}"
-        if names
-        else f"there is no folder in {above}",
+        cause=cause,
         fix=f"did you mean {above.child(near)}?" if near else "correct the address",
     )

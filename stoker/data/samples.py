@@ -211,7 +211,7 @@ class Samples:
         """Writes the sample of `position` into place k. What is wrong with a picture is in the outcome.
 
         fetch: bytes that were asked for ahead, which are there; used where they are of the row that it takes. Anything
-        else than a wrong picture travels, with its path: OutOfMemoryError, StorageError, or RuntimeError from the
+        else than a wrong picture travels, with its place: OutOfMemoryError, StorageError, or RuntimeError from the
         exception itself.
         """
         failures: list[tuple[int, Exception]] = []
@@ -229,14 +229,16 @@ class Samples:
                     failures.append((row, error))
                 except OSError as error:
                     if error.errno in NOT_THE_PICTURE:
-                        raise RuntimeError(f"reading {path} failed: {error}") from error
+                        raise RuntimeError(f"reading {self.index.place(row)} failed: {error}") from error
                     failures.append((row, error))
                 except StorageError:  # a bucket that cannot be read says nothing about the picture
                     raise
                 except MemoryError as error:
-                    raise OutOfMemoryError("Out of host memory while loading a picture.", place=path) from error
+                    place = self.index.place(row)
+                    raise OutOfMemoryError("Out of host memory while loading a picture.", place=place) from error
                 except Exception as error:
-                    raise RuntimeError(f"loading {path} failed: {type(error).__name__}: {error}") from error
+                    place = self.index.place(row)
+                    raise RuntimeError(f"loading {place} failed: {type(error).__name__}: {error}") from error
                 failed.add(row)
         slot.blank(k)
         return Outcome(-1, failures)

@@ -73,6 +73,12 @@ def s3_endpoint() -> str | None:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
+def endpoint(scheme: str) -> str | None:
+    """Where another than the cloud itself is asked, and which variable says so; for messages."""
+    names = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",)}.get(scheme, ())
+    return next((f"{os.environ[name]} ({name})" for name in names if os.environ.get(name)), None)
+
+
 def bucket_region(bucket: str) -> str | None:
     """The region that S3 says the bucket is in, which it does without credentials; None: it does not say."""
     request = urllib.request.Request(f"{s3_endpoint() or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")

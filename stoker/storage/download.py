@@ -19,6 +19,8 @@ FETCHED = ".fetched.json"
 """In a reading copy: name → ETag of what was fetched."""
 PART_BYTES = 64 * 2**20
 TRIES = 5
+SHOWN = 8
+"""Runs that an error lists."""
 
 
 def objects(store: Store, address: Address) -> dict[str, str]:
@@ -69,8 +71,13 @@ def fetch(
 
 def not_a_run(address: Address, events: str) -> UsageError:
     """The error of an address at which there is no run."""
+    above = address.parent
+    try:
+        beside = [str(above.child(name)) for name in open_store(address).folders(above.key)]
+    except StorageError:  # who may read may not be allowed to list
+        beside = []
     cause, fix = f"there is no {events} below it", "name the address that training was given as --run"
-    return UsageError(f"{str(address)!r} is not a run.", cause=cause, fix=fix)
+    return UsageError(f"{str(address)!r} is not a run.", cause=cause, choices=beside[-SHOWN:], fix=fix)
 
 
 def _refresh(store: Store, address: Address, folder: Path, name: str, known: dict[str, str | None]) -> bool:

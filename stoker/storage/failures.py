@@ -5,6 +5,7 @@ read here and nowhere else. A header such as Retry-After is not in it.
 """
 
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ Kind = Literal[
     "clock",
     "credentials",
     "range",
+    "name",
     "unsupported",
     "passing",
     "other",
@@ -39,6 +41,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([^<]*?)\s*</Code>")
 _SAID = re.compile(r"<(?:Details|Message)>\s*([^<]*?)\s*</(?:Details|Message)>")
 _NETWORK = re.compile(r"kind: (Connect|Timeout|Interrupted|Request|Decode)\b")
+_ODD_KEY = re.compile(r'invalid path: .*?Path "(.*?)" contained|Path "(.*?)" contained')
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</Region>")
 
 PERMISSION = {
@@ -111,6 +114,8 @@ def _kind(error: Exception, head: str, status: int | None, code: str | None) -> 
         return "region"
     if code in CREDENTIAL_CODES or status == 401 or "token request" in head:
         return "credentials"
+    if type(error).__name__ == "InvalidPathError" or "invalid path: " in head:
+        return "name"
     if isinstance(error, FileNotFoundError):
         return "missing"
     if status == 403:
@@ -171,6 +176,8 @@ def explain(failure: Failure, *, address: Address, identity: Identity, action: A
         return StorageError("The object does not have the bytes that were asked for.", place=address,
                             cause=f"it is shorter than it was, or its server sends no parts of objects; {said}",
                             fix="Check the object; of an https server, that it answers Range requests.")  # fmt: skip
+    if failure.kind == "name":
+        return _explain_name(failure, address)
     if failure.kind == "unsupported":
         how = {"list": "list what it has", "read": "be read so", "write": "be written so", "delete": "delete"}[action]
         return Unsupported(f"This store cannot {how}.", place=address, cause=said, fix="Use a gs:// or s3:// address.")
@@ -179,6 +186,23 @@ def explain(failure: Failure, *, address: Address, identity: Identity, action: A
                             fix="Check the network, the address and the service's status page; "
                             "STOKER_STORAGE_TIMEOUT_S allows more time.")  # fmt: skip
     return StorageError(f"The object cannot be {_VERB[action]}.", place=address, cause=f"{said}; {who}")
+
+
+def _explain_name(failure: Failure, address: Address) -> StorageError:
+    """obstore refuses a key with an empty part, with . or .., or with a control character, and a list that has one."""
+    found = _ODD_KEY.search(failure.said)
+    key = found[1] or found[2] if found else address.key
+    bucket = f"{address.scheme}://{address.bucket}"
+    move = "gcloud storage mv" if address.scheme == "gs" else "aws s3 mv"
+    plain = "/".join(part for part in key.split("/") if part not in ("", ".", "..")) or "NAME"
+    ends = [shlex.quote(f"{bucket}/{name}") for name in (key, plain)]
+    return StorageError(
+        f"The object {key!r} has a name that cannot be read.",
+        place=address,
+        cause="a part of it is empty, . or .., or has a control character; that keeps all that is listed with it from"
+        " being listed",
+        fix=f"rename it, {move} {' '.join(ends)}, or remove it; or name a folder that it is not in",
+    )
 
 
 def _list_command(address: Address) -> str:

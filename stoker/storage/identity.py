@@ -104,7 +104,7 @@ def _profile() -> Identity | None:
             f"The AWS profile {name} cannot be used.",
             place="AWS_PROFILE",
             cause=str(error),
-            fix=f"aws sso login --profile {name}",
+            fix=f"aws configure list-profiles names those that there are; to sign on: aws sso login --profile {name}",
         ) from error
     return Identity(f"profile {name} (AWS_PROFILE)", options)
 

@@ -253,7 +253,9 @@ class Store:
         if failure.kind == "region" and failure.region is None and self.address.scheme == "s3":
             failure = replace(failure, region=clients.bucket_region(self.address.bucket))
         address = self.address.child(key) if key else self.address
-        raise explain(failure, address=address, identity=self.identity, action=action, tried=tries.said()) from error
+        asked = clients.endpoint(self.address.scheme)
+        tried = tries.said() + (f"; asked was {asked}" if asked else "")
+        raise explain(failure, address=address, identity=self.identity, action=action, tried=tried) from error
 
     def _info(self, meta: "ObjectMeta") -> ObjectInfo:
         etag = (meta["version"] or meta["e_tag"]) if self.address.scheme == "gs" else meta["e_tag"]

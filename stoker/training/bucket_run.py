@@ -103,7 +103,7 @@ class BucketRun:
         failure = self._uploads.deliver(QUIET_S)
         if failure is None:
             return None
-        self._say("note", f"uploading to {self.address}, at most {limit_s:.0f} s")
+        self._say("note", f"uploading to {self.address}, at most {limit_s:.0f} s; Ctrl-C twice ends the wait")
         return self._uploads.deliver(limit_s)
 
 
@@ -139,11 +139,12 @@ def join(
         return None
     if address.scheme not in WRITABLE:
         raise ConfigError("A run cannot be written there.", place=address, choices=[f"{s}://" for s in WRITABLE])
-    store = open_store(address)
+    store, folder = open_store(address), working_copy(address)
+    if resume is not None and not (folder / EVENTS).exists() and store.stat(address.child(EVENTS).key) is None:
+        raise not_a_run(address, EVENTS)
     lease = acquire(address.child(LEASE), say=note, check=stop.check)
     if lease is not None:
         stack.callback(lease.release)
-    folder = working_copy(address)
     with writing("The run's working copy cannot be written.", folder, fix="make room, or set STOKER_CACHE_DIR"):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder) as held:
@@ -152,9 +153,7 @@ def join(
             write_whole(folder / MARK, str(address).encode())
             there, said = _synchronise(store, address, folder)
             if is_finished(folder):
-                _upload_rest(store, address, folder, lease, there)
-    if resume is not None and not (folder / EVENTS).exists():
-        raise not_a_run(address, EVENTS)
+                _upload_rest(store, address, folder, lease, there, note)
     said = [f"{address} is written by way of {folder}", *said, *([] if lease is not None else [NO_LEASE])]
     return BucketRun(address, folder, said, store, lease, there)
 
@@ -198,10 +197,18 @@ def _synchronise(store: Store, address: Address, folder: Path) -> tuple[dict[str
     return there, said
 
 
-def _upload_rest(store: Store, address: Address, folder: Path, lease: Lease | None, there: dict[str, bytes]) -> None:
+def _upload_rest(
+    store: Store,
+    address: Address,
+    folder: Path,
+    lease: Lease | None,
+    there: dict[str, bytes],
+    note: Callable[[str], None],
+) -> None:
     """What a finished run could not upload at its end. Raises StorageError."""
     if _content(store, address.child(EVENTS).key) == (folder / EVENTS).read_bytes():
         return
+    note(f"uploading to {address} what did not reach it at the end of the run, at most {FINISHED_LIMIT_S:.0f} s")
     uploads = Uploads(store, address, folder, lease, there, report=_ignore, on_lost=_ignore)
     uploads.start()
     failure = uploads.deliver(FINISHED_LIMIT_S)

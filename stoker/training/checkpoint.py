@@ -29,6 +29,7 @@ from stoker.device import Ready, SideStream
 from stoker.errors import CheckpointError
 from stoker.files import sync_folder, write_whole
 from stoker.records import CHECKPOINTS
+from stoker.storage.runs import shown
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 KEPT = 2
@@ -271,11 +272,12 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
                 folder.rename(folder.with_name(f"damaged-{folder.name}"))
             return found
     if folders:
+        places = dict.fromkeys((f"{shown(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS)))  # of a run in a bucket, two
         raise CheckpointError(
             "Every checkpoint of the run is damaged.",
-            place=run / CHECKPOINTS,
+            place=next(iter(places)),
             cause="; ".join(reasons),
-            fix=f"start a new run, or remove {run / CHECKPOINTS} to start this one from its first step",
+            fix=f"start a new run, or remove {' and '.join(places)} to start this one from its first step",
         )
     return None
 

@@ -245,7 +245,7 @@ def _quarantine_reporter(folder: RunFolder, say: Say) -> Callable[[Quarantine], 
                 replaced_by=found.replaced_by,
             ),
         )
-        say("warning", f"picture left out: {found.error}")
+        say("warning", f"picture left out: {found.place}: {found.error}")
 
     return report
 

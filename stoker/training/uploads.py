@@ -34,6 +34,8 @@ LOOK_S = 1.0
 RECORDS_S = 30.0
 RECORDS_BYTES = 4_000_000
 """A file of this size is written every RECORDS_S, one of twice the size half as often: 0.13 MB/s for each at most."""
+STREAMED_BYTES = 16_000_000
+"""From which size on records go from the disk; smaller ones are read first, and are what they were at one moment."""
 AGAIN_S = 30.0
 """After a failure; a new checkpoint does not wait for it."""
 WHOLE = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
@@ -178,7 +180,8 @@ class Uploads:
             state = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
             if self._sent.get(name) == state:
                 return
-            self._write(name, path if path.suffix == ".safetensors" else path.read_bytes())  # what grows is read first
+            whole = path.suffix == ".safetensors" or (seen.st_size > STREAMED_BYTES and name != EVENTS)
+            self._write(name, path if whole else path.read_bytes())
         except FileNotFoundError:
             return
         self._sent[name] = state

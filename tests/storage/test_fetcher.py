@@ -158,16 +158,18 @@ def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pyt
 
 def test_closing_waits_for_threads_that_are_in_python_unknown_to_it(store: Store) -> None:
     """As obstore's, which hand over answers: the interpreter's end would abort the process."""
-    gate, left = _thread.allocate_lock(), []
+    gate, begun, left = _thread.allocate_lock(), threading.Event(), []
     gate.acquire()
 
     def foreign() -> None:
+        begun.set()
         gate.acquire()
         left.append(True)
 
     with Fetcher() as fetcher:
         assert fetcher.submit(store, "k0").result()
         _thread.start_new_thread(foreign, ())
+        begun.wait()
         threading.Timer(0.05, gate.release).start()
     assert left
 

@@ -57,7 +57,7 @@ def test_a_profile_that_boto3_cannot_use_either(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_PROFILE", "absent")
     with pytest.raises(StorageError, match="profile absent cannot be used") as caught:
         identify("s3")
-    assert caught.value.fix == "aws sso login --profile absent"
+    assert "aws sso login --profile absent" in (caught.value.fix or "")
 
 
 def test_key_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,9 +187,11 @@ def test_the_names_of_a_run(address: Address, tmp_path: Path, monkeypatch: pytes
 
 
 def test_no_run_is_said(address: Address):
+    open_store(address).write(address.parent.child("other/events.jsonl").key, b"x")
     with pytest.raises(UsageError, match="is not a run") as caught:
         open_run(str(address))
     assert str(address) in str(caught.value)
+    assert caught.value.choices == (str(address.parent.child("other")),)
     with pytest.raises(UsageError, match="is not a run"):
         fetch_run(address, weights=True)
 

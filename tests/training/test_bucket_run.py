@@ -322,6 +322,7 @@ def test_there_is_nothing_to_resume(address: Address):
     with pytest.raises(UsageError, match="is not a run") as caught:
         joined(address, resume=True)
     assert str(address) in str(caught.value)
+    assert there(address) == {}, "what is no run is left as it is"
 
 
 def test_a_run_is_not_written_over_https():
@@ -364,6 +365,10 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
+LASTS = [*COMMAND[:7], "--for", "4000", *COMMAND[9:]]
+"""Until it is stopped."""
+
+
 def started(data: Path, address: Address, command: list[str]) -> subprocess.Popen[str]:
     """The command, when its first checkpoint is in the bucket."""
     process = stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
@@ -386,9 +391,13 @@ def test_sigkill(
     apply(monkeypatch, place.environment)
     address = parse(f"{place.address}/runs/x")
     move("first")
+    lots = random.Random(seed)
     process = started(data, address, COMMAND)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=random.Random(seed).uniform(0, 2))
+    here, saved = working_copy(address), lots.randrange(6, 60)
+    while max((int(path.name[5:]) for path in here.glob("checkpoints/step-*")), default=0) < saved:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    time.sleep(lots.uniform(0, 0.1))  # in the middle of whatever is written or uploaded then
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -405,10 +414,9 @@ def test_sigkill(
 def test_two_machines_want_one_run(data: Path, address: Address, move: Callable[[str], None], google: Server):
     """The second is refused by name and sees a live run; who steals the lease ends the first, which writes no more."""
     move("first")
-    command = [*COMMAND[:7], "--for", "4000", *COMMAND[9:]]
-    process = started(data, address, command)
+    process = started(data, address, LASTS)
     move("second")
-    code, output = run_stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
+    code, output = run_stoker("train", data, *LASTS, "--run", str(address), cwd=Path.cwd())
     assert code == 2, output
     assert "Another process is training this run" in output
     assert f"process {process.pid}" in output
