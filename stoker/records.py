@@ -192,11 +192,8 @@ class RunFolder:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, name: str, line: msgspec.Struct) -> None:
-        """Adds a line in one write; a process killed in between tears at most this line.
-
-        A line that cannot be written is counted, and said by an event as soon as writing works again; but OSError is
-        raised when not even the first file can be opened.
-        """
+        """Adds a line in one write; a process killed in between tears at most this line. Raises OSError when not even
+        the first file can be opened."""
         with self._lock:
             try:
                 if name not in self._files:
@@ -255,6 +252,11 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
 
     Raises UsageError at a whole line that is not a `kind`: another version of stoker wrote it.
     """
+    return (line for _, line in numbered_lines(run, name, kind))
+
+
+def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int, Line]]:
+    """`read_lines` with the number of each line in its file, from 1: for who quotes them."""
     path = run / name
     if not path.exists():
         return
@@ -263,7 +265,7 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield decoder.decode(line)
+                    yield number, decoder.decode(line)
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
@@ -278,10 +280,8 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml as they are written, whichever version wrote them; None when the run has none.
-
-    Raises UsageError when it is damaged: what a run cost is not guessed. With its schema it is read by `config.py`.
-    """
+    """The tables of config.toml as they are written, whichever version wrote them; None when the run has none. Raises
+    UsageError when it is damaged: what a run cost is not guessed. With its schema it is read by `config.py`."""
     path = run / CONFIG
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

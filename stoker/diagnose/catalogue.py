@@ -1,7 +1,8 @@
 """The causes that stoker knows, as data: what each looks like, what proves it, from where on it counts, what to do.
 
 Every threshold of the diagnosis is here, with its source; `rules.py` has the code that looks. A cause belongs to one of
-the seven reasons for which a GPU stands idle, or to one of the ways in which a job dies.
+the seven reasons for which a GPU stands idle, or to one of the ways in which a job dies. What ended a job is in
+`deaths.py`.
 """
 
 from typing import Literal
@@ -13,6 +14,7 @@ Reason = Literal[
     "allocation and scheduling", "blindness",
     "dies: GPU memory", "dies: host memory", "dies: shared memory", "dies: driver or library mismatch", "dies: storage",
     "dies: paths or environment", "dies: bad records", "dies: divergence", "dies: hang", "dies: preemption",
+    "unknown",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Looks for the causes of `catalogue.py` in a run's records: pure functions, records in, findings out.
 
 A rule abstains (None) when what it looks for is not there, or when a record that it needs is missing: missing is not
-zero. `read` sums the records up line by line, in bounded memory; `judge` asks every rule.
+zero. `read` sums the records up line by line, in bounded memory; `judge` asks every rule. What ended a run that neither
+lives nor finished is `postmortem.py`.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stoker import records
+from stoker.diagnose import postmortem
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
 from stoker.files import write_whole
 from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow, Totals
@@ -70,6 +72,8 @@ class Records:
     """The driver's utilisation, of samples that show just the devices that train."""
     gpu_memory_bytes: int | None = None
     """Of the smallest GPU."""
+    ended: postmortem.Ended | None = None
+    """What is known of its end, where it neither lives nor finished."""
 
     def share(self, *phases: str) -> float:
         """Of all device time."""
@@ -89,6 +93,7 @@ def read(run: Path, price: float | None = None) -> Records:
         from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
         cached=of_run.get("cache", "none") != "none",
         threads_tuned=of_run.get("threads") == 0,
+        ended=postmortem.of_run(run),
     )
     for window in records.read_lines(run, records.STEPS, StepWindow):
         seen.skipped += window.skipped
@@ -278,14 +283,15 @@ _SEVERITIES = ("critical", "warning", "info")
 
 
 def diagnose(run: Path) -> list[Finding]:
-    """What a run lost and why, the largest loss first, then the gravest."""
+    """What ended a run that did not finish; then what it lost and why, the largest loss first, then the gravest."""
     return judge(read(run))
 
 
 def judge(seen: Records) -> list[Finding]:
     """`diagnose` on records that are read already."""
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
-    return sorted(found, key=lambda f: (-(f.lost_device_s or 0.0), _SEVERITIES.index(f.severity), f.cause))
+    died = postmortem.explain(seen.ended) if seen.ended is not None else []
+    return died + sorted(found, key=lambda f: (-(f.lost_device_s or 0.0), _SEVERITIES.index(f.severity), f.cause))
 
 
 def write_findings(run: Path, findings: list[Finding]) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from stoker.diagnose.deaths import UNEXPLAINED
 from stoker.evaluation import Evaluation
 from stoker.records import CHECKPOINTS, CONFIG, Event
 from stoker.report import format as fmt
@@ -42,6 +43,10 @@ KINDS: dict[str, tuple[str, str]] = {
 """Mistake → what it is, and what to look at."""
 
 
+SAID_BY_THE_END = UNEXPLAINED | {"preempted", "interrupted"}
+"""Findings that know no more of a run's end than its last event, which comes first."""
+
+
 class Advice(msgspec.Struct, kw_only=True):
     """Something to do."""
 
@@ -64,6 +69,7 @@ def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, eve
             command=finding.command,
         )
         for finding in why.findings
+        if finding.cause not in SAID_BY_THE_END
     ]
     if evaluation is not None:
         advice += _mistakes(evaluation)

@@ -3,7 +3,6 @@
 `gather` reads a run, live, dead or finished; `terminal.print_why` prints it; `why_as_dict` is its JSON.
 """
 
-import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ import msgspec
 
 from stoker import records
 from stoker.diagnose import rules
+from stoker.diagnose.alive import is_held, lease_holder
 from stoker.records import Event, Finding, Totals
-from stoker.storage.runs import LEASE, shown
+from stoker.storage.runs import shown
 
 State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
 
@@ -173,15 +173,12 @@ _ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "fa
 def _state(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
     """Live when a process holds the run, of one in a bucket when its lease is fresh; else what the newest attempt wrote
     last; dead when it wrote no end."""
-    held = _is_held(path)
+    held = is_held(path)
     if held:
         return "live", "live: a process is training it"
-    if (path / LEASE).exists():  # a copy of a run in a bucket
-        from stoker.storage.lease import read_file
-
-        holder = read_file(path / LEASE)
-        if holder is not None and holder.left_s() > 0:
-            return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
+    holder = lease_holder(path)
+    if holder is not None:
+        return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
     newest = [event for event in events if event.attempt == max(e.attempt for e in events)]
     ended = next((event for event in reversed(newest) if event.kind in _ENDS), None)
     if ended is not None:
@@ -192,12 +189,3 @@ def _state(path: Path, events: list[Event], sign_t: float | None) -> tuple[State
         return "unknown", "no end is recorded, and its lock cannot be asked from here"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign_t)) if sign_t is not None else "never"
     return "dead", f"dead: the process ended without a word (killed?); its last sign was at {when}"
-
-
-def _is_held(path: Path) -> bool | None:
-    """Whether a living process of this machine trains the run; None where the lock cannot be tried."""
-    if not (path / ".lock").exists():
-        return False
-    with contextlib.suppress(OSError), records.locked(path) as free:  # a read-only copy of a run, or no locks there
-        return not free
-    return None

@@ -53,6 +53,7 @@ def make_run(
                                               replaced_by=2))  # fmt: skip
     for kind, text, *data in events:
         folder.event(kind, text, **(data[0] if data else {}))
+    folder.event("finished")
     folder.close()
     if price is not None:
         (path / CONFIG).write_text(f"[run]\nprice = {price}\n")

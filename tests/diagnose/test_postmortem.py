@@ -1,0 +1,374 @@
+"""What ended a job is found in what it really prints, with the line quoted; what nothing proves is not said."""
+
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.diagnose.catalogue import CATALOGUE
+from stoker.diagnose.deaths import DEATHS, UNEXPLAINED
+from stoker.diagnose.output import OUTPUT_BYTES, lines_of, read_output
+from stoker.diagnose.postmortem import Ended, explain, of_run
+from stoker.diagnose.rules import diagnose
+from stoker.records import DEVICES, DeviceSample, Finding, RunFolder, locked
+
+# Cause → lines that such jobs print, as they were seen, stand in a library, or were reported.
+SAID: dict[str, tuple[str, ...]] = {
+    "shared_memory_full": (
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of shared memory. Please try to raise your shared memory limit.",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f'",
+        "RuntimeError: unable to write to file </torch_71_330>",
+    ),
+    "loader_worker_killed": (
+        "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ",
+        "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+    ),
+    "diverged": ("Loss is nan, stopping training", "WARNING: Loss NaN/Inf detected, recovering"),
+    "collective_timeout": (
+        "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
+        "Timeout(ms)=600000) ran for 600041 milliseconds before timing out.",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for "
+        "recv operation to complete",
+    ),
+    "ddp_unused_parameters": (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
+    ),
+    "rendezvous_failed": (
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+        "(10.0.0.3, 29500).",
+        "OSError: [Errno 98] Address already in use",
+    ),
+    "gpu_taken": ("failed to allocate 9.2G (9876543210 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",),
+    "host_memory_exhausted": (
+        "tensorflow...ResourceExhaustedError: OOM when allocating tensor with shape[64,640,640,3] and type float on "
+        "/job:localhost/replica:0/task:0/device:CPU:0 by allocator mklcpu",
+        "MemoryError",
+        "OSError: [Errno 12] Cannot allocate memory",
+    ),
+    "gpu_out_of_memory": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB",
+        "OOM when allocating tensor with shape[8,512,80,80] and type float on /device:GPU:0 by allocator GPU_0_bfc",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
+        "bytes.",
+        "tensorflow.python.framework.errors_impl.InternalError: Dst tensor is not initialized.",
+        "E tensorflow/stream_executor/cuda/cuda_dnn.cc:389] Could not create cudnn handle: CUDNN_STATUS_ALLOC_FAILED",
+    ),
+    "device_assert": ("RuntimeError: CUDA error: device-side assert triggered",),
+    "gpu_fault": ("RuntimeError: CUDA error: an illegal memory access was encountered",),
+    "version_mismatch": (
+        "Loaded runtime CuDNN library: 8.1.0 but source was compiled with: 8.6.0.",
+        "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+    ),
+    "packages_too_new": (
+        "TypeError: Descriptors cannot be created directly.",
+        "ModuleNotFoundError: No module named 'keras.layers.preprocessing'",
+        "ValueError: mutable default <class 'Foo'> for field bar is not allowed: use default_factory",
+    ),
+    "library_missing": (
+        "Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file",
+        "ImportError: libGL.so.1: cannot open shared object file: No such file or directory",
+    ),
+    "damaged_record": (
+        "tensorflow.python.framework.errors_impl.DataLossError: corrupted record at 12345",
+        "truncated record at 777' failed with Read less bytes than requested",
+    ),
+    "config_typo": ('google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',),
+    "path_wrong": (
+        "tensorflow...NotFoundError: RuntimeError: Did not find any input files matching the glob pattern ['/a-*']",
+        "ValueError: Failed to find any matching files for /models/ckpt-0",
+        "WARNING: No labels found in /data/labels/train.cache",
+    ),
+    "bucket_refused": (
+        "PermissionDeniedError: Error executing an HTTP request: HTTP response code 403 with body '{'",
+        "google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/x: train@p.iam does not have "
+        "storage.objects.get access to the Google Cloud Storage object.",
+    ),
+    "bucket_object_missing": ("NotFoundError: Error executing an HTTP request: HTTP response code 404 with body",),
+    "bucket_unreachable": ("Error executing an HTTP request: libcurl code 6 meaning 'Couldn't resolve host name'",),
+    "disk_full": ("OSError: [Errno 28] No space left on device",),
+}
+
+KILLED, BY_TERM = -int(signal.SIGKILL), -int(signal.SIGTERM)
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+
+
+def died(text: str, exit_code: int | None = 1, **known: Any) -> list[Finding]:
+    return explain(Ended(exit_code=exit_code, output=lines_of(text.encode(), "job.log"), **known))
+
+
+def quoted(finding: Finding) -> list[tuple[str, str]]:
+    return [(evidence.text, evidence.place) for evidence in finding.evidence]
+
+
+def said(finding: Finding) -> str:
+    return "\n".join(evidence.text for evidence in finding.evidence)
+
+
+@pytest.mark.parametrize(("cause", "line"), [(cause, line) for cause, lines in SAID.items() for line in lines])
+@pytest.mark.parametrize("in_traceback", [False, True])
+def test_what_jobs_print_is_known_and_quoted(cause: str, line: str, in_traceback: bool) -> None:
+    before = "step 1 of 90\n" + (TRACEBACK if in_traceback else "")
+    first = died(before + line + "\n")[0]
+    assert (first.cause, first.severity) == (cause, "critical")
+    assert quoted(first)[0] == (line.strip(), f"job.log:{before.count(chr(10)) + 1}")
+
+
+@pytest.mark.parametrize("line", [line for cause, lines in SAID.items() if cause != "diverged" for line in lines])
+def test_a_job_that_ended_well_has_no_cause_of_death(line: str) -> None:
+    assert died(f"{line}\nstep 90 of 90\n", exit_code=0) == []
+
+
+def test_every_row_that_prints_something_has_a_text_here_and_an_id_of_its_own() -> None:
+    assert {death.id for death in DEATHS.values() if death.signs} - set(SAID) == {"trained_on_cpu"}
+    assert not set(DEATHS) & set(CATALOGUE)
+    assert all(death.fix and set(sign.source) <= set("RBI") for death in DEATHS.values() for sign in death.signs)
+
+
+HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
+
+
+def test_what_may_be_harmless_is_no_verdict_but_is_shown() -> None:
+    assert died(f"{HARMLESS}\nstep 90\n", exit_code=0) == []
+    (unknown,) = died(f"{HARMLESS}\n", exit_code=KILLED)
+    assert unknown.cause == "killed"
+    assert f"may be harmless: {HARMLESS}" in said(unknown)
+    (memory,) = died(f"{HARMLESS}\n{SAID['gpu_out_of_memory'][1]}\n")
+    assert [place for _, place in quoted(memory)] == ["job.log:2", "job.log:1", ""]
+
+
+def run_python(code: str, *, address_space: int | None = None) -> subprocess.CompletedProcess[bytes]:
+    """A real job that dies. address_space: bytes that it may have."""
+
+    def limit() -> None:
+        if address_space is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, preexec_fn=limit, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "line"),
+    [
+        ("bytearray(10**10)", "host_memory_exhausted", "MemoryError"),
+        ("import numpy; numpy.ones(10**10)", "host_memory_exhausted", "Unable to allocate 74.5 GiB for an array"),
+        ("import torch; torch.empty(1 << 45)", "host_memory_exhausted", "DefaultCPUAllocator: can't allocate memory"),
+        ("open('/dev/full', 'w').write('x' * 100000)", "disk_full", "OSError: [Errno 28] No space left on device"),
+        ("import ctypes; ctypes.CDLL('libcudnn_cnn_infer.so.8')", "library_missing", "libcudnn_cnn_infer.so.8"),
+        ("import no_such_package", "library_missing", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("open('/nowhere/labels.txt')", "path_wrong", "FileNotFoundError: [Errno 2]"),
+        ("import socket\na = socket.create_server(('localhost', 0))\nsocket.socket().bind(a.getsockname())",
+         "rendezvous_failed", "Address already in use"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "ended by SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "preempted", "ended by SIGTERM"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "ended by SIGSEGV"),
+        ("raise ValueError('seven')", "ended_by_error", "ValueError: seven"),
+        ("raise SystemExit(9)", "ended_by_error", "ended with exit code 9"),
+    ],
+)  # fmt: skip
+def test_real_jobs_that_die(code: str, cause: str, line: str) -> None:
+    job = run_python(code, address_space=None if "torch" in code else 2**31)
+    (finding,) = explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))
+    assert finding.cause == cause
+    assert line in quoted(finding)[0][0]
+
+
+def test_the_last_traceback_decides_over_noise_before_it() -> None:
+    earlier = TRACEBACK + SAID["gpu_out_of_memory"][0] + "\nbatch halved, going on\n"
+    first, *rest = died(earlier + TRACEBACK + "ValueError: seven\n")
+    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "job.log:9"))
+    assert [(f.cause, f.severity) for f in rest] == [("gpu_out_of_memory", "info")]
+    first, *rest = died(earlier + TRACEBACK + SAID["disk_full"][0])
+    assert (first.cause, [f.cause for f in rest]) == ("disk_full", ["gpu_out_of_memory"])
+
+
+def test_a_traceback_about_anothers_end_passes_the_question_on() -> None:
+    ranks = "".join(f"[rank0]: {line}\n" for line in (TRACEBACK + SAID["gpu_out_of_memory"][0]).splitlines())
+    end = TRACEBACK + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    (finding,) = died(ranks + end)
+    assert (finding.cause, quoted(finding)[0][1]) == ("gpu_out_of_memory", "job.log:4")
+
+
+def test_chained_tracebacks_are_one_and_the_more_specific_line_of_it_decides() -> None:
+    chain = (
+        TRACEBACK + SAID["shared_memory_full"][1] + "\n\nDuring handling of the above exception, another exception "
+        "occurred:\n\n" + TRACEBACK + "RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly\n"
+    )
+    assert [f.cause for f in died(chain)] == ["shared_memory_full", "loader_worker_killed"]
+
+
+def test_a_kill_outranks_what_was_printed_before_it() -> None:
+    found = died(TRACEBACK + SAID["gpu_out_of_memory"][0] + "\nhandled\nstep 9\n", exit_code=137, oom_kills=2)
+    assert [(f.cause, f.severity) for f in found] == [("host_memory_killed", "critical"), ("gpu_out_of_memory", "info")]
+    assert quoted(found[0])[0] == ("the kernel killed 2 processes of the job's cgroup for memory",
+                                   "memory.events: oom_kill")  # fmt: skip
+
+
+@pytest.mark.parametrize(("share", "oom_kills", "cause", "severity"), [
+    (0.97, None, "host_memory_killed", "warning"),
+    (0.97, 0, "killed", "critical"),  # the kernel says that it was not it
+    (0.80, None, "killed", "critical"),
+    (None, None, "killed", "critical"),
+])  # fmt: skip
+def test_a_kill_with_memory_nearly_full(share: float | None, oom_kills: int | None, cause: str, severity: str) -> None:
+    (finding,) = died("step 9", KILLED, memory_share=share, oom_kills=oom_kills, samples_place="devices.jsonl:7")
+    assert (finding.cause, finding.severity) == (cause, severity)
+    assert (("host memory was 97 % full in the last sample", "devices.jsonl:7") in quoted(finding)) == (share == 0.97)
+
+
+def test_a_kill_that_nothing_explains_says_what_is_not_known() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED))
+    assert finding.cause in UNEXPLAINED
+    assert quoted(finding)[-1][0] == "not known: its output, whether the kernel killed it for memory"
+
+
+OOM_LINE = "[91.2] Memory cgroup out of memory: Killed process 812 (python) total-vm:9kB, anon-rss:9kB"
+
+
+@pytest.mark.parametrize(("pid", "cause"), [(812, "host_memory_killed"), (813, "killed")])
+def test_the_kernels_log_counts_where_it_names_the_job(pid: int, cause: str) -> None:
+    found = died("step 9", KILLED, kernel=lines_of(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
+    assert [finding.cause for finding in found] == [cause]
+
+
+XID = "[91.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=812, name=python, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(("pid", "severity"), [(812, "critical"), (813, "warning")])
+def test_an_xid_is_the_jobs_where_it_names_it(pid: int, severity: str) -> None:
+    kernel = lines_of(XID.encode(), "dmesg")
+    _, fault = died(TRACEBACK + "RuntimeError: lost\n", kernel=kernel, pids=frozenset({pid}))
+    assert (fault.cause, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
+
+
+def test_ranks_that_waited_are_named_and_no_culprit_is_guessed() -> None:
+    line = SAID["collective_timeout"][0]
+    (finding,) = died(
+        "\n".join(line.replace("[rank3]", f"[rank{rank}]").replace("ank 3", f"ank {rank}") for rank in (5, 3, 0))
+    )
+    assert "reported by rank 0, 3, 5, which waited for another one" in said(finding)
+
+
+@pytest.mark.parametrize(("text", "nan"), [
+    ("{'loss': 'nan', 'rate': '0.1'}", True),
+    ("Step 100: loss=nan", True),
+    ("INFO:tensorflow:{'Loss/total_loss': nan,\n 'Loss/regularization_loss': 0.1}", True),
+    ("9/30 - box_loss: 0.3 - loss: nan\nloss: 0.5", False),  # it got over it
+    ("loss: 0.3 nan_steps: 2", False),
+    ("nan", False),
+])  # fmt: skip
+def test_a_loss_that_is_nan_at_the_end_is_found_also_with_exit_code_0(text: str, nan: bool) -> None:
+    found = died(text, exit_code=0)
+    assert [finding.cause for finding in found] == (["diverged"] if nan else [])
+    if nan:
+        assert quoted(found[0]) == [(text.partition("\n")[0], "job.log:1")]
+
+
+@pytest.mark.parametrize(("gpu_used", "count"), [(None, 1), (False, 1), (True, 0)])
+def test_training_on_the_cpu_in_silence(gpu_used: bool | None, count: int) -> None:
+    found = died("Could not find cuda drivers on your machine, GPU will not be used.", exit_code=0, gpu_used=gpu_used)
+    assert [(f.cause, f.severity) for f in found] == [("trained_on_cpu", "warning")] * count
+
+
+def test_a_spinning_job_with_an_empty_shard_and_a_bus_error_with_a_full_shm() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED, empty_inputs=("train-00003.tfrecord",)))
+    assert finding.cause == "empty_shard"
+    assert ("0 bytes", "train-00003.tfrecord") in quoted(finding)
+    for share, cause in ((0.99, "shared_memory_full"), (0.2, "crashed"), (None, "crashed")):
+        assert explain(Ended(exit_code=-signal.SIGBUS, shm_share=share))[0].cause == cause
+
+
+@pytest.mark.parametrize("exit_code", [BY_TERM, 143, 75])
+def test_asked_to_stop(exit_code: int) -> None:
+    assert died("step 9", exit_code)[0].cause == "preempted"
+
+
+def test_an_end_that_nobody_saw() -> None:
+    (finding,) = died("step 9 of 90", exit_code=None)
+    assert (finding.cause, quoted(finding)[0]) == ("no_last_word", ("step 9 of 90", "job.log:1"))
+    assert "not known: its exit code or signal" in said(finding)
+    assert died(TRACEBACK + SAID["disk_full"][0], exit_code=None)[0].cause == "disk_full"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(
+        [TRACEBACK.encode(), b"loss: nan", b"\r", b"[rank99999999999]: Watchdog caught collective operation timeout",
+         b"During handling of the above exception", b"NVRM: Xid (", b"Killed process 99999999999999", b"\n"]))),
+    st.one_of(st.none(), st.integers(-300, 600)),
+)  # fmt: skip
+def test_no_bytes_and_no_exit_code_make_it_fail(parts: list[bytes], exit_code: int | None) -> None:
+    lines = lines_of(b"".join(parts), "job.log")
+    found = explain(Ended(exit_code=exit_code, output=lines, kernel=lines, pids=frozenset({1})))
+    assert found or exit_code == 0
+    assert all(finding.evidence for finding in found)
+
+
+def test_a_long_output_is_read_from_its_end_with_the_files_own_numbers(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    count = OUTPUT_BYTES // 50
+    log.write_bytes((b"x" * 99 + b"\n") * count + b"\x1b[31m 10%\r100% done\x1b[0m\nthe end")
+    *_, above, last = read_output(log)
+    assert (above.text, above.place) == ("100% done", f"job.log:{count + 1}")
+    assert (last.text, last.place) == ("the end", f"job.log:{count + 2}")
+    log.write_bytes(b"one\ntwo")
+    assert [(line.text, line.place) for line in read_output(log)] == [("one", "job.log:1"), ("two", "job.log:2")]
+
+
+TRAIN = """
+import os, signal, sys, pathlib
+from stoker.records import RunFolder, locked
+run = pathlib.Path(sys.argv[1])
+with locked(run):
+    RunFolder(run, 2).event("resumed")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def make_run(path: Path, *, used: float = 0.5) -> RunFolder:
+    path.mkdir()
+    folder = RunFolder(path, 1)
+    folder.event("started")
+    folder.event("failed", "an earlier end", exit_code=3)
+    for share in (0.1, used):
+        folder.append(DEVICES, DeviceSample(t=1.0, attempt=2, memory_used_bytes=int(share * 1000),
+                                            memory_limit_bytes=1000))  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize(("used", "cause"), [(0.5, "no_last_word"), (0.98, "host_memory_killed")])
+def test_a_run_of_ours_that_was_killed(used: float, cause: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, used=used).close()
+    killed = subprocess.run([sys.executable, "-c", TRAIN, str(run)], check=False)
+    assert killed.returncode == KILLED
+    first = diagnose(run)[0]
+    assert first.cause == cause
+    assert (("host memory was 98 % full in the last sample", "devices.jsonl:2") in quoted(first)) == (used == 0.98)
+    with locked(run):
+        assert of_run(run) is None, "it lives"
+
+
+def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    text = "The report cannot be written.\n  where:  /out\n  why:    No space left on device\n  fix:    make room"
+    folder.event("failed", text, exit_code=3)
+    first = diagnose(tmp_path / "run")[0]
+    assert (first.cause, quoted(first)[0]) == ("disk_full", ("why:    No space left on device", "events.jsonl:3"))
+    folder.event("failed", "ValueError: seven")
+    first = diagnose(tmp_path / "run")[0]
+    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "events.jsonl:4"))
+    assert "ended with exit code 1" in said(first)
+    folder.event("preempted", "SIGTERM", exit_code=75)
+    assert [(f.cause, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
+    folder.event("finished")
+    folder.close()
+    assert of_run(tmp_path / "run") is None
+    assert diagnose(tmp_path / "run") == []
