@@ -7,6 +7,7 @@ is `mirror.py`; annotations at an https address, where nothing can be listed, `w
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +18,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.formats.columns import ANNOTATION_FOLDERS
 from stoker.data.formats.tfrecord_files import without_number
-from stoker.data.mirror import FIX_ROOM, SAY_AFTER_S, complaint, expected, in_bytes, refuse_clashes, update, wanted
+from stoker.data.mirror import (
+    FIX_ROOM,
+    SAY_AFTER_S,
+    File,
+    complaint,
+    expected,
+    in_bytes,
+    refuse_clashes,
+    update,
+    wanted,
+)
 from stoker.data.places import ADDRESS, FOLDER, in_words, is_shard, say
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
 from stoker.files import cache_folder, write_whole
@@ -26,6 +37,8 @@ from stoker.storage.address import Address
 if TYPE_CHECKING:
     from stoker.storage.store import ObjectInfo, Store
 
+NOTES = "notes.json"
+"""Beside a mirror that is complete: the notes about it."""
 SHOWN = 8
 """Folders of a bucket that an error lists."""
 
@@ -48,20 +61,38 @@ def mirror(address: Address) -> Mirror:
 
     store = open_store(address)
     home = home_of(address)
-    with writing("The data set's copy in the cache cannot be written.", home, fix=FIX_ROOM), held(home, address):
+    noted, what = home / NOTES, "The data set's copy in the cache cannot be written."
+    before = _version(noted)
+    with writing(what, home, fix=FIX_ROOM), held(home, address):
         folder = root_in(home, address)
+        if _version(noted) not in (before, None):  # made while we waited for the lock: the ranks of a run list once
+            return Mirror(folder, tuple(json.loads(noted.read_bytes())))
+        noted.unlink(missing_ok=True)
         files, notes = wanted(_listing(store, address), address)
         if not files:
             raise _nothing_there(store, address)
         refuse_clashes(files, folder)
         update(store, folder, files, address)
-    shards = [file.size_bytes for name, file in files.items() if is_shard(name)]
-    if shards:
-        size = in_bytes(sum(shards))
-        notes.append(
-            f"copied from {address}: {len(shards):,} TFRecord {'file' if len(shards) == 1 else 'files'}, {size}"
-        )
+        notes += _of_shards(files, address)
+        write_whole(noted, json.dumps(notes).encode())
     return Mirror(folder, tuple(notes))
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _of_shards(files: dict[str, File], address: Address) -> list[str]:
+    """What there is to note about records that were copied."""
+    shards = [file.size_bytes for name, file in files.items() if is_shard(name)]
+    if not shards:
+        return []
+    count = f"{len(shards):,} TFRecord {'file' if len(shards) == 1 else 'files'}"
+    return [f"copied from {address}: {count}, {in_bytes(sum(shards))}"]
 
 
 class Placed(NamedTuple):

@@ -5,6 +5,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from stoker.data import bucket as bucket_module
 from stoker.data import mirror
 from stoker.data.bucket import held, home_of
 from stoker.data.check import check
@@ -204,6 +206,28 @@ def test_one_process_at_a_time(s3: Bucket, tmp_path: Path) -> None:
     assert len(s3.got()) == len(DRAWN) + 2
 
 
+def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(s3, tmp_path / "set", WRITE["coco"])
+    address = parse(s3.data)
+    waits = threading.Event()
+    monkeypatch.setattr(bucket_module, "say", lambda _: waits.set())
+    made = list[bucket_module.Mirror]()
+    other = threading.Thread(target=lambda: made.append(bucket_module.mirror(address)))
+
+    def while_listing(_number: int, _method: str, _path: str) -> None:
+        if not other.ident:
+            other.start()
+            assert waits.wait(60)
+
+    s3.proxy.conditions = Conditions(plan=while_listing)
+    first = bucket_module.mirror(address)
+    other.join()
+    assert made == [first]
+    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 1
+    bucket_module.mirror(address)
+    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 2, "later it is listed again"
+
+
 def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
     WRITE["coco"](tmp_path / "set", DRAWN)
     (tmp_path / "official" / "annotations").mkdir(parents=True)
@@ -278,7 +302,7 @@ def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
 def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
     put_folder(s3.place, "some/set/train//doubled.jpg")
-    with pytest.raises(StorageError, match="'some/set/train//doubled.jpg' has a name that cannot be read") as raised:
+    with pytest.raises(StorageError, match=r"'some/set/train//doubled\.jpg' has a name that") as raised:
         open_index(s3.data)
     bucket = f"s3://{s3.store.address.bucket}"
     move = f"aws s3 mv {bucket}/some/set/train//doubled.jpg {bucket}/some/set/train/doubled.jpg"
