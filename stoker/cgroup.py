@@ -43,6 +43,14 @@ class Cgroup:
         totals = [total for folder in self._folders("cpu") if (total := _throttled_s(folder)) is not None]
         return max(totals, default=None)
 
+    def oom_kills(self) -> int | None:
+        """Processes of the cgroup that the kernel killed for memory since it was made."""
+        for folder in self._folders("memory"):
+            for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+                if (kills := _stat(folder / name).get("oom_kill")) is not None:
+                    return kills
+        return None
+
     def _folders(self, controller: str) -> list[Path]:
         """The cgroups of `controller` that hold this process, the innermost first, as far as they can be seen.
 

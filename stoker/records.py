@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -37,7 +37,7 @@ INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
-EVALUATION, REPORT = "evaluation.json", "report.html"
+EVALUATION, REPORT, OUTPUT = "evaluation.json", "report.html", "output.log"
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
 
 EVENT_KINDS = (
@@ -385,16 +385,18 @@ def locked(run: Path) -> Iterator[bool | None]:
     """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it, None
     where the storage has no locks (Lustre without -o flock, some network mounts)."""
     with (run / ".lock").open("a") as file:
-        held: bool | None = False
-        for _ in range(20):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
-            except OSError:
-                held = None
-                break
-            else:
-                held = True
-                break
-        yield held
+        yield lock(file)
+
+
+def lock(file: IO[str]) -> bool | None:
+    """`locked` of a file that is open; whoever inherits its descriptor holds the lock too."""
+    for _ in range(20):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
+        except OSError:
+            return None
+        else:
+            return True
+    return False

@@ -20,6 +20,10 @@ from stoker.measure.gpu import Gpus
 PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")
 """Their versions decide speed and results."""
 
+JOB_PACKAGES = ("torch", "torchvision", "tensorflow", "keras", "jax", "lightning", "pytorch-lightning", "transformers",
+                "ultralytics", "numpy", "protobuf")  # fmt: skip
+"""The same of jobs that others wrote."""
+
 _VARIABLES = re.compile(
     r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
     r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
@@ -31,10 +35,49 @@ _QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\
 
 def describe(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.argv) -> dict[str, Any]:
     """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch)."""
-    limit_bytes, _ = host_memory()
     return {
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
+        **_machine(variables),
+        "torch": _torch(),
+        "variables": _told(variables),
+        "argv": [masked(word) for word in argv],
+    }
+
+
+def describe_job(argv: list[str], variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The same of a job that stoker did not write. Nothing of it is run: its packages are those that lie beside the
+    program, None where that is no Python environment; what its torch was built for is not known."""
+    packages, python = _packages_of(argv[0])
+    return {
+        "packages": packages,
+        "python": python,
+        **_machine(variables),
+        "torch": None,
+        "variables": _told(variables),
+        "argv": [masked(word) for word in argv],
+        "cwd": os.getcwd(),
+    }
+
+
+def _packages_of(program: str) -> tuple[dict[str, str | None], str | None]:
+    """(versions, Python's version) of the environment that a program is in, by where it lies."""
+    found = shutil.which(program)
+    folders = sorted(Path(found).parent.parent.glob("lib/python3*/site-packages")) if found else []
+    if not folders:
+        return dict.fromkeys(JOB_PACKAGES), None
+    folder = folders[-1]
+    versions: dict[str, str | None] = dict.fromkeys(JOB_PACKAGES)
+    for one in metadata.distributions(path=[str(folder)]):
+        name = (one.metadata["Name"] or "").lower()
+        if name in versions:
+            versions[name] = one.version
+    return versions, folder.parent.name.removeprefix("python")
+
+
+def _machine(variables: Mapping[str, str]) -> dict[str, Any]:
+    limit_bytes, _ = host_memory()
+    return {
         "os": _os(),
         "kernel": platform.release(),
         "hostname": platform.node(),
@@ -46,9 +89,6 @@ def describe(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.ar
         "memory_limit_bytes": limit_bytes,
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
         "gpu": Gpus().describe(),
-        "torch": _torch(),
-        "variables": {name: masked(variables[name]) for name in sorted(variables) if _is_told(name)},
-        "argv": [masked(word) for word in argv],
     }
 
 
@@ -66,6 +106,10 @@ def container(variables: Mapping[str, str] = os.environ, root: Path = Path("/"))
     if (root / "run/.containerenv").exists():
         return "podman"
     return "docker" if (root / ".dockerenv").exists() else None
+
+
+def _told(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: masked(variables[name]) for name in sorted(variables) if _is_told(name)}
 
 
 def _is_told(name: str) -> bool:

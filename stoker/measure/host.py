@@ -39,7 +39,7 @@ class _Counters:
 
     at_s: float
     cores: list[tuple[float, float]]
-    process_s: float
+    process_s: float | None
     psi_s: dict[str, float | None]
     throttled_s: float | None
 
@@ -47,16 +47,19 @@ class _Counters:
 class Host:
     """Reads the host. The first sample covers the time since this was made.
 
-    proc: where the kernel's process files are; now: a monotonic clock in seconds.
+    pid: whose processor time and memory: of this process, or of another one and all below it; proc: where the kernel's
+    process files are; now: a monotonic clock in seconds.
     """
 
     def __init__(
         self,
         *,
+        pid: int | None = None,
         proc: Path = Path("/proc"),
         cgroup: Cgroup | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._pid = pid
         self._proc = proc
         self._cgroup = cgroup or Cgroup()
         self._now = now
@@ -71,7 +74,7 @@ class Host:
         return HostSample(
             cpu=_busy(before.cores, after.cores),
             process_cpu=_rate(before.process_s, after.process_s, took_s),
-            rss_bytes=tree_rss(os.getpid(), self._proc),
+            rss_bytes=tree_rss(self._pid or os.getpid(), self._proc),
             memory_used_bytes=used_bytes,
             memory_limit_bytes=limit_bytes,
             psi_cpu=pressure["cpu"],
@@ -84,7 +87,7 @@ class Host:
         return _Counters(
             at_s=self._now(),
             cores=[_ticks(times) for times in psutil.cpu_times(percpu=True)],
-            process_s=time.process_time(),
+            process_s=time.process_time() if self._pid is None else tree_cpu_s(self._pid, self._proc),
             psi_s={what: pressure_s(self._proc / "pressure" / what) for what in ("cpu", "memory", "io")},
             throttled_s=self._cgroup.throttled_s(),
         )
@@ -111,14 +114,33 @@ def tree_rss(pid: int, proc: Path = Path("/proc")) -> int | None:
     if not (proc / str(pid) / "task" / str(pid) / "children").exists():
         return _tree_rss_by_psutil(pid)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    total, tree = 0, [pid]
-    for member in tree:  # grows while it is walked
+    total = 0
+    for member in _tree(pid, proc):
         with contextlib.suppress(OSError):  # it ended meanwhile
             total += int(_read(f"{proc}/{member}/statm").split()[1]) * page_bytes
+    return total
+
+
+def tree_cpu_s(pid: int, proc: Path = Path("/proc")) -> float | None:
+    """Processor seconds of a process, of all below it, and of those of them that ended; None where it is gone."""
+    ticks, found = 0, False
+    for member in _tree(pid, proc):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            behind_name = _read(f"{proc}/{member}/stat").rpartition(b")")[2].split()  # a name may hold blanks
+            ticks += sum(map(int, behind_name[11:15]))  # utime, stime, cutime, cstime: proc(5), fields 14 to 17
+            found = True
+    return ticks / os.sysconf("SC_CLK_TCK") if found else None
+
+
+def _tree(pid: int, proc: Path) -> list[int]:
+    """A process and all below it."""
+    tree = [pid]
+    for member in tree:  # grows while it is walked
+        with contextlib.suppress(OSError):  # it ended meanwhile
             for thread in os.listdir(f"{proc}/{member}/task"):
                 with contextlib.suppress(OSError):  # the thread ended
                     tree += map(int, _read(f"{proc}/{member}/task/{thread}/children").split())
-    return total
+    return tree
 
 
 def _read(path: str) -> bytes:

@@ -19,12 +19,14 @@ from stoker.records import DEVICES, DeviceSample, RunFolder
 class Witness:
     """Samples from `start` to `stop`, or inside a `with` block. `last`: the newest sample, for the screen.
 
-    interval_s: from line to line; lines keep to multiples of it since the start, however long a sample takes.
+    pid: the root of the processes that are looked at, of a job that is watched; default: this process. interval_s: from
+    line to line; lines keep to multiples of it since the start, however long a sample takes.
     """
 
-    def __init__(self, run: RunFolder, *, interval_s: float = 1.0) -> None:
+    def __init__(self, run: RunFolder, *, pid: int | None = None, interval_s: float = 1.0) -> None:
         self.last: DeviceSample | None = None
         self._run = run
+        self._pid = pid
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="witness", daemon=True)
@@ -53,7 +55,7 @@ class Witness:
             self._run.event("warning", f"devices.jsonl ends here: {type(error).__name__}: {error}")
 
     def _sample_until_stopped(self) -> None:
-        host, gpus = Host(), Gpus()
+        host, gpus = Host(pid=self._pid), Gpus()
         reason = gpus.reason
         due_s = time.monotonic()
         while True:

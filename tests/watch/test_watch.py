@@ -1,0 +1,323 @@
+"""`stoker watch` with real jobs: what goes through unchanged, what survives which kill, what is recorded."""
+
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.diagnose import rules
+from stoker.records import (
+    DEVICES,
+    ENVIRONMENT,
+    EVENTS,
+    OUTPUT,
+    STEPS,
+    DeviceSample,
+    Event,
+    StepWindow,
+    locked,
+    read_lines,
+)  # fmt: skip
+from stoker.report.facts import collect
+from stoker.watch.recorder import job_name
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
+
+WATCH = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "run", "--"]
+PYTHON = [sys.executable, "-S", "-c"]
+
+
+def watched(command: list[str], folder: Path, **options: object) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run([*WATCH, *command], cwd=folder, capture_output=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def started(command: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([*WATCH, *command], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def last_event(folder: Path) -> Event:
+    return list(read_lines(folder / "run", EVENTS, Event))[-1]
+
+
+def is_held(run: Path) -> bool:
+    with locked(run) as free:
+        return free is False
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "kind", "data"),
+    [
+        ("exit 0", 0, "finished", {"exit_code": 0}),
+        ("exit 3", 3, "failed", {"exit_code": 3}),
+        ("exit 139", 139, "failed", {"exit_code": 139}),
+        ("kill -SEGV $$", -signal.SIGSEGV, "failed", {"exit_code": 139, "signal": 11}),
+        ("kill -KILL $$", -signal.SIGKILL, "failed", {"exit_code": 137, "signal": 9}),
+    ],
+)
+def test_it_ends_as_the_job_ends(end: str, code: int, kind: str, data: dict[str, int], tmp_path: Path) -> None:
+    done = watched(["sh", "-c", f"echo out; echo err >&2; {end}"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"out\n", b"err\n")
+    event = last_event(tmp_path)
+    assert event.kind == kind
+    assert {name: value for name, value in event.data.items() if name != "oom_kills"} == data
+    assert is_held(tmp_path / "run") is False
+
+
+def test_a_program_that_is_not_there_and_one_that_cannot_run(tmp_path: Path) -> None:
+    assert watched(["no-such-program"], tmp_path).returncode == 127
+    (tmp_path / "data.txt").write_text("x")
+    assert watched(["./data.txt"], tmp_path).returncode == 126
+    assert [event.kind for event in read_lines(tmp_path / "run", EVENTS, Event)] == [
+        "started",
+        "failed",
+        "resumed",
+        "failed",
+    ]
+
+
+def test_twenty_megabytes_arrive_unchanged_and_in_order(tmp_path: Path) -> None:
+    code = "import os,random; r=random.Random(1); d=r.randbytes(2**20)\nfor n in range(20): os.write(1+n%2, d)"
+    done = watched([*PYTHON, code], tmp_path)
+    assert done.returncode == 0
+    import random
+
+    part = random.Random(1).randbytes(2**20)
+    assert hashlib.sha256(done.stdout).digest() == hashlib.sha256(10 * part).digest()
+    assert hashlib.sha256(done.stderr).digest() == hashlib.sha256(10 * part).digest()
+    assert (tmp_path / "run" / OUTPUT).stat().st_size == 20 * 2**20
+
+
+def test_the_job_has_arguments_stdin_directory_and_group_as_without(tmp_path: Path) -> None:
+    code = "import os,sys; print(sys.argv[1:], sys.stdin.read(), os.getcwd(), os.getpgrp(), os.getsid(0))"
+    words = ["--help", "--run", "x", "--", "-a"]
+    with started([*PYTHON, code, *words], tmp_path) as process:
+        out, _ = process.communicate(b"typed", timeout=60)
+    assert out.decode().split() == f"{words} typed {tmp_path} {os.getpgrp()} {os.getsid(0)}".split()
+
+
+def test_a_reader_that_goes_away_is_the_job_s_broken_pipe(tmp_path: Path) -> None:
+    with started(["yes"], tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.read(4)
+        process.stdout.close()
+        assert process.wait(60) == -signal.SIGPIPE
+
+
+SLOW = (
+    "import sys\nprint('begin', flush=True)\n"
+    "for line in sys.stdin: print('got', line.strip(), flush=True)\nprint('end')"
+)
+"""Says what it is told, until nobody tells it anything: no kill is raced by its end."""
+
+
+def family(pid: int) -> dict[str, list[int]]:
+    """The processes below a watcher, by what they are."""
+    found: dict[str, list[int]] = {"keeper": [], "job": []}
+    todo = [pid]
+    for one in todo:
+        children = Path(f"/proc/{one}/task/{one}/children").read_text().split()
+        for child in map(int, children):
+            words = Path(f"/proc/{child}/cmdline").read_bytes()
+            found["keeper" if b"keeper.py" in words else "job"].append(child)
+            todo.append(child)
+    return found
+
+
+def dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def until(what: "Iterator[bool]") -> None:
+    """Waits for something that another process does."""
+    for is_so in what:
+        if is_so:
+            return
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("killed", [["watcher"], ["keeper"], ["spare", "keeper"], ["keeper", "watcher"],
+                                    ["watcher", "keeper", "spare"]], ids="-".join)  # fmt: skip
+def test_the_job_goes_on_with_its_whole_output(killed: list[str], tmp_path: Path) -> None:
+    process = started([*PYTHON, SLOW], tmp_path)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begin\n"
+    until(len(family(process.pid)["keeper"]) == 2 for _ in range(1000))
+    below = family(process.pid)
+    keeper, spare = sorted(below["keeper"])
+    numbers = {"watcher": process.pid, "keeper": keeper, "spare": spare}
+    for n, who in enumerate(killed):
+        os.kill(numbers[who], signal.SIGKILL)
+        until(dead(numbers[who]) for _ in range(1000))
+        process.stdin.write(b"%d\n" % n)  # answered by whoever carries the output now, and so it is at work
+        process.stdin.flush()
+        assert process.stdout.readline() == b"got %d\n" % n
+    assert not dead(below["job"][0])
+    assert is_held(tmp_path / "run")
+    process.stdin.close()
+    assert process.stdout.read() == b"end\n"
+    code = process.wait(60)
+    said = b"begin\n" + b"".join(b"got %d\n" % n for n in range(len(killed))) + b"end\n"
+    assert (tmp_path / "run" / OUTPUT).read_bytes() == said
+    if "watcher" not in killed:
+        assert code == 0
+        assert last_event(tmp_path).kind == "finished"
+    process.stdout.close()
+
+
+TRAPS = "trap 'echo {0}; exit 7' {0}; echo ready; while :; do read -r x; done"
+
+
+@pytest.mark.parametrize("name", ["TERM", "HUP", "INT", "USR1"])
+def test_signals_are_passed_on(name: str, tmp_path: Path) -> None:
+    with started(["bash", "-c", TRAPS.format(name)], tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(getattr(signal, f"SIG{name}"))
+        assert process.stdout.readline().strip().decode() == name
+        assert process.wait(60) == 7
+
+
+class Terminal:
+    """A real terminal with a session of its own, in which a command runs."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.pid, self.handle = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvp(command[0], command)
+        self.seen = b""
+
+    def until(self, text: bytes) -> None:
+        while text not in self.seen:
+            assert select.select([self.handle], [], [], 60)[0], self.seen
+            self.seen += os.read(self.handle, 65536)
+
+    def end(self) -> int:
+        while True:
+            try:
+                data = os.read(self.handle, 65536)
+            except OSError:
+                break
+            self.seen += data
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.handle)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_terminal_stays_a_terminal_and_ctrl_c_comes_once(tmp_path: Path) -> None:
+    code = (
+        "import os,signal,sys\nn=[]\nsignal.signal(signal.SIGINT, lambda *_: n.append(1))\n"
+        "print(*[os.isatty(k) for k in (0,1,2)], os.get_terminal_size(), flush=True)\n"
+        "sys.stdin.readline(); print('pressed', len(n), flush=True); sys.exit(5)"
+    )
+    terminal = Terminal([*WATCH, *PYTHON, code], tmp_path)
+    terminal.until(b"lines=")
+    terminal.seen += b""
+    os.write(terminal.handle, b"\x03")
+    terminal.until(b"^C")
+    os.write(terminal.handle, b"\n")
+    assert terminal.end() == 5
+    assert b"True True True" in terminal.seen
+    assert b"pressed 1" in terminal.seen
+    assert b"exit code 5; `stoker why run`" in terminal.seen
+    assert b"\r\r\n" not in terminal.seen
+
+
+def test_a_new_size_of_the_terminal_reaches_the_job(tmp_path: Path) -> None:
+    import fcntl
+    import struct
+    import termios
+
+    code = "import os,sys\nfor line in sys.stdin: print(os.get_terminal_size(1).columns, 'wide', flush=True)"
+    terminal = Terminal([*WATCH, *PYTHON, "print('ready', flush=True)\n" + code], tmp_path)
+    terminal.until(b"ready")
+    fcntl.ioctl(terminal.handle, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 77, 0, 0))
+    for _ in range(1000):
+        os.write(terminal.handle, b"\n")
+        terminal.until(b"wide")
+        if b"77 wide" in terminal.seen:
+            break
+        terminal.seen = b""
+    os.write(terminal.handle, b"\x04")
+    assert terminal.end() == 0
+    assert re.search(rb"77 wide", terminal.seen)
+
+
+TRAINING = """
+import time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+until, step = time.monotonic() + 2.5, 0
+while time.monotonic() < until:
+    step += 1
+    loss = (model(torch.ones(8, 4)) - 3).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    time.sleep(0.01)
+    print(f"step {step} loss: {loss.item():.6f} lr: 0.1", flush=True)
+"""
+
+
+def test_a_training_of_somebody_else_is_recorded_and_explained(tmp_path: Path) -> None:
+    (tmp_path / "my_train.py").write_text(TRAINING)
+    done = watched([sys.executable, "my_train.py"], tmp_path)
+    assert done.returncode == 0
+    last = int(done.stdout.split()[-5])
+    run = tmp_path / "run"
+    windows = list(read_lines(run, STEPS, StepWindow))
+    assert sum(window.steps for window in windows) == windows[-1].step == last
+    losses = [window.losses["total"] for window in windows if window.losses]
+    assert losses[-1] < losses[0]
+    assert windows[-1].rate == 0.1
+    samples = list(read_lines(run, DEVICES, DeviceSample))
+    assert samples[-1].rss_bytes is not None
+    assert samples[-1].rss_bytes > 50 * 2**20  # torch is the job's, not the watcher's
+    told = json.loads((run / ENVIRONMENT).read_bytes())
+    assert told["argv"] == [sys.executable, "my_train.py"]
+    assert told["cwd"] == str(tmp_path)
+
+    why = subprocess.run([sys.executable, "-c", "from stoker.cli import main; main()", "why", "run"], cwd=tmp_path,
+                         capture_output=True, text=True, check=True)  # fmt: skip
+    assert "finished: my_train ended with exit code 0" in why.stdout
+    assert "inside the job: not recorded" in " ".join(why.stdout.split())
+    assert "0 pictures" not in why.stdout
+    assert "trained 0 %" not in why.stdout
+    assert [finding.cause for finding in rules.diagnose(run)] == []
+    report = collect(run)
+    assert "loss/total" in report.curves
+    assert "img_per_s" not in report.curves
+    assert any("inside the job" in line for line in report.missing)
+
+
+def test_the_run_of_a_training_and_one_that_is_held_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    refused = watched(["true"], tmp_path)
+    assert refused.returncode == 2
+    assert b"--run DIR" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "-u", "/a/model_main_tf2.py", "--x=y.py"], "model_main_tf2"),
+        (["python", "-m", "torch.distributed.run", "x.py"], "torch.distributed.run"),
+        (["/usr/bin/yolo", "train"], "yolo"),
+        (["..."], "job"),
+    ],
+)
+def test_a_run_is_named_after_its_job(command: list[str], name: str) -> None:
+    assert job_name(command) == name
