@@ -22,7 +22,7 @@ from report import Bar, Report, options, publish, spread
 SOURCES = ((480, 640, 88), (3000, 4000, 80))
 """Height, width, JPEG quality."""
 CANVASES = (800, 320)
-COUNTS, QUICK_COUNTS = (320, 48), (48, 8)
+COUNTS, QUICK_COUNTS = (240, 32), (48, 8)
 THREADS, PLACES = 2, 16
 RECIPE: dict[str, Any] = {"crop": 0.5, "zoom": (0.7, 1.5)}
 MODES = ("without", "first epoch", "later epochs")
@@ -107,7 +107,7 @@ def _cpu_s() -> float:
 
 
 def run(quick: bool) -> Report:
-    n, counts = (3, QUICK_COUNTS) if quick else (7, COUNTS)
+    n, counts = (3, QUICK_COUNTS) if quick else (5, COUNTS)
     report = Report(
         f"cache of decoded pictures: crops as the usual recipe, letterbox, {THREADS} threads; processor time a picture",
         n,
