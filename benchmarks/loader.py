@@ -256,8 +256,8 @@ def add(report: Report, kind: Kind, found: dict[str, dict[str, Any]], absent: di
         cpu[name], peak[name] = ms["median"], found[name]["peak"] / MIB
         report.rows.append(
             {"what": f"{what}: {name}", "n": len(runs), "CPU ms a picture": ms["median"], "min": ms["min"],
-             "max": ms["max"], "img/s": statistics.median(one["pictures"] / one["s"] for one in runs), "peak MiB": peak[name],
-             "apart": found[name]["apart"]}
+             "max": ms["max"], "img/s": statistics.median(one["pictures"] / one["s"] for one in runs),
+             "peak MiB": peak[name], "apart": found[name]["apart"]}
         )  # fmt: skip
     for name, goal in kind.goals:
         if name in cpu:
