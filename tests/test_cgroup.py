@@ -106,3 +106,16 @@ def test_this_machine_has_cores_and_memory() -> None:
     limit, used = host_memory()
     assert 0 < limit <= psutil.virtual_memory().total
     assert 0 <= used <= limit
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/job\n", {"cgroup.controllers": "memory\n", "job/memory.events": "low 0\noom 3\noom_kill 2\n"}),
+        ("4:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_processes_killed_for_memory_are_counted(membership: str, files: dict[str, str], tmp_path: Path) -> None:
+    assert cgroup(tmp_path, membership, files).oom_kills() == 2
+    assert Cgroup(tmp_path / "none", tmp_path / "membership").oom_kills() is None

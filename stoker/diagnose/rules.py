@@ -52,6 +52,8 @@ class Records:
     """Decoded pictures are kept (`--cache`)."""
     threads_tuned: bool = False
     """The loader finds the number of its threads by itself (`--threads 0`)."""
+    watched: bool = False
+    """A job that stoker did not write: its phases are known only where its output tells them."""
     skipped: int = 0
     memory_peak_bytes: int | None = None
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
@@ -100,6 +102,7 @@ def read(run: Path, price: float | None = None) -> Records:
         if window.memory_peak_bytes is not None:
             seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
     for event in records.read_lines(run, records.EVENTS, Event):
+        seen.watched |= "watched" in event.data
         if event.kind == "checkpoint_failed":
             seen.checkpoint_failures.append(event.text)
         elif event.kind in records.LEARNING_KINDS:
@@ -190,7 +193,7 @@ def checkpoint_heavy(seen: Records) -> Finding | None:
 
 
 def unattributed_time(seen: Records) -> Finding | None:
-    return _of_phase(seen, "unattributed_time", "unattributed")
+    return None if seen.watched else _of_phase(seen, "unattributed_time", "unattributed")
 
 
 def work_lost_to_restarts(seen: Records) -> Finding | None:

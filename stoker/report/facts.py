@@ -112,6 +112,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     curves, phases = _steps(path, missing, start_t or 0.0)
     kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
     kept_quarantined = _ends(quarantined, QUARANTINED_KEPT)
+    missing += [f"Of the job, {tier}: {said}." for tier, said in why.watched.items() if said.startswith("not ")]
     report = Report(
         stoker=metadata.version("stoker"),
         made_t=time.time(),
@@ -194,7 +195,7 @@ def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Se
             continue
         values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
         values |= {"rate": window.rate, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
-        if window.wall_s > 0:
+        if window.wall_s > 0 and window.pictures:  # none: a watched job that does not tell them
             values["img_per_s"] = window.pictures / window.wall_s
         for name, value in values.items():
             if value is not None:

@@ -197,10 +197,15 @@ def print_why(why: Why, file: TextIO | None = None, *, width: int | None = None)
     lost = f", {fmt.plural(why.steps_lost, 'step')} done again" if why.steps_lost else ""
     facts.add_row("time", f"{fmt.duration(why.wall_s)} on {fmt.plural(why.devices, 'device')}, "
                   f"{fmt.plural(restarts, 'restart')}{lost}")  # fmt: skip
-    facts.add_row("work", f"{fmt.plural(why.steps, 'step')}, {fmt.plural(why.pictures, 'picture')}, "
-                  f"{fmt.number(why.img_per_s)} img/s over all of the time")  # fmt: skip
+    speed = f", {fmt.plural(why.pictures, 'picture')}, {fmt.number(why.img_per_s)} img/s over all of the time"
+    unknown = why.watched and not why.pictures
+    facts.add_row("work", f"{fmt.plural(why.steps, 'step')}{' that its output tells' if unknown else speed}")
+    for tier, said in why.watched.items():
+        facts.add_row("seen", plain_text(f"{tier}: {said}"))
     if not why.phases:
-        print_parts([facts, "", "No time is recorded yet: the run did not come to its first step."], file, width=width)
+        found = [*_findings(why), "", _places(why)] if why.findings else []  # what ended it, above all
+        first = "No time is recorded yet: the run did not come to its first step."
+        print_parts([facts, "", first, *found], file, width=width)
         return
     money = why.price > 0
     phases = table(
@@ -215,6 +220,8 @@ def print_why(why: Why, file: TextIO | None = None, *, width: int | None = None)
 
 
 def _verdict(why: Why) -> str:
+    if why.watched:
+        return "How much of the time the device trained is not known: no clock was inside the job."
     productive = f"The device trained {fmt.share(why.productive_share)} of the time."
     loss = why.largest_loss
     if loss is None:

@@ -86,6 +86,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
     places: dict[str, str]
     """Record → path, of those that are there."""
+    watched: dict[str, str] = {}
+    """Of a job that stoker did not write: what could be recorded of it, and what not, and why. Else empty."""
 
     def lines(self) -> Iterator[tuple[str, PhaseShare]]:
         """The rows of a table: each phase, and indented below it its parts."""
@@ -103,11 +105,14 @@ def gather(run: str | Path, price: float | None = None) -> Why:
     events = list(records.read_lines(path, records.EVENTS, Event))
     last = events[-1] if events else None
     sign_t = _last_sign(path)
+    watched: dict[str, str] = next((event.data["watched"] for event in reversed(events) if "watched" in event.data), {})
     state, text = _state(path, events, sign_t)
+    if watched:
+        text = _WATCHED_STATES.get(state, text)
     phases = _phases(totals, seen.price)
     losses = [row for row in phases if row.phase != "compute"]
     names = (records.STEPS, records.EVENTS, records.DEVICES, records.QUARANTINE, records.CONFIG, records.ENVIRONMENT,
-             records.CHECKPOINTS, records.BEST, records.FINAL)  # fmt: skip
+             records.CHECKPOINTS, records.BEST, records.FINAL, records.OUTPUT)  # fmt: skip
     return Why(
         run=shown(path),
         state=state,
@@ -121,13 +126,14 @@ def gather(run: str | Path, price: float | None = None) -> Why:
         steps=totals.step,
         steps_lost=max(0, totals.steps - totals.step),
         pictures=totals.pictures,
-        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 else None,
+        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 and (totals.pictures or not watched) else None,
         price=seen.price,
         phases=phases,
-        productive_share=seen.share("compute") if totals.device_s > 0 else None,
+        productive_share=seen.share("compute") if totals.device_s > 0 and not watched else None,
         largest_loss=losses[0] if losses else None,
         findings=rules.judge(seen),
         places={name: str(path / name) for name in names if (path / name).exists()},
+        watched=watched,
     )
 
 
@@ -167,6 +173,10 @@ def _last_sign(path: Path) -> float | None:
     return max(times, default=None)
 
 
+_WATCHED_STATES: dict[State, str] = {
+    "live": "live: the job runs",
+    "dead": "dead: `stoker watch` was killed or the machine went down, and nobody saw how the job ended",
+}
 _ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 

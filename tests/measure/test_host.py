@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cgroup import Cgroup
-from stoker.measure.host import Host, pressure_s, tree_rss
+from stoker.measure.host import Host, pressure_s, tree_cpu_s, tree_rss
 
 PRESSURE = "some avg10=2.31 avg60=0.75 avg300=0.72 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9000000\n"
 
@@ -109,3 +109,27 @@ def test_a_tree_of_files_is_summed(tmp_path: Path) -> None:
         (folder / "children").write_text(children)
         (tmp_path / str(pid) / "statm").write_text(f"1000 {pages} 1 1 0 1 0\n")
     assert tree_rss(10, tmp_path) == (5 + 7 + 11) * page_bytes, "99 ended meanwhile"
+
+
+def test_processor_time_of_a_job_counts_all_below_it_and_what_ended(tmp_path: Path) -> None:
+    """Of a process with a blank and a bracket in its name, its child, and a child of theirs that ended meanwhile."""
+    for pid, name, times, children in ((10, "a) b", "100 20 3 4", "20 99"), (20, "c", "1000 0 0 0", "")):
+        folder = tmp_path / str(pid) / "task" / str(pid)
+        folder.mkdir(parents=True)
+        (folder / "children").write_text(children)
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S 1 1 1 0 -1 4194304 9 9 9 9 {times} 20 0 1 0\n")
+    assert tree_cpu_s(10, tmp_path) == 1127 / os.sysconf("SC_CLK_TCK")
+    assert tree_cpu_s(99, tmp_path) is None
+
+
+def test_of_another_process_its_own_work_is_told() -> None:
+    code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        host = Host(pid=process.pid, now=iter((0.0, 1.0)).__next__)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        told = host.sample().process_cpu
+        process.stdin.close()
+    assert told is not None
+    assert told > 0.1

@@ -58,6 +58,9 @@ def test_it_stops_in_the_middle_of_a_long_interval(tmp_path: Path) -> None:
 
 def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
+        def __init__(self, *, pid: int | None) -> None:
+            assert pid is None
+
         def sample(self) -> None:
             raise ZeroDivisionError("no such counter")
 

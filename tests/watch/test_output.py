@@ -79,8 +79,30 @@ def test_what_is_no_progress(line: str) -> None:
 
 
 words = st.sampled_from(
-    ["the", "loss", "of", "step", "epoch", "rate", "and", "batch", "image", "was", "lr", "INFO", "learning", "total"]
-    + ["Loss", "it", "3", "12", "0.5", "7/9", "100%", "nan"]
+    [
+        "the",
+        "loss",
+        "of",
+        "step",
+        "epoch",
+        "rate",
+        "and",
+        "batch",
+        "image",
+        "was",
+        "lr",
+        "INFO",
+        "learning",
+        "Loss",
+        "total",
+        "it",
+        "3",
+        "12",
+        "0.5",
+        "7/9",
+        "100%",
+        "nan",
+    ]
 )
 
 
