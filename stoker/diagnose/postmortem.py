@@ -13,8 +13,8 @@ from pathlib import Path
 from stoker import records
 from stoker.diagnose.alive import is_held, lease_holder
 from stoker.diagnose.deaths import CONSEQUENCES, DEATHS, Death, Sign
-from stoker.diagnose.output import Line, bare, last_losses_nan, tracebacks
-from stoker.records import DEVICES, EVENTS, DeviceSample, Event, Evidence, Finding
+from stoker.diagnose.output import Line, bare, last_losses_nan, read_output, tracebacks
+from stoker.records import DEVICES, EVENTS, OUTPUT, DeviceSample, Event, Evidence, Finding
 
 NEARLY_FULL = 0.95
 """Share of a memory's limit in the last sample from which a kill without a word is laid to it. Our judgment: samples
@@ -28,6 +28,7 @@ _LAST_WORDS = 5
 _SIGKILL, _SIGTERM, _SIGINT = 9, 15, 2
 _PREEMPTED = 75
 """What stoker's own runs end with when they were asked to stop (errors.Preempted)."""
+_USUAL = {"finished": 0, "preempted": _PREEMPTED}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,10 +269,11 @@ def _finding(cause: str, evidence: list[Evidence], *, severity: str | None = Non
 
 
 def of_run(run: Path) -> Ended | None:
-    """What is known of the end of a run of ours: of its newest attempt. None: it lives, it finished, it never began, or
-    its lock cannot be asked.
+    """What is known of the end of a run of ours, or of one that was watched: of its newest attempt. None: it lives, it
+    finished and nobody kept its output, it never began, or its lock cannot be asked.
 
-    An attempt that was killed has no last event, and the kernel has freed its lock.
+    An attempt that was killed has no last event, and the kernel has freed its lock. What a watched job printed is in
+    one file for all attempts, the newest at its end.
     """
     events = list(records.numbered_lines(run, EVENTS, Event))
     attempt = max((event.attempt for _, event in events), default=None)
@@ -280,26 +282,33 @@ def of_run(run: Path) -> Ended | None:
     ends = [(n, e) for n, e in events if e.attempt == attempt and e.kind in ("finished", "failed", "preempted")]
     if not ends and (is_held(run) is not False or lease_holder(run) is not None):
         return None
-    if ends and ends[-1][1].kind == "finished":
+    number, end = ends[-1] if ends else (0, None)
+    place = f"{EVENTS}:{number}" if end is not None else ""
+    log = run / OUTPUT
+    if log.exists():
+        output = read_output(log)
+    elif end is None or end.kind != "finished":
+        output = tuple(Line(text, place) for text in end.text.splitlines()) if end is not None else ()
+    else:
         return None
-    exit_code: int | None = None
-    place, output = "", tuple[Line, ...]()
-    if ends:
-        number, event = ends[-1]
-        place = f"{EVENTS}:{number}"
-        others = 130 if event.text.startswith("KeyboardInterrupt") else 1  # what Python ends with for errors not ours
-        exit_code = event.data.get("exit_code", others)
-        output = tuple(Line(text, place) for text in event.text.splitlines())
     samples = [(n, s) for n, s in records.numbered_lines(run, DEVICES, DeviceSample) if s.attempt == attempt]
     newest = samples[-1][1] if samples else DeviceSample(t=0.0, attempt=attempt)
     used, limit = newest.memory_used_bytes, newest.memory_limit_bytes
     gpus = [gpu.memory_used_bytes / gpu.memory_total_bytes for gpu in newest.gpus
             if gpu.memory_used_bytes is not None and gpu.memory_total_bytes]  # fmt: skip
+    busy = [gpu.utilisation for _, sample in samples for gpu in sample.gpus if gpu.utilisation is not None]
     return Ended(
-        exit_code=exit_code,
+        exit_code=None if end is None else end.data.get("exit_code", _USUAL.get(end.kind, _of_python(end.text))),
         place=place,
         output=output,
+        oom_kills=None if end is None else end.data.get("oom_kills"),
         memory_share=used / limit if used is not None and limit else None,
         gpu_memory_share=max(gpus, default=None),
+        gpu_used=any(share > 0 for share in busy) if busy else None,
         samples_place=f"{DEVICES}:{samples[-1][0]}" if samples else "",
     )
+
+
+def _of_python(error: str) -> int:
+    """What Python ends with after an error that is not stoker's."""
+    return 130 if error.startswith("KeyboardInterrupt") else 1

@@ -16,7 +16,7 @@ from stoker.diagnose.deaths import DEATHS, UNEXPLAINED
 from stoker.diagnose.output import OUTPUT_BYTES, lines_of, read_output
 from stoker.diagnose.postmortem import Ended, explain, of_run
 from stoker.diagnose.rules import diagnose
-from stoker.records import DEVICES, DeviceSample, Finding, RunFolder, locked
+from stoker.records import DEVICES, OUTPUT, DeviceSample, Finding, RunFolder, locked
 
 # Cause → lines that such jobs print, as they were seen, stand in a library, or were reported.
 SAID: dict[str, tuple[str, ...]] = {
@@ -372,3 +372,20 @@ def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
     folder.close()
     assert of_run(tmp_path / "run") is None
     assert diagnose(tmp_path / "run") == []
+
+
+def test_a_watched_run_is_judged_by_its_output(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (tmp_path / "run" / OUTPUT).write_text(f"step 1\nloss: nan\n{TRACEBACK}{SAID['path_wrong'][1]}\n")
+    folder.event("failed", "train.py ended with exit code 1", exit_code=1)
+    found = diagnose(tmp_path / "run")
+    assert [finding.cause for finding in found] == ["path_wrong", "diverged"]
+    assert quoted(found[0])[:2] == [
+        (SAID["path_wrong"][1], "output.log:6"),
+        ("ended with exit code 1", "events.jsonl:3"),
+    ]
+    folder.event("failed", "train.py ended by signal 9", exit_code=137, signal=9, oom_kills=1)
+    assert diagnose(tmp_path / "run")[0].cause == "host_memory_killed"
+    folder.event("finished", "train.py ended with exit code 0", exit_code=0)
+    folder.close()
+    assert [finding.cause for finding in diagnose(tmp_path / "run")] == ["diverged"]

@@ -105,6 +105,7 @@ def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
     text = shown(tmp_path)
     assert "state  failed: The picture cannot be decoded." in text
     assert "No time is recorded yet" in text
+    assert "  The picture cannot be decoded.  [events.jsonl:2]" in text
     assert gather(tmp_path).productive_share is None
 
 
