@@ -118,7 +118,7 @@ def assert_same(one: Path, two: Path) -> None:
     assert decided(one) == decided(two)
 
 
-@pytest.mark.parametrize(("patience", "steps"), [(0, 16), (2, 9)])
+@pytest.mark.parametrize(("patience", "steps"), [pytest.param(0, 16, marks=pytest.mark.slow), (2, 9)])
 def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: Path, patience: int, steps: int):
     """The first evaluation, at step 3, is the best; at 9 patience ends the run, with the second one after it."""
     ends = []
