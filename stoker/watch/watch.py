@@ -27,7 +27,7 @@ FORWARDED = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIG
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores these in itself; a job that a shell starts does not."""
 
-DRAIN_S = 2.0
+DRAIN_S = 1.0
 """When the log has not grown for so long after the job's end, a process that the job left behind holds its output."""
 
 
@@ -164,11 +164,15 @@ def _wait(job: int) -> int:
 def _drain(written: int, log: Path) -> None:
     """Waits until the keepers have written all, but not for processes that the job left behind, and not for a slow
     reader: the keepers serve these alone."""
-    size = -1
+    size = _size(log)
     while not select.select([written], [], [], DRAIN_S)[0]:
-        before, size = size, log.stat().st_size if log.exists() else 0
+        before, size = size, _size(log)
         if size == before:
             return
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _how(code: int) -> str:

@@ -123,11 +123,16 @@ def test_processor_time_of_a_job_counts_all_below_it_and_what_ended(tmp_path: Pa
 
 
 def test_of_another_process_its_own_work_is_told() -> None:
-    code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True); sys.stdin.read()"
+    code = (
+        "import sys, time\nsys.stdin.readline()\nwhile time.process_time() < 0.3: pass\n"
+        "print('done', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         host = Host(pid=process.pid, now=iter((0.0, 1.0)).__next__)
         assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write(b"work\n")
+        process.stdin.flush()
         process.stdout.readline()
         told = host.sample().process_cpu
         process.stdin.close()
