@@ -22,7 +22,8 @@ class Line:
     place: str
 
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x08+")
+_UNSEEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+"""Colours and other control characters: torch prints a NUL before the traceback of a worker that was killed."""
 
 
 def lines_of(data: bytes, name: str, *, first: int = 1) -> tuple[Line, ...]:
@@ -31,7 +32,7 @@ def lines_of(data: bytes, name: str, *, first: int = 1) -> tuple[Line, ...]:
     found = []
     for number, raw in enumerate(data.split(b"\n"), start=first):
         said = [part for part in raw.decode(errors="replace").split("\r") if part.strip()]
-        found.append(Line(_ANSI.sub("", said[-1] if said else "").rstrip(), f"{name}:{number}"))
+        found.append(Line(_UNSEEN.sub("", said[-1] if said else "").rstrip(), f"{name}:{number}"))
     return tuple(found)
 
 

@@ -140,6 +140,7 @@ def test_what_may_be_harmless_is_no_verdict_but_is_shown() -> None:
     (unknown,) = died(f"{HARMLESS}\n", exit_code=KILLED)
     assert unknown.cause == "killed"
     assert f"may be harmless: {HARMLESS}" in said(unknown)
+    assert [finding.cause for finding in died(f"{HARMLESS}\n")] == ["ended_by_error"]
     (memory,) = died(f"{HARMLESS}\n{SAID['gpu_out_of_memory'][1]}\n")
     assert [place for _, place in quoted(memory)] == ["job.log:2", "job.log:1", ""]
 
@@ -198,10 +199,51 @@ def test_a_traceback_about_anothers_end_passes_the_question_on() -> None:
 
 def test_chained_tracebacks_are_one_and_the_more_specific_line_of_it_decides() -> None:
     chain = (
-        TRACEBACK + SAID["shared_memory_full"][1] + "\n\nDuring handling of the above exception, another exception "
+        "\0"  # as torch writes it
+        + TRACEBACK
+        + SAID["shared_memory_full"][1]
+        + "\n\nDuring handling of the above exception, another exception "
         "occurred:\n\n" + TRACEBACK + "RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly\n"
     )
     assert [f.cause for f in died(chain)] == ["shared_memory_full", "loader_worker_killed"]
+
+
+LOADER = """
+import os, signal, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): os.kill(os.getpid(), signal.{signal})
+list(torch.utils.data.DataLoader(Data(), num_workers=1))
+"""
+GLOO = """
+import datetime, signal, torch, torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+STORE = STORE_ADDRESS
+def work(rank):
+    dist.init_process_group("gloo", init_method=STORE, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2))
+    dist.all_reduce(torch.ones(2)) if rank == 0 else signal.pause()
+if __name__ == "__main__":
+    spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (LOADER.format(signal="SIGKILL"), "loader_worker_killed"),
+        (LOADER.format(signal="SIGBUS"), "shared_memory_full"),
+        ("import datetime, torch.distributed as dist\ndist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', "
+         "rank=1, world_size=2, timeout=datetime.timedelta(seconds=2))", "rendezvous_failed"),
+        (GLOO, "collective_timeout"),
+    ],
+    ids=["worker", "bus", "rendezvous", "collective"],
+)  # fmt: skip
+def test_real_torch_jobs_that_die(code: str, cause: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("STORE_ADDRESS", repr(f"file://{tmp_path}/store")))
+    job = subprocess.run([sys.executable, script], capture_output=True, check=False)
+    assert explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))[0].cause == cause
 
 
 def test_a_kill_outranks_what_was_printed_before_it() -> None:
