@@ -221,19 +221,20 @@ class Terminal:
 
 def test_a_terminal_stays_a_terminal_and_ctrl_c_comes_once(tmp_path: Path) -> None:
     code = (
-        "import os,signal,sys\nn=[]\nsignal.signal(signal.SIGINT, lambda *_: n.append(1))\n"
-        "print(*[os.isatty(k) for k in (0,1,2)], os.get_terminal_size(), flush=True)\n"
-        "sys.stdin.readline(); print('pressed', len(n), flush=True); sys.exit(5)"
+        "import os,signal,sys\nboth = {signal.SIGINT, signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, both)\n"
+        "print(*[os.isatty(k) for k in (0,1,2)], os.get_terminal_size(), flush=True); n = 0\n"
+        "while signal.sigwait(both) == signal.SIGINT: n += 1; print('int', n, flush=True)\n"
+        "print('in all', n, flush=True); sys.exit(5)"
     )
     terminal = Terminal([*WATCH, *PYTHON, code], tmp_path)
     terminal.until(b"lines=")
-    terminal.seen += b""
-    os.write(terminal.handle, b"\x03")
-    terminal.until(b"^C")
-    os.write(terminal.handle, b"\n")
+    for n in range(1, 6):
+        os.write(terminal.handle, b"\x03")
+        terminal.until(b"int %d" % n)
+    os.kill(terminal.pid, signal.SIGUSR1)
     assert terminal.end() == 5
     assert b"True True True" in terminal.seen
-    assert b"pressed 1" in terminal.seen
+    assert b"in all 5" in terminal.seen
     assert b"exit code 5; `stoker why run`" in terminal.seen
     assert b"\r\r\n" not in terminal.seen
 
@@ -326,3 +327,25 @@ def test_the_run_of_a_training_and_one_that_is_held_are_refused(tmp_path: Path) 
 )
 def test_a_run_is_named_after_its_job(command: list[str], name: str) -> None:
     assert job_name(command) == name
+
+
+def test_streams_that_are_the_same_stay_in_order(tmp_path: Path) -> None:
+    code = "import os\nfor n in range(200): os.write(1 + n % 2, b'%d\\n' % n)"
+    with started([*PYTHON, code], tmp_path) as process:
+        out, _ = process.communicate(timeout=60)
+    assert out.split() == [b"%d" % n for n in range(200)]
+
+
+def test_a_process_that_the_job_left_behind_is_not_waited_for(tmp_path: Path) -> None:
+    code = (
+        "import os,sys\nif os.fork() == 0: sys.stdin.read(); print('late')\n"
+        "else: print('early', flush=True); os._exit(4)"
+    )
+    process = started([*PYTHON, code], tmp_path)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.wait(60) == 4
+    assert is_held(tmp_path / "run") is False
+    process.stdin.close()
+    assert process.stdout.read() == b"early\nlate\n"
+    process.stdout.close()
