@@ -230,23 +230,25 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
         print_why(found)
 
 
-@app.command(sort_key=2)
+@app.command(sort_key=2, usage="Usage: stoker watch [--run DIR] -- CMD ARGS…")
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     run: Annotated[str | None, Parameter(group="Run")] = None,
 ) -> None:
-    """Runs any training job unchanged and records it: stoker watch [--run DIR] -- CMD ARGS…
+    """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
 
-    Its output, exit code, terminal and signals stay as they are; it goes on when `stoker watch` is killed. Recorded are
-    what driver and kernel say each second, and the steps, losses and rates that its output tells (TF Object Detection
-    API, Keras, torchvision, Ultralytics, Lightning, Hugging Face Trainer, plain `loss=`). Then: stoker why DIR.
+    Its output, exit code, terminal and signals stay as they are, and it goes on
+    when `stoker watch` is killed. Recorded are what driver and kernel say each
+    second, and the steps, losses and rates that its output tells: of the TF Object
+    Detection API, Keras, torchvision, Ultralytics, Lightning, Hugging Face Trainer,
+    and plain `loss=` or `loss:`. Nothing is loaded into the job. Linux only.
 
     Parameters
     ----------
     command
         The job, behind `--`.
     run
-        Folder of the run; default `runs/watch-<name of the job>-<n>`.
+        Folder of the run; default `runs/watch-<script or program>-<n>`.
     """
     from stoker.watch.watch import watch as watch_job
 

@@ -199,14 +199,16 @@ class Tail:
                 self._file = self._path.open("rb")
                 self._file.seek(self._start)
                 self._start = 0
+            moved = self._is_moved(self._file)  # asked first: then all that came before is in the old one
             while data := self._file.read(65536):
                 yield data
-            try:
-                is_same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-            except FileNotFoundError:  # between two files
+            if not moved:
                 return
-            if is_same:
-                return
-            yield from iter(lambda: self._file.read(65536) if self._file else b"", b"")  # written before it was moved
             self._file.close()
             self._file = None
+
+    def _is_moved(self, file: BinaryIO) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:  # between two files
+            return True
