@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> Report:
     tails = [rows[f"stoker, slow tail, {how}"]["p99 ms"] for how in ("not hedged", "hedged")]
     report.bars = [
         Bar.at_least("share of the link", on_link["MB/s"] / LINK_MB_PER_S, 0.9),
+        Bar.at_most("CPU ms an object, no link", rows["stoker, no link"]["CPU ms"], 0.2),
         Bar.at_most("CPU ms an object, on the link", on_link["CPU ms"], 0.2),
         Bar.at_most("CPU over plain obstore, on the link", on_link["CPU ms"] / plain["CPU ms"], 1.25),
         Bar.at_least("p99 without second requests over with", tails[0] / tails[1], 2.0),
