@@ -33,8 +33,8 @@ from stoker.records import (
     open_run,
     read_lines,
     runs_named,
-    totals,
 )
+from stoker.totals import totals
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/run-folder.md").read_text()
 STRUCTS = [

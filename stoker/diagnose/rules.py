@@ -15,8 +15,9 @@ from stoker import records
 from stoker.diagnose import postmortem
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
 from stoker.files import write_whole
-from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow, Totals
+from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow
 from stoker.storage.address import is_address
+from stoker.totals import Totals, totals
 
 _SHOWN = 3
 """Names that a finding's evidence lists at most."""
@@ -90,7 +91,7 @@ def read(run: Path, price: float | None = None) -> Records:
     settings = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
     of_run = settings.get("run", {})
     seen = Records(
-        totals=records.totals(run),
+        totals=totals(run),
         price=float(of_run.get("price", 0.0)) if price is None else price,
         from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
         cached=of_run.get("cache", "none") != "none",

@@ -13,8 +13,9 @@ import msgspec
 from stoker import records
 from stoker.diagnose import rules
 from stoker.diagnose.alive import is_held, lease_holder
-from stoker.records import Event, Finding, Totals
+from stoker.records import Event, Finding
 from stoker.storage.runs import shown
+from stoker.totals import Totals
 
 State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
 

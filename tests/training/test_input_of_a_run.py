@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from stoker.data.index import Index
-from stoker.records import STEPS, StepWindow, read_lines, totals
+from stoker.records import STEPS, StepWindow, read_lines
 from stoker.report.why import gather
+from stoker.totals import totals
 from stoker.training import loop
 from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings
