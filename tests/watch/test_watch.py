@@ -43,7 +43,16 @@ def watched(command: list[str], folder: Path, **options: object) -> "subprocess.
 
 def started(command: list[str], folder: Path) -> "subprocess.Popen[bytes]":
     both = subprocess.STDOUT  # the same pipe for both: one keeper
-    return subprocess.Popen([*WATCH, *command], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=both)
+    return subprocess.Popen(
+        [*WATCH, *command], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=both,
+        preexec_fn=heed_all,
+    )  # fmt: skip
+
+
+def heed_all() -> None:
+    """What runs these tests may ignore signals, as `nohup` does; a shell cannot trap those that it inherits so."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def last_event(folder: Path) -> Event:
@@ -179,7 +188,8 @@ def test_the_job_goes_on_with_its_whole_output(killed: list[str], tmp_path: Path
     process.stdout.close()
 
 
-TRAPS = "trap 'echo {0}; exit 7' {0}; echo ready; while :; do read -r x; done"
+TRAPS = "trap 'echo {0}; exit 7' {0}; echo ready; while :; do read -r -t 0.2 x; done"
+"""A signal that comes right before `read` waits for its end."""
 
 
 @pytest.mark.parametrize("name", ["TERM", "HUP", "INT", "USR1"])
