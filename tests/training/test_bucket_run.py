@@ -116,6 +116,7 @@ LONG = FLAGS | {"for_": "4000"}
 """Goes on until it is stopped."""
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_elsewhere(
     data: Path, address: Address, move: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):

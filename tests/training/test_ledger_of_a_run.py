@@ -81,6 +81,7 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(window.pictures for window in windows) == 240
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One save in the middle takes a second to write; the training thread only waits for it at the next save."""
     data = draw(tmp_path / "data")
@@ -94,6 +95,7 @@ def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: 
     assert charged < DELAYS["checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
     data = draw(tmp_path / "data")

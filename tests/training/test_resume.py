@@ -118,7 +118,7 @@ def steps_of(run: Path, attempt: int) -> int:
     return sum(window.steps for window in read_lines(run, STEPS, StepWindow) if window.attempt == attempt)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_75(undisturbed: Path, data: Path, tmp_path: Path, number: signal.Signals):
     """Without --run: the same command finds its unfinished run by itself, and a finished one starts a new run."""
     process = stoker("train", data, *FLAGS, cwd=tmp_path)
@@ -152,6 +152,7 @@ def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
     assert "nothing to resume" in output
 
 
+@pytest.mark.slow
 def test_threads_do_not_change_the_result(undisturbed: Path, data: Path, tmp_path: Path):
     code, output = run_stoker("train", data, *FLAGS[:-2], "--threads", "1", "--run", "one", cwd=tmp_path)
     assert code == 0, output
