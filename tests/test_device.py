@@ -29,6 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_kept_for_the_next_step():
     """A step's 220 MiB cost 56,320 faults of a page, or 110 of a huge one, where they are given back after it."""

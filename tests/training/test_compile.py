@@ -26,6 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn") / "shapes")
 
 
+@pytest.mark.slow
 def test_a_compiled_training_is_the_eager_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch.compile captures, and its plain backend runs what was captured: every last bit is the same."""
     monkeypatch.setattr(forward, "BACKEND", "aot_eager")

@@ -109,6 +109,7 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path, monkeypatch):
     """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
@@ -194,6 +195,7 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
         train(settings(data, batch=2), run=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_length_in_minutes_and_epochs(data: Path, tmp_path: Path):
     result = train(settings(data, for_="0.05min"), run=str(tmp_path / "minutes"))
     seconds = sum(w.phases.get("compute", 0) + w.phases.get("input_wait", 0)
