@@ -337,6 +337,19 @@ def runs_named(parent: Path, stem: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def make_run(parent: Path, stem: str) -> Path:
+    """Makes `parent/stem-N`, with the next free number; no other process gets the same. Raises OSError."""
+    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(parent, stem)), default=0) + 1
+    while True:
+        path = parent / f"{stem}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another process was faster
+            number += 1
+        else:
+            return path
+
+
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[bool | None]:
     """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it, None

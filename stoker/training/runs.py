@@ -21,8 +21,8 @@ from stoker.records import (
     is_finished,
     last_attempt,
     locked,
+    make_run,
     open_run,
-    runs_named,
 )
 from stoker.storage.address import expand, is_address, parse
 from stoker.storage.runs import shown
@@ -121,16 +121,7 @@ def _new_run(config: Config, name: str | None) -> Path:
         path = Path(expand(name))
         path.mkdir(parents=True, exist_ok=True)
         return path
-    stem = f"{_data_name(config)}-{config.model.model}"
-    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(RUNS, stem)), default=0) + 1
-    while True:
-        path = RUNS / f"{stem}-{number}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:  # another process was faster
-            number += 1
-        else:
-            return path
+    return make_run(RUNS, f"{_data_name(config)}-{config.model.model}")
 
 
 def _asked_of(path: Path) -> Config:

@@ -28,7 +28,7 @@ from stoker.records import (
     RunFolder,
     last_attempt,
     lock,
-    runs_named,
+    make_run,
 )
 from stoker.watch.meter import Meter
 from stoker.watch.output import Lines, parse
@@ -82,18 +82,9 @@ def _hold(path: Path, stack: contextlib.ExitStack) -> tuple[int, bool]:
 
 
 def _new_folder(command: list[str]) -> Path:
-    """runs/watch-NAME-N, which is made, so that no other process takes it."""
-    stem = f"watch-{job_name(command)}"
-    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(RUNS, stem)), default=0) + 1
-    while True:
-        path = RUNS / f"{stem}-{number}"
-        with writing("The run's folder cannot be made.", path, fix="name another folder: --run DIR"):
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:  # another process was faster
-                number += 1
-            else:
-                return path
+    """runs/watch-NAME-N, which is made."""
+    with writing("The run's folder cannot be made.", RUNS, fix="name another folder: --run DIR"):
+        return make_run(RUNS, f"watch-{job_name(command)}")
 
 
 def job_name(command: list[str]) -> str:
