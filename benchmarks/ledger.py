@@ -15,9 +15,9 @@ from report import Bar, Report, options, publish, spread
 from torch import Tensor, nn
 
 from stoker import device
-from stoker.measure.gpu import Gpus
-from stoker.measure.host import Host
-from stoker.measure.ledger import Ledger
+from stoker.measuring.gpu import Gpus
+from stoker.measuring.host import Host
+from stoker.measuring.ledger import Ledger
 
 
 class Off:

@@ -32,7 +32,7 @@ class FirstStepDone(BaseException):
 
 def start(folder: Path) -> dict[str, Any]:
     """Runs the command to the end of its first step. Seconds of each of PARTS, and of all."""
-    from stoker.measure.host import process_started_s
+    from stoker.measuring.host import process_started_s
 
     began = process_started_s()
     from stoker import models

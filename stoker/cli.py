@@ -52,7 +52,7 @@ def train(
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
     """
-    from stoker.measure.host import process_started_s
+    from stoker.measuring.host import process_started_s
     from stoker.training.loop import train as train_loop
 
     asked = config if data is None else config.replace(data=data)

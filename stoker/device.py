@@ -2,7 +2,7 @@
 
 Everything else is written against `Device`. On a CPU there are no streams: copies and marks happen at once, through the
 same calls. Accelerators go through `torch.accelerator`, `torch.Stream` and `torch.Event`; only what has no neutral name
-is asked of `torch.cuda`. Telemetry from the driver is `measure/gpu.py`.
+is asked of `torch.cuda`. Telemetry from the driver is `measuring/gpu.py`.
 """
 
 import contextlib

@@ -19,6 +19,7 @@ import msgspec
 
 from stoker.errors import UsageError
 from stoker.files import write_whole
+from stoker.schemas import Event
 from stoker.storage.address import Address, expand, is_address, parse
 from stoker.storage.runs import LEASE, working_copy
 
@@ -37,138 +38,20 @@ INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
 EVALUATION, REPORT, OUTPUT = "evaluation.json", "report.html", "output.log"
+TRACES, STACKS, PROBES, TRACE_FILES, RANKS = "traces.jsonl", "stacks.jsonl", "probes.jsonl", "traces", "ranks"
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
 
 EVENT_KINDS = (
     "started", "resumed", "note", "warning", "evaluated", "checkpoint", "checkpoint_failed", "checkpoint_corrupt",
-    "slowed", "loss_spike", "rate_too_high", "rate_too_low", "preempted", "failed", "finished",
+    "slowed", "loss_spike", "rate_too_high", "rate_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
 )  # fmt: skip
 """What an event can be; docs/run-folder.md says when each is written."""
 
 LEARNING_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
 """Those about the loss and the rate."""
 
-WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt"}) | LEARNING_KINDS
+WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | LEARNING_KINDS
 """Those that are shown as warnings: training went on, and not as was asked for."""
-
-
-class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of steps.jsonl: at least one second of a run. The phases of a window add up to wall_s × devices."""
-
-    t: float
-    """Unix time, seconds, at the end of the window."""
-    attempt: int
-    """1 for the first start of the run, one more after each restart."""
-    step: int
-    """Optimizer steps done at the end of the window."""
-    steps: int
-    """Of these, inside the window."""
-    pictures: int
-    """Pictures trained on inside the window."""
-    wall_s: float
-    devices: int
-    phases: dict[str, float]
-    """Device-seconds by phase; a phase that is absent took none."""
-    input: dict[str, float] = {}
-    """Device-seconds of `input_wait` by what was waited for, one of INPUT_STAGES; they add up to it."""
-    losses: dict[str, float] = {}
-    """Mean of each part of the loss over the finite steps of the window, and `total`."""
-    rate: float | None = None
-    grad_norm: float | None = None
-    """Mean norm of the gradient before clipping, over the finite steps."""
-    skipped: int = 0
-    """Steps of the window that were skipped because a gradient was not finite."""
-    memory_peak_bytes: int | None = None
-
-
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of events.jsonl: something that happened once."""
-
-    t: float
-    attempt: int
-    kind: str
-    """One of EVENT_KINDS."""
-    step: int | None = None
-    text: str = ""
-    """The line a person saw."""
-    data: dict[str, Any] = {}
-
-
-class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One GPU as the driver sees it. None: the machine does not say."""
-
-    index: int
-    utilisation: float | None = None
-    """Share of the last sample period in which a kernel ran, 0 … 1."""
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    sm_clock_mhz: int | None = None
-    temperature_c: int | None = None
-    throttle_reasons: int | None = None
-    """NVML's bit mask of clock event reasons."""
-
-
-class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of devices.jsonl: the second witness, once a second. Shares are of the time since the line before."""
-
-    t: float
-    attempt: int
-    gpus: list[GpuSample] = []
-    cpu: list[float] = []
-    """Busy share of each core of the machine, 0 … 1."""
-    process_cpu: float | None = None
-    """Processor seconds per second of this process."""
-    rss_bytes: int | None = None
-    """Resident memory of this process and its children."""
-    memory_used_bytes: int | None = None
-    memory_limit_bytes: int | None = None
-    """Of the host, or of the cgroup where that is tighter."""
-    psi_cpu: float | None = None
-    psi_memory: float | None = None
-    psi_io: float | None = None
-    """Pressure stall information, share of time in which some task waited, 0 … 1."""
-    throttled_s: float | None = None
-    """Processor-seconds that the cgroup's CPU quota held back runnable threads, since the line before."""
-
-
-class Quarantined(msgspec.Struct, kw_only=True):
-    """A line of quarantine.jsonl: a picture that could not be used, and what stood in for it."""
-
-    t: float
-    attempt: int
-    row: int
-    path: str
-    error: str
-    position: int
-    """Place in the stream of training samples from which on the picture is not used."""
-    replaced_by: int
-    """Row that took its place there."""
-
-
-class Evidence(msgspec.Struct, kw_only=True):
-    """A number, and where a person can look it up."""
-
-    text: str
-    value: float | None = None
-    place: str = ""
-
-
-class Finding(msgspec.Struct, kw_only=True):
-    """An answer of the diagnosis; the causes are those of `diagnose/catalogue.py`."""
-
-    cause: str
-    severity: str
-    """info, warning or critical."""
-    title: str
-    evidence: list[Evidence]
-    lost_device_s: float | None = None
-    lost_money: float | None = None
-    fix: str = ""
-    command: str | None = None
-    confidence: float | None = None
-    verified: str | None = None
 
 
 Line = TypeVar("Line", bound=msgspec.Struct)

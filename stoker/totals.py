@@ -3,7 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from stoker.records import STEPS, StepWindow, last_attempt, read_lines
+from stoker.records import STEPS, last_attempt, read_lines
+from stoker.schemas import StepWindow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A step is fast when the host only issues work and never reads a result of it. `NoHostWaits` is a context in which every
 operator that needs a value on the host raises `HostWait`. It treats CPU tensors as if they lay on a device, so a test
 without an accelerator proves that the same step never waits on one. What has to wait says so by name:
-`with allow_host_wait("nms"):`. Not for measuring how long waits take (`measure/`), and not needed for correctness.
+`with allow_host_wait("nms"):`. Not for measuring how long waits take (`measuring/`), and not needed for correctness.
 """
 
 import contextlib

@@ -17,28 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker import records
+from stoker import records, schemas
 from stoker.errors import UsageError
 from stoker.files import write_whole
-from stoker.measure.environment import describe
-from stoker.records import (
-    EVENTS,
-    STEPS,
-    Event,
-    RunFolder,
-    StepWindow,
-    is_finished,
-    last_attempt,
-    locked,
-    open_run,
-    read_lines,
-    runs_named,
-)
+from stoker.measuring.environment import describe
+from stoker.records import EVENTS, STEPS, RunFolder, is_finished, last_attempt, locked, open_run, read_lines, runs_named
+from stoker.schemas import Event, StepWindow
 from stoker.totals import totals
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/run-folder.md").read_text()
 STRUCTS = [
-    kind for kind in vars(records).values()
+    kind for kind in vars(schemas).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 ]  # fmt: skip
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
@@ -61,7 +50,7 @@ def documented(start: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
 def test_every_field_of_every_line_is_documented_in_its_order(kind: type[msgspec.Struct]) -> None:
-    start = f"A list of `{kind.__name__}`" if kind is records.Finding else f"\n`{kind.__name__}`: "
+    start = f"A list of `{kind.__name__}`" if kind is schemas.Finding else f"\n`{kind.__name__}`: "
     assert documented(start) == list(kind.__struct_fields__)
 
 

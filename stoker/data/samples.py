@@ -43,7 +43,7 @@ NOT_THE_PICTURE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Quarantine(NamedTuple):
-    """A picture that could not be used, and what stood in for it: the substance of a `records.Quarantined`."""
+    """A picture that could not be used, and what stood in for it: the substance of a `schemas.Quarantined`."""
 
     row: int
     place: str

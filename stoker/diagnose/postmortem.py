@@ -14,7 +14,8 @@ from stoker import records
 from stoker.diagnose.alive import is_held, lease_holder
 from stoker.diagnose.deaths import CONSEQUENCES, DEATHS, Death, Sign
 from stoker.diagnose.output import Line, bare, last_losses_nan, read_output, tracebacks
-from stoker.records import DEVICES, EVENTS, OUTPUT, DeviceSample, Event, Evidence, Finding
+from stoker.records import DEVICES, EVENTS, OUTPUT
+from stoker.schemas import DeviceSample, Event, Evidence, Finding
 
 NEARLY_FULL = 0.95
 """Share of a memory's limit in the last sample from which a kill without a word is laid to it. Our judgment: samples

@@ -15,7 +15,7 @@ from stoker import records
 from stoker.diagnose import postmortem
 from stoker.diagnose.catalogue import CATALOGUE, IDLE_CORES_BELOW, SATURATED_FROM, STARTUP_LEAST_S
 from stoker.files import write_whole
-from stoker.records import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow
+from stoker.schemas import DeviceSample, Event, Evidence, Finding, Quarantined, StepWindow
 from stoker.storage.address import is_address
 from stoker.totals import Totals, totals
 

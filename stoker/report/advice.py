@@ -10,9 +10,10 @@ import msgspec
 
 from stoker.diagnose.deaths import UNEXPLAINED
 from stoker.evaluation import Evaluation
-from stoker.records import CHECKPOINTS, CONFIG, Event
+from stoker.records import CHECKPOINTS, CONFIG
 from stoker.report import format as fmt
 from stoker.report.why import Why
+from stoker.schemas import Event
 
 MISTAKES_FROM = 0.15
 """Share of the true boxes that a kind of mistake must reach to be worth a word. Our judgment."""

@@ -17,10 +17,10 @@ from stoker import records
 from stoker.errors import UsageError
 from stoker.evaluation import Evaluation, read_evaluation
 from stoker.metrics import Metrics
-from stoker.records import DeviceSample, Event, Quarantined, StepWindow
 from stoker.report.advice import Advice, advise
 from stoker.report.series import Bins, Series, ShareBins, Shares
 from stoker.report.why import Why, gather
+from stoker.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.storage.runs import shown
 
 EVENTS_KEPT, QUARANTINED_KEPT = 300, 100

@@ -19,7 +19,7 @@ from PIL import Image
 from stoker.draw import Shown, compare
 from stoker.errors import DataError
 from stoker.metrics import TWELVE, Metrics
-from stoker.records import StepWindow
+from stoker.schemas import StepWindow
 
 FOLDER = "tensorboard"
 PICTURE_SIDE = 512

@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stoker.metrics import TWELVE, Metrics
-from stoker.records import StepWindow
 from stoker.report import format as fmt
 from stoker.report.console import as_plain, can_move, make_console, plain_text, print_parts, table
 from stoker.report.why import Why, why_as_dict
+from stoker.schemas import StepWindow
 
 __all__ = ["Screen", "discard", "print_metrics", "print_why", "score_line", "why_as_dict"]
 

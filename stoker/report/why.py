@@ -13,7 +13,7 @@ import msgspec
 from stoker import records
 from stoker.diagnose import rules
 from stoker.diagnose.alive import is_held, lease_holder
-from stoker.records import Event, Finding
+from stoker.schemas import Event, Finding
 from stoker.storage.runs import shown
 from stoker.totals import Totals
 

@@ -19,12 +19,13 @@ from stoker.data.augment_device import augment_batch
 from stoker.device import Ready, out_of_memory_as_error
 from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import Preempted, StokerError, StorageError
-from stoker.measure.ledger import Account, Ledger
-from stoker.measure.witness import Witness
+from stoker.measuring.ledger import Account, Ledger
+from stoker.measuring.witness import Witness
 from stoker.metrics import Metrics
-from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS, RunFolder, StepWindow
+from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS, RunFolder
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
+from stoker.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.forward import compile_now, forward_backward, losses_of

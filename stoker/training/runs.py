@@ -12,7 +12,7 @@ from stoker.config import Config, from_toml, to_toml
 from stoker.data.find import endings_of_files
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.files import write_whole
-from stoker.measure.environment import describe
+from stoker.measuring.environment import describe
 from stoker.records import (
     CONFIG,
     ENVIRONMENT,

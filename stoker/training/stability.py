@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from stoker.config import OptimSettings
-from stoker.records import StepWindow
+from stoker.schemas import StepWindow
 
 BEFORE, LEAST_BEFORE = 64, 16
 """Windows against which a spike is judged: about a minute; and the fewest that make a judgment."""

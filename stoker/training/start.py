@@ -26,18 +26,8 @@ from stoker.evaluate import evaluation_loader, ground_truth, require_boxes
 from stoker.models.saved import Card
 from stoker.models.table import check_canvas
 from stoker.models.weights import load_weights
-from stoker.records import (
-    BEST,
-    CONFIG,
-    EVENTS,
-    QUARANTINE,
-    STEPS,
-    Event,
-    Quarantined,
-    RunFolder,
-    StepWindow,
-    read_lines,
-)
+from stoker.records import BEST, CONFIG, EVENTS, QUARANTINE, STEPS, RunFolder, read_lines
+from stoker.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint
 from stoker.training.derive import derive, total_steps
 from stoker.training.optim import Meter, Stepper

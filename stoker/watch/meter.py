@@ -8,7 +8,7 @@ to a phase only where the job says so (torchvision's `data:` is `input_wait`); t
 import dataclasses
 import math
 
-from stoker.records import StepWindow
+from stoker.schemas import StepWindow
 from stoker.watch.output import Progress
 
 FIRST_MOST = 100

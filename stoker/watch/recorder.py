@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from stoker.cgroup import Cgroup
 from stoker.errors import UsageError, writing
 from stoker.files import write_whole
-from stoker.measure.environment import describe_job, masked
-from stoker.measure.witness import Witness
+from stoker.measuring.environment import describe_job, masked
+from stoker.measuring.witness import Witness
 from stoker.records import (
     CONFIG,
     ENVIRONMENT,

@@ -14,8 +14,9 @@ from stoker.data.index import Index, open_index
 from stoker.data.loader import Loader
 from stoker.device import pick
 from stoker.evaluation import read_evaluation
-from stoker.records import CONFIG, QUARANTINE, Quarantined, read_lines
+from stoker.records import CONFIG, QUARANTINE, read_lines
 from stoker.report.html import write_report
+from stoker.schemas import Quarantined
 from stoker.storage import flow
 from stoker.storage.address import parse
 from stoker.storage.store import open_store

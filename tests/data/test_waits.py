@@ -10,7 +10,7 @@ import pytest
 
 from stoker.data import samples
 from stoker.data.commit import Commit
-from stoker.measure.ledger import Ledger
+from stoker.measuring.ledger import Ledger
 from stoker.records import INPUT_STAGES
 from tests.data.loading import LateDevice, Pictures, make
 

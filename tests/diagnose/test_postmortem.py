@@ -16,7 +16,8 @@ from stoker.diagnose.deaths import DEATHS, UNEXPLAINED
 from stoker.diagnose.output import OUTPUT_BYTES, lines_of, read_output
 from stoker.diagnose.postmortem import Ended, explain, of_run
 from stoker.diagnose.rules import diagnose
-from stoker.records import DEVICES, OUTPUT, DeviceSample, Finding, RunFolder, locked
+from stoker.records import DEVICES, OUTPUT, RunFolder, locked
+from stoker.schemas import DeviceSample, Finding
 
 # Cause → lines that such jobs print, as they were seen, stand in a library, or were reported.
 SAID: dict[str, tuple[str, ...]] = {

@@ -8,19 +8,8 @@ import pytest
 
 from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.rules import RULES, diagnose, judge, read, write_findings
-from stoker.records import (
-    CONFIG,
-    DEVICES,
-    FINDINGS,
-    QUARANTINE,
-    STEPS,
-    DeviceSample,
-    Finding,
-    GpuSample,
-    Quarantined,
-    RunFolder,
-    StepWindow,
-)
+from stoker.records import CONFIG, DEVICES, FINDINGS, QUARANTINE, STEPS, RunFolder
+from stoker.schemas import DeviceSample, Finding, GpuSample, Quarantined, StepWindow
 
 GIB = 2**30
 HEALTHY = {"compute": 970.0, "startup": 10.0, "input_wait": 10.0, "eval": 5.0, "unattributed": 5.0}

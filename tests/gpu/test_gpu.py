@@ -10,10 +10,11 @@ from stoker.batch import Batch
 from stoker.config import DataSettings, OptimSettings, from_fields
 from stoker.data.augment_device import augment_batch
 from stoker.device import Device, pick
-from stoker.measure.gpu import Gpus
-from stoker.measure.ledger import Ledger
+from stoker.measuring.gpu import Gpus
+from stoker.measuring.ledger import Ledger
 from stoker.models import build
-from stoker.records import DEVICES, STEPS, DeviceSample, StepWindow, read_lines
+from stoker.records import DEVICES, STEPS, read_lines
+from stoker.schemas import DeviceSample, StepWindow
 from stoker.training.forward import forward_backward, losses_of
 from stoker.training.loop import train
 from stoker.training.optim import Meter, Stepper

@@ -12,7 +12,8 @@ from stoker.data.decode_device import why_not
 from stoker.data.decoder_choice import decide
 from stoker.data.loader import DEPTH, HELD
 from stoker.device import Device, pick
-from stoker.records import STEPS, StepWindow, read_lines
+from stoker.records import STEPS, read_lines
+from stoker.schemas import StepWindow
 from stoker.training.loop import train
 from tests.data.loading import loader_threads, make
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth

@@ -30,11 +30,7 @@ from stoker.records import (
     PHASES,
     STEPS,
     WARNING_KINDS,
-    DeviceSample,
-    GpuSample,
-    Quarantined,
     RunFolder,
-    StepWindow,
     locked,
 )
 from stoker.report.facts import Report, collect
@@ -42,6 +38,7 @@ from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, tag, text
 from stoker.report.series import MOST_PARTS, MOST_POINTS
+from stoker.schemas import DeviceSample, GpuSample, Quarantined, StepWindow
 from tests import browser
 from tests.drawn import draw
 

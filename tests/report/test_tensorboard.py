@@ -16,8 +16,8 @@ from tensorboardX.proto import event_pb2
 from stoker.data.decode import thumbnail
 from stoker.draw import Shown
 from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics, no_detections
-from stoker.records import StepWindow
 from stoker.report.tensorboard import FOLDER, PICTURE_SIDE, Board
+from stoker.schemas import StepWindow
 
 
 def masked(data: bytes) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from stoker.metrics import TWELVE, ClassMetrics, Metrics
-from stoker.records import StepWindow
 from stoker.report import format as fmt
 from stoker.report.console import can_move
 from stoker.report.terminal import Screen, print_metrics
+from stoker.schemas import StepWindow
 
 
 def window(**changes: object) -> StepWindow:
@@ -216,7 +216,7 @@ def test_a_screen_that_cannot_be_written_to_does_not_end_the_process(act: str) -
     """The log's disk is full: the process goes on, says so to its caller, and exits with 0."""
     code = f"""
 import sys
-from stoker.records import StepWindow
+from stoker.schemas import StepWindow
 from stoker.report.terminal import Screen
 with Screen() as screen:
     {act}

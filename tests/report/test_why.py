@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.records import CONFIG, INPUT_STAGES, PHASES, STEPS, RunFolder, StepWindow, locked
+from stoker.records import CONFIG, INPUT_STAGES, PHASES, STEPS, RunFolder, locked
 from stoker.report.terminal import print_why, why_as_dict
 from stoker.report.why import MEANINGS, STAGES, gather
+from stoker.schemas import StepWindow
 
 
 def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts: int = 1) -> Path:

@@ -11,22 +11,10 @@ import pytest
 
 import stoker.storage.download
 from stoker.errors import UsageError
-from stoker.records import (
-    BEST,
-    CONFIG,
-    EVENTS,
-    FINAL,
-    STEPS,
-    Event,
-    RunFolder,
-    StepWindow,
-    fetch_run,
-    locked,
-    open_run,
-    read_lines,
-)  # fmt: skip
+from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, RunFolder, fetch_run, locked, open_run, read_lines
 from stoker.report.html import write_report
 from stoker.report.why import gather
+from stoker.schemas import Event, StepWindow
 from stoker.storage.address import Address, parse
 from stoker.storage.download import download
 from stoker.storage.lease import acquire

@@ -16,8 +16,9 @@ import pytest
 
 from stoker.config import from_fields
 from stoker.errors import Preempted, StorageError, UsageError
-from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, Event, RunFolder, StepWindow, read_lines
+from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, RunFolder, read_lines
 from stoker.report.why import gather
+from stoker.schemas import Event, StepWindow
 from stoker.storage.address import Address, parse
 from stoker.storage.download import objects
 from stoker.storage.lease import Holder

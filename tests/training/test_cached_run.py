@@ -11,7 +11,8 @@ from stoker.config import from_toml
 from stoker.data.index import open_index
 from stoker.data.pixel_cache import Form
 from stoker.data.pixel_room import file_of
-from stoker.records import CONFIG, EVENTS, Event, read_lines
+from stoker.records import CONFIG, EVENTS, read_lines
+from stoker.schemas import Event
 from tests.drawn import draw, run_stoker, stoker
 
 FLAGS = [

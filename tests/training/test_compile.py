@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from stoker.device import pick
 from stoker.models import build
-from stoker.records import FINAL, STEPS, StepWindow, read_lines
+from stoker.records import FINAL, STEPS, read_lines
+from stoker.schemas import StepWindow
 from stoker.training import forward, loop
 from stoker.training.forward import compile_now, forward_backward, losses_of
 from stoker.training.loop import train

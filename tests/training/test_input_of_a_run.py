@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from stoker.data.index import Index
-from stoker.records import STEPS, StepWindow, read_lines
+from stoker.records import STEPS, read_lines
 from stoker.report.why import gather
+from stoker.schemas import StepWindow
 from stoker.totals import totals
 from stoker.training import loop
 from tests.drawn import draw

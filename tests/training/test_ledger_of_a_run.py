@@ -13,7 +13,8 @@ import pytest
 
 from stoker.config import Config, from_fields
 from stoker.data.loader import Loader
-from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
+from stoker.records import EVENTS, STEPS, read_lines
+from stoker.schemas import Event, StepWindow
 from stoker.totals import totals
 from stoker.training import checkpoint, loop, scoring
 from tests.drawn import draw

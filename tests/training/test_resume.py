@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
+from stoker.records import EVENTS, STEPS, read_lines
+from stoker.schemas import Event, StepWindow
 from tests.drawn import draw, run_stoker, stoker
 
 STEPS_IN_ALL = 80

@@ -21,18 +21,8 @@ from stoker.errors import CheckpointError, DataError, DivergedError, Preempted, 
 from stoker.models import open_fields, saved
 from stoker.models.retinanet import RetinaNet
 from stoker.models.weights import architecture_of
-from stoker.records import (
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    FINDINGS,
-    QUARANTINE,
-    STEPS,
-    Event,
-    Quarantined,
-    StepWindow,
-    read_lines,
-)
+from stoker.records import CONFIG, ENVIRONMENT, EVENTS, FINDINGS, QUARANTINE, STEPS, read_lines
+from stoker.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint, loop, scoring, start
 from stoker.training.loop import train
 from stoker.training.runs import with_absolute_paths

@@ -15,7 +15,8 @@ import torch
 from stoker.config import Config, from_fields
 from stoker.data.loader import Loader
 from stoker.errors import Preempted
-from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, Event, read_lines
+from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, read_lines
+from stoker.schemas import Event
 from stoker.training import loop, scoring, start
 from stoker.training.loop import train
 from tests.drawn import draw

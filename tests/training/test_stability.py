@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from stoker.config import Config, OptimSettings, from_fields
 from stoker.diagnose.rules import diagnose
 from stoker.errors import DivergedError
-from stoker.records import EVENTS, STEPS, Event, StepWindow, read_lines
+from stoker.records import EVENTS, STEPS, read_lines
+from stoker.schemas import Event, StepWindow
 from stoker.training import checkpoint, loop, scoring
 from stoker.training.loop import train
 from stoker.training.optim import Stepper

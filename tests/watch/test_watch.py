@@ -16,19 +16,9 @@ from pathlib import Path
 import pytest
 
 from stoker.diagnose import rules
-from stoker.records import (
-    DEVICES,
-    ENVIRONMENT,
-    EVENTS,
-    OUTPUT,
-    STEPS,
-    DeviceSample,
-    Event,
-    StepWindow,
-    locked,
-    read_lines,
-)  # fmt: skip
+from stoker.records import DEVICES, ENVIRONMENT, EVENTS, OUTPUT, STEPS, locked, read_lines
 from stoker.report.facts import collect
+from stoker.schemas import DeviceSample, Event, StepWindow
 from stoker.watch.recorder import job_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")

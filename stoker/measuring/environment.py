@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.cgroup import Cgroup, host_cores, host_memory
-from stoker.measure.gpu import Gpus
+from stoker.measuring.gpu import Gpus
 
 PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")
 """Their versions decide speed and results."""

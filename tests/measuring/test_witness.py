@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.measure import witness
-from stoker.measure.witness import Witness, next_due
-from stoker.records import DEVICES, EVENTS, DeviceSample, Event, GpuSample, RunFolder, read_lines
+from stoker.measuring import witness
+from stoker.measuring.witness import Witness, next_due
+from stoker.records import DEVICES, EVENTS, RunFolder, read_lines
+from stoker.schemas import DeviceSample, Event, GpuSample
 
 
 class Watched(RunFolder):

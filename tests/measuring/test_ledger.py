@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.measure.ledger import SAYABLE, Account, Ledger
+from stoker.measuring.ledger import SAYABLE, Account, Ledger
 from stoker.records import INPUT_STAGES, PHASES
 
 

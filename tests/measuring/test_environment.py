@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.measure.environment import container, describe, masked
+from stoker.measuring.environment import container, describe, masked
 
 HIDDEN = "hunter2"
 
@@ -69,7 +69,7 @@ def test_containers_show(tmp_path: Path) -> None:
 def test_without_torch_it_tells_the_rest() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from stoker.measure.environment import describe\n"
+        "from stoker.measuring.environment import describe\n"
         "told = describe(); assert told['torch'] is None and told['cores'] >= 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

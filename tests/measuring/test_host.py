@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cgroup import Cgroup
-from stoker.measure.host import Host, pressure_s, tree_cpu_s, tree_rss
+from stoker.measuring.host import Host, pressure_s, tree_cpu_s, tree_rss
 
 PRESSURE = "some avg10=2.31 avg60=0.75 avg300=0.72 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9000000\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stoker.measure.gpu import Gpus
+from stoker.measuring.gpu import Gpus
 
 TWO_GPUS = """
 -1 count 2
@@ -33,7 +33,7 @@ TWO_GPUS = """
 
 SAMPLE_THRICE = """
 import json, os, pathlib, msgspec
-from stoker.measure.gpu import Gpus
+from stoker.measuring.gpu import Gpus
 gpus = Gpus()
 answers = [msgspec.to_builtins(gpus.sample()), gpus.reason]
 answers.append(gpus.describe())

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from stoker.records import GpuSample
+from stoker.schemas import GpuSample
 
 Value = TypeVar("Value")
 

@@ -20,7 +20,7 @@ from stoker.cgroup import Cgroup, host_memory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostSample:
-    """The host's part of a `records.DeviceSample`, by the same names. Shares are of the time since the last sample."""
+    """The host's part of a `schemas.DeviceSample`, by the same names. Shares are of the time since the last sample."""
 
     cpu: list[float]
     process_cpu: float | None

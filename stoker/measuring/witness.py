@@ -11,9 +11,10 @@ import time
 from types import TracebackType
 from typing import Self
 
-from stoker.measure.gpu import Gpus
-from stoker.measure.host import Host
-from stoker.records import DEVICES, DeviceSample, RunFolder
+from stoker.measuring.gpu import Gpus
+from stoker.measuring.host import Host
+from stoker.records import DEVICES, RunFolder
+from stoker.schemas import DeviceSample
 
 
 class Witness:

@@ -1,4 +1,4 @@
-// A libnvidia-ml.so.1 without a GPU: the functions that stoker/measure/gpu.py asks for, with NVML's own signatures.
+// A libnvidia-ml.so.1 without a GPU: the functions that stoker/measuring/gpu.py asks for, with NVML's own signatures.
 // The answers are read anew for each question from the file $NVML_STUB, one "gpu key value" a line, "*" for all GPUs;
 // "gpu fail.<function> code" makes a function return an error code; a number that is not given is not supported (3).
 #include <stdio.h>
