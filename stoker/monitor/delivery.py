@@ -1,0 +1,97 @@
+"""Tells of an alert: an event of the run, a command, a webhook, the end of the run. In the order in which they came.
+
+Commands and webhooks run on a thread of their own and may take their time; what could not be told is a warning of the
+run. Not here: when something is to be told (`alerts.py`).
+"""
+
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from stoker.monitor.alerts import Alert
+from stoker.monitor.options import Monitoring
+from stoker.records import RunFolder
+
+COMMAND_S, WEBHOOK_S = 60.0, 10.0
+"""Longest that a command, and one try of a webhook, may take."""
+TRIES = 3
+MOST_WAITING = 100
+"""Alerts that wait for delivery at most: one whose address hangs must not fill the memory."""
+
+
+class Delivery:
+    """Passes alerts on until `close`. stop: ends the run, as a signal would."""
+
+    def __init__(self, folder: RunFolder, options: Monitoring, stop: Callable[[], None]) -> None:
+        self._folder = folder
+        self._command = options.alert_command
+        self._webhook = options.webhook()
+        self._stop = stop if options.alert_exit else None
+        self._waiting: queue.Queue[Alert | None] = queue.Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._deliver, name="alerts", daemon=True)
+        self._thread.start()
+
+    def tell(self, alert: Alert) -> None:
+        """Never waits."""
+        self._folder.event("alert", alert.text, rule=alert.rule, value=alert.value)
+        if self._command is not None or self._webhook is not None:
+            try:
+                self._waiting.put_nowait(alert)
+            except queue.Full:
+                self._folder.event("warning", f"not told of, {MOST_WAITING} others wait: {alert.text}")
+        if self._stop is not None:
+            self._stop()
+
+    def close(self) -> None:
+        """Gives what waits the time of one command and one webhook."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(COMMAND_S + WEBHOOK_S)
+
+    def _deliver(self) -> None:
+        while (alert := self._waiting.get()) is not None:
+            if self._command is not None:
+                self._run(self._command, alert)
+            if self._webhook is not None:
+                self._post(self._webhook, alert)
+
+    def _run(self, command: str, alert: Alert) -> None:
+        told = json.dumps({"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t,
+                           "run": str(self._folder.path.absolute())})  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, shell=True, input=told.encode(), timeout=COMMAND_S, check=False, capture_output=True,
+                env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": str(self._folder.path.absolute())},
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._folder.event("warning", f"the command of an alert failed: {error}")
+            return
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip()[-500:]
+            self._folder.event("warning", f"the command of an alert ended with {done.returncode}: {said}")
+
+    def _post(self, address: str, alert: Alert) -> None:
+        """As Slack's incoming webhooks want it: {"text": …}; Mattermost, Discord (…/slack) and Teams take the same."""
+        body = json.dumps({"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.text}"}).encode()
+        request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
+        for attempt in range(1, TRIES + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=WEBHOOK_S):
+                    return
+            except urllib.error.HTTPError as error:
+                cause = f"{error.code} {error.reason}"  # never the address, which is a secret
+                if error.code < 500 and error.code != 429:
+                    break
+            except OSError as error:
+                cause = str(getattr(error, "reason", error))
+            if attempt < TRIES:
+                time.sleep(2.0**attempt)
+        self._folder.event("warning", f"an alert could not be posted: {cause}")

@@ -1,0 +1,51 @@
+"""The new lines of a living run's records, in the order of time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from stoker.records import DEVICES, EVENTS, STEPS
+from stoker.schemas import DeviceSample, Event, StepWindow
+
+Seen = StepWindow | DeviceSample | Event
+
+_KINDS: dict[str, type[Seen]] = {STEPS: StepWindow, DEVICES: DeviceSample, EVENTS: Event}
+_FROM_END_BYTES = 65536
+"""Of a file that other attempts have written, what is read to find the first lines of this one."""
+
+
+class Follower:
+    """Reads what an attempt of a run adds to its records. Lines of other attempts, and torn ones, are passed over."""
+
+    def __init__(self, run: Path, attempt: int) -> None:
+        self._files = [_File(run / name, kind, attempt) for name, kind in _KINDS.items()]
+
+    def read(self) -> list[Seen]:
+        """What came since the last time. Raises OSError where a file is there and cannot be read."""
+        return sorted((line for file in self._files for line in file.read()), key=lambda line: line.t)
+
+
+class _File:
+    def __init__(self, path: Path, kind: type[Seen], attempt: int) -> None:
+        self._path = path
+        self._attempt = attempt
+        self._decoder: msgspec.json.Decoder[Seen] = msgspec.json.Decoder(kind)
+        self._offset = max(0, path.stat().st_size - _FROM_END_BYTES) if path.exists() else 0
+        self._rest = b""
+
+    def read(self) -> Iterator[Seen]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                decoded = self._decoder.decode(line)
+            except msgspec.MsgspecError:  # torn by a kill, or the half line with which reading began
+                continue
+            if decoded.attempt == self._attempt:
+                yield decoded

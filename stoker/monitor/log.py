@@ -1,0 +1,45 @@
+"""One JSON object a line, for cloud logging (`--log json`): each event, and each minute where training is.
+
+The names are those that Google's, Amazon's and most other collectors understand by themselves: `severity`, `message`,
+`time`; the rest is the record as it is in the run's folder.
+"""
+
+import datetime
+import json
+from typing import TextIO
+
+import msgspec
+
+from stoker.monitor.follow import Seen
+from stoker.records import WARNING_KINDS
+from stoker.schemas import Event, StepWindow
+
+PROGRESS_EVERY_S = 60.0
+
+
+class JsonLog:
+    """Writes to `file`. progress_every_s: of the windows, one in so many seconds; events all."""
+
+    def __init__(self, file: TextIO, *, run: str, progress_every_s: float = PROGRESS_EVERY_S) -> None:
+        self._file = file
+        self._run = run
+        self._every_s = progress_every_s
+        self._next_s = 0.0
+
+    def see(self, line: Seen) -> None:
+        """Raises OSError where the stream cannot be written."""
+        if isinstance(line, Event):
+            severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
+            self._write(line, "event", severity, line.text or line.kind)
+        elif isinstance(line, StepWindow) and line.steps and line.t >= self._next_s:
+            self._next_s = line.t + self._every_s
+            loss = line.losses.get("total")
+            speed = f", {line.pictures / line.wall_s:.1f} img/s" if line.pictures else ""
+            text = f"step {line.step:,}{speed}" + ("" if loss is None else f", loss {loss:.4g}")
+            self._write(line, "steps", "INFO", text)
+
+    def _write(self, line: Seen, kind: str, severity: str, message: str) -> None:
+        time = datetime.datetime.fromtimestamp(line.t, datetime.UTC).isoformat(timespec="milliseconds")
+        told = {"severity": severity, "message": message, "time": time, "run": self._run, "record": kind}
+        self._file.write(json.dumps(told | {"data": msgspec.to_builtins(line)}) + "\n")
+        self._file.flush()

@@ -1,0 +1,142 @@
+"""The thread that follows a living run's records and hands each new line to whoever was asked for.
+
+Used as a block around a run: `with monitoring(folder, options, stop=…)`. What fails here is a warning of the run; the
+run goes on.
+"""
+
+import contextlib
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, TextIO
+
+from stoker.errors import ConfigError
+from stoker.monitor.alerts import Alerts
+from stoker.monitor.delivery import Delivery
+from stoker.monitor.follow import Follower, Seen
+from stoker.monitor.log import JsonLog
+from stoker.monitor.options import Monitoring
+from stoker.records import EVENTS, RunFolder, read_lines, read_settings
+from stoker.schemas import Event, StepWindow
+
+POLL_S = 1.0
+
+
+@contextlib.contextmanager
+def monitoring(
+    folder: RunFolder,
+    options: Monitoring,
+    *,
+    stop: Callable[[], None],
+    log: Literal["text", "json"] = "text",
+    log_file: TextIO | None = None,
+) -> Iterator[None]:
+    """Looks after the run inside the block, and once more at its end. stop: ends the run as a signal would.
+
+    Raises ConfigError before anything starts, where what is asked for cannot be had.
+    """
+    options.check()
+    with contextlib.ExitStack() as stack:
+        told = Alerts(options.rules(), time.time())
+        sinks: list[Callable[[Seen], None]] = []
+        if options.alert:
+            delivery = Delivery(folder, options, stop)
+            stack.callback(delivery.close)
+            sinks.append(lambda line: _tell(delivery, told, line))
+        if log == "json":
+            sinks.append(JsonLog(log_file or sys.stdout, run=str(folder.path)).see)
+        if options.metrics_port is not None:
+            sinks.append(_serve(folder, options.metrics_port, told, stack))
+        sinks += [_track(folder, name, stack) for name in options.track]
+        if not sinks:
+            yield
+            return
+        thread = _Thread(folder, sinks)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.end()
+
+
+def _tell(delivery: Delivery, told: Alerts, line: Seen) -> None:
+    for alert in told.see(line):
+        delivery.tell(alert)
+
+
+def _serve(folder: RunFolder, port: int, told: Alerts, stack: contextlib.ExitStack) -> Callable[[Seen], None]:
+    from stoker.monitor.prometheus import Exporter, Server  # loads prometheus_client, which few runs need
+
+    exporter = Exporter(run=folder.path.name, host=platform.node(), firing=told.firing)
+    server = Server(exporter, port)
+    stack.callback(server.close)
+    folder.event("note", f"metrics for Prometheus: http://{platform.node()}:{server.port}/metrics", port=server.port)
+    return exporter.see
+
+
+def _track(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callable[[Seen], None]:
+    from stoker.monitor.trackers import TRACKERS, tracked_id, values_of
+
+    first = next(read_lines(folder.path, EVENTS, Event), None)
+    tables = read_settings(folder.path) or {}
+    settings = {key: value for table, of in tables.items() if table != "reasons" for key, value in of.items()}
+    run_id = tracked_id(folder.path, first.t if first is not None else 0.0)
+    try:
+        tracker = TRACKERS[name](name=folder.path.name, run_id=run_id, settings=settings)
+    except ImportError as error:
+        raise ConfigError(
+            f"--track {name} needs its package.", cause=str(error), fix=f"pip install 'stoker[{name}]'"
+        ) from error
+    except Exception as error:  # a tracker's own: no credentials, no server; said before anything was paid for
+        raise ConfigError(f"--track {name} does not start.", cause=f"{type(error).__name__}: {error}") from error
+    step, failed = 0, False
+
+    def see(line: Seen) -> None:
+        nonlocal step, failed
+        step = max(step, line.step) if isinstance(line, StepWindow) else step
+        failed |= isinstance(line, Event) and line.kind == "failed"
+        if values := values_of(line):
+            tracker.log(values, step)
+
+    stack.callback(lambda: tracker.close(failed=failed))
+    return see
+
+
+class _Thread:
+    def __init__(self, folder: RunFolder, sinks: list[Callable[[Seen], None]]) -> None:
+        self._folder = folder
+        self._sinks = sinks
+        self._follower = Follower(folder.path, folder.attempt)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Hands on what is left; one that hangs is left behind (it is a daemon)."""
+        self._ending.set()
+        self._thread.join(30.0)
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._ending.wait(POLL_S)
+            try:
+                lines = self._follower.read()
+            except OSError as error:
+                self._folder.event("warning", f"the run's records cannot be followed: {error}")
+                return
+            for line in lines:
+                self._hand(line)
+
+    def _hand(self, line: Seen) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink(line)
+            except Exception as error:  # noqa: BLE001 (a tracker, a log that went away: the run goes on without, and says so)
+                self._sinks.remove(sink)
+                name = getattr(sink, "__qualname__", str(sink)).partition(".")[0]
+                self._folder.event("warning", f"monitoring ({name}) ends here: {type(error).__name__}: {error}")

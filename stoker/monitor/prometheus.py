@@ -1,0 +1,143 @@
+"""A living run's numbers for Prometheus, on a port; docs/grafana-dashboard.json is a dashboard of them.
+
+Counters count since the beginning of this attempt. What nobody measured has no line. Names follow Prometheus' own
+advice: base units, `_total` for counters, shares as `_ratio`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import start_http_server
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from stoker.errors import ConfigError
+from stoker.monitor.follow import Seen
+from stoker.schemas import DeviceSample, GpuSample, StepWindow
+
+_OF_GPU: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
+    "utilisation_ratio": ("share of the driver's sample period in which a kernel ran", lambda g: g.utilisation),
+    "memory_used_bytes": ("memory in use, by all processes", lambda g: g.memory_used_bytes),
+    "memory_total_bytes": ("memory", lambda g: g.memory_total_bytes),
+    "power_watts": ("power drawn", lambda g: g.power_w),
+    "temperature_celsius": ("temperature of the chip", lambda g: g.temperature_c),
+    "sm_clock_megahertz": ("clock of the multiprocessors", lambda g: g.sm_clock_mhz),
+    "sm_active_ratio": ("share of the multiprocessors with work (GPM)", lambda g: g.sm_active),
+    "tensor_active_ratio": ("share of time in which the tensor cores worked (GPM)", lambda g: g.tensor_active),
+    "dram_active_ratio": ("used share of the memory's bandwidth (GPM)", lambda g: g.dram_active),
+}  # fmt: skip
+_OF_HOST: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
+    "cpu_busy_ratio": ("busy share of the cores", lambda s: sum(s.cpu) / len(s.cpu) if s.cpu else None),
+    "memory_used_bytes": ("memory in use", lambda s: s.memory_used_bytes),
+    "memory_limit_bytes": ("the limit belonging to it", lambda s: s.memory_limit_bytes),
+    "resident_memory_bytes": ("resident memory of the run's processes", lambda s: s.rss_bytes),
+    "shm_used_bytes": ("of /dev/shm", lambda s: s.shm_used_bytes),
+    "disk_free_bytes": ("left where the run's folder is", lambda s: s.disk_free_bytes),
+    "open_files": ("of the process that has most", lambda s: s.handles),
+}  # fmt: skip
+_OF_WINDOW: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
+    "learning_rate": ("of the last step", lambda w: w.rate),
+    "gradient_norm": ("mean norm before clipping", lambda w: w.grad_norm),
+    "device_memory_peak_bytes": ("most device memory allocated so far", lambda w: w.memory_peak_bytes),
+}  # fmt: skip
+
+
+class Exporter(Collector):
+    """What is served; `see` takes the run's lines, `collect` is called by the server's threads."""
+
+    def __init__(self, *, run: str, host: str, firing: Callable[[], dict[str, bool]]) -> None:
+        self._labels = {"run": run, "host": host}
+        self._firing = firing
+        self._lock = threading.Lock()
+        self._phases: dict[str, float] = {}
+        self._steps = self._pictures = self._skipped = 0
+        self._events: dict[str, int] = {}
+        self._scores: dict[str, float] = {}
+        self._window: StepWindow | None = None
+        self._stepped: StepWindow | None = None
+        self._sample: DeviceSample | None = None
+
+    def see(self, line: Seen) -> None:
+        with self._lock:
+            if isinstance(line, StepWindow):
+                for phase, took_s in line.phases.items():
+                    self._phases[phase] = self._phases.get(phase, 0.0) + took_s
+                self._steps, self._pictures = self._steps + line.steps, self._pictures + line.pictures
+                self._skipped += line.skipped
+                self._window, self._stepped = line, line if line.steps else self._stepped
+            elif isinstance(line, DeviceSample):
+                self._sample = line
+            else:
+                self._events[line.kind] = self._events.get(line.kind, 0) + 1
+                scores = line.data.get("metrics") if line.kind == "evaluated" else None
+                for name, value in (scores or {}).items():
+                    if isinstance(value, int | float):
+                        self._scores[name] = float(value)
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            yield self._counter("phase_seconds", "device-seconds by phase of the ledger", self._phases, "phase")
+            yield self._counter("steps", "optimizer steps", {"": self._steps})
+            yield self._counter("pictures", "pictures trained on", {"": self._pictures})
+            yield self._counter("skipped_steps", "steps that moved nothing", {"": self._skipped})
+            yield self._counter("events", "events of the run by kind", self._events, "kind")
+            if self._window is not None:
+                yield self._gauge("step", "optimizer steps since the run's beginning", {"": self._window.step})
+            if self._stepped is not None:
+                last = self._stepped
+                yield self._gauge("last_step_timestamp_seconds", "when the last step was recorded", {"": last.t})
+                yield self._gauge("pictures_per_second", "of the newest window", {"": last.pictures / last.wall_s})
+                yield self._gauge("loss", "parts of the loss", last.losses, "part")
+                yield from self._gauges("", _OF_WINDOW, last)
+            if self._scores:
+                yield self._gauge("score", "COCO numbers of the newest evaluation", self._scores, "metric")
+            if self._sample is not None:
+                yield from self._gauges("host_", _OF_HOST, self._sample)
+                for name, (meaning, value) in _OF_GPU.items():
+                    values = {str(gpu.index): found for gpu in self._sample.gpus if (found := value(gpu)) is not None}
+                    if values:
+                        yield self._gauge(f"gpu_{name}", meaning, values, "gpu")
+        firing = self._firing()
+        if firing:
+            yield self._gauge("alert_firing", "1 while a rule of --alert holds", firing, "rule")
+
+    def _gauges(
+        self, prefix: str, rows: dict[str, tuple[str, Callable[[Any], float | None]]], line: Seen
+    ) -> Iterator[Metric]:
+        for name, (meaning, value) in rows.items():
+            if (found := value(line)) is not None:
+                yield self._gauge(prefix + name, meaning, {"": found})
+
+    def _counter(self, name: str, meaning: str, values: dict[str, Any], label: str = "") -> Metric:
+        return self._filled(CounterMetricFamily, name, meaning, values, label)
+
+    def _gauge(self, name: str, meaning: str, values: dict[str, Any], label: str = "") -> Metric:
+        return self._filled(GaugeMetricFamily, name, meaning, values, label)
+
+    def _filled(self, family: Any, name: str, meaning: str, values: dict[str, Any], label: str) -> Metric:
+        """label: what the keys of `values` are; empty: it has one value and no label of its own."""
+        metric: Metric = family(f"stoker_{name}", meaning, labels=[*self._labels, *([label] if label else [])])
+        for key, value in values.items():
+            metric.add_metric([*self._labels.values(), *([key] if label else [])], float(value))  # type: ignore[attr-defined]
+        return metric
+
+
+class Server:
+    """Serves an exporter until `close`. port: 0 takes a free one; `port` is the one it has."""
+
+    def __init__(self, exporter: Exporter, port: int) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(exporter)
+        try:
+            self._server, self._thread = start_http_server(port, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port {port} cannot be used.", cause=str(error), fix="--metrics-port 0 takes a free one"
+            ) from error
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)

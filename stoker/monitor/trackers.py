@@ -1,0 +1,92 @@
+"""Passes a run's numbers on to Weights & Biases or MLflow, where a team keeps them. Optional extras of the package.
+
+Each reads its own variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) and finds its own
+credentials. A later attempt of a run goes on with the same tracked run: its id is made of the run's folder and start.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from stoker.monitor.follow import Seen
+from stoker.schemas import DeviceSample, Event, StepWindow
+
+
+class Tracker(Protocol):
+    """An experiment tracker, as far as it is needed."""
+
+    def log(self, values: dict[str, float], step: int) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class WandbTracker:
+    """A run of Weights & Biases. Raises ImportError, and whatever wandb does."""
+
+    def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(name=name, id=run_id, resume="allow", config=settings)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowTracker:
+    """A run of MLflow, in the experiment of MLFLOW_EXPERIMENT_NAME. Raises ImportError, and whatever MLflow does."""
+
+    def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client: Any = MlflowClient()
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        experiment = self._client.get_experiment_by_name(experiment_name)
+        number = self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        before = self._client.search_runs([number], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1)
+        if before:
+            self._id = before[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(number, run_name=name, tags={"stoker.id": run_id}).info.run_id
+            for key, value in settings.items():
+                self._client.log_param(self._id, key, value)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+
+
+def tracked_id(run: Path, started_t: float) -> str:
+    """The same for all attempts of a run: of its folder and the time of its first line."""
+    return hashlib.sha256(f"{run.absolute()} {started_t}".encode()).hexdigest()[:16]
+
+
+def values_of(line: Seen) -> dict[str, float]:
+    """What a line of the records is to a tracker: names as in TensorBoard's files."""
+    if isinstance(line, StepWindow):
+        if not line.steps or line.wall_s <= 0:
+            return {}
+        device_s = line.wall_s * line.devices
+        values = {f"loss/{name}": value for name, value in line.losses.items()}
+        values |= {f"time/{phase}": took_s / device_s for phase, took_s in line.phases.items()}
+        values |= {"img_per_s": line.pictures / line.wall_s} if line.pictures else {}
+        values |= {} if line.rate is None else {"rate": line.rate}
+        return values | ({} if line.grad_norm is None else {"grad_norm": line.grad_norm})
+    if isinstance(line, DeviceSample):
+        return {
+            f"gpu/{gpu.index}/{name}": float(value) for gpu in line.gpus
+            for name, value in (("utilisation", gpu.utilisation), ("memory_bytes", gpu.memory_used_bytes))
+            if value is not None
+        }  # fmt: skip
+    scores = line.data.get("metrics", {}) if isinstance(line, Event) and line.kind == "evaluated" else {}
+    return {f"score/{name}": float(value) for name, value in scores.items() if isinstance(value, int | float)}
