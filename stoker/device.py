@@ -220,6 +220,11 @@ class DeviceClock:
             self._last.synchronize()
             self._last_s = time.perf_counter()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether marks are moments of the host itself."""
+        return self._last is None
+
     def _record(self) -> torch.Event:
         event = torch.Event(self._device.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device.torch_device))

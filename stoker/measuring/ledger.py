@@ -55,6 +55,10 @@ _MOST_CHANGES = 4096
 class Clock(Protocol):
     """Marks on the device's time line; `device.DeviceClock`."""
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the thread that issues the work does it too (a CPU): a mark is then reached when it is made."""
+
     def mark(self) -> Any:
         """The moment at which the device will have done everything issued so far."""
 
@@ -77,6 +81,22 @@ class Account:
     phases: dict[str, float]
     input: dict[str, float]
     steps: int
+
+
+class _Said(NamedTuple):
+    """What the thread is in from at_s on; stage: of `input_wait`."""
+
+    at_s: float
+    label: str
+    stage: str
+
+
+class _Done(NamedTuple):
+    """What the device does from at_s on (None: no step)."""
+
+    at_s: float
+    label: str | None
+    ends_step: bool
 
 
 class _Pending(NamedTuple):
@@ -104,8 +124,8 @@ class Ledger:
         self._stack = ["startup"]
         self._computing: str | None = None
 
-        self._host_changes: deque[tuple[float, str, str]] = deque()
-        self._device_changes: deque[tuple[float, str | None, bool]] = deque()
+        self._host_changes: deque[_Said] = deque()
+        self._device_changes: deque[_Done] = deque()
         self._pending: deque[_Pending] = deque()
         self._skew_s = 0.0
         self._not_before_s = started_s
@@ -122,8 +142,7 @@ class Ledger:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """The training thread is doing `name`, one of SAYABLE, until the block ends. Raises ValueError for others."""
-        if name not in SAYABLE:
-            raise ValueError(f"{name!r} is not a phase; valid: {', '.join(sorted(SAYABLE))}")
+        _check(name)
         interrupted = self._computing
         if interrupted is not None:
             self._mark(None)
@@ -142,15 +161,31 @@ class Ledger:
         the first part begins with the phase. Raises RuntimeError in another phase, ValueError for another stage."""
         if self._stack[-1] != _INPUT:
             raise RuntimeError(f"split() belongs into the phase {_INPUT}, not into {self._stack[-1]}")
-        begin_s = self._host_changes.pop()[0] if self._host_changes else self._settled_s
+        begin_s = self._host_changes.pop().at_s if self._host_changes else self._settled_s
         now_s = self._now()
         for end_s, stage in parts:
             if stage not in INPUT_STAGES:
                 raise ValueError(f"{stage!r} is not a stage; valid: {', '.join(INPUT_STAGES)}")
             if end_s > begin_s:
-                self._host_changes.append((begin_s, _INPUT, stage))
+                self._host_changes.append(_Said(begin_s, _INPUT, stage))
                 begin_s = min(end_s, now_s)
-        self._host_changes.append((begin_s, _INPUT, _HAND_OVER))
+        self._host_changes.append(_Said(begin_s, _INPUT, _HAND_OVER))
+
+    def charge(self, name: str, begin_s: float, end_s: float) -> None:
+        """The thread was in `name`, one of SAYABLE, from begin_s to end_s (seconds of `now`), as is only known now: a
+        wait in a collective inside the backward pass, the compiling of a part. Raises ValueError for others.
+
+        It takes the time from what the thread has said, on a CPU also from the step. What lies before the newest
+        window or after now is left as it is: charge before a window is asked for.
+        """
+        _check(name)
+        begin_s, end_s = max(begin_s, self._settled_s), min(end_s, self._now())
+        if end_s <= begin_s:
+            return
+        self._say_later(name, begin_s, end_s)
+        if self._clock.on_host:
+            self._resolve(self._now())
+            self._take_from_step(begin_s, end_s)
 
     @contextlib.contextmanager
     def compute(self, *, again: bool = False) -> Iterator[None]:
@@ -205,9 +240,35 @@ class Ledger:
         self._say(self._stack[-1])
 
     def _say(self, label: str) -> None:
-        self._host_changes.append((self._now(), label, _HAND_OVER))
+        self._host_changes.append(_Said(self._now(), label, _HAND_OVER))
         if len(self._host_changes) >= _MOST_CHANGES:
             self._settle()
+
+    def _say_later(self, label: str, begin_s: float, end_s: float) -> None:
+        """Replaces what the thread has said of [begin_s, end_s]."""
+        line, later = self._host_changes, []
+        while line and line[-1].at_s >= begin_s:
+            later.append(line.pop())
+        goes_on = line[-1] if line else _Said(begin_s, self._host_label, self._host_stage)
+        line.append(_Said(begin_s, label, _HAND_OVER))
+        while later and later[-1].at_s <= end_s:
+            goes_on = later.pop()
+        line.append(goes_on._replace(at_s=end_s))
+        line.extend(reversed(later))
+
+    def _take_from_step(self, begin_s: float, end_s: float) -> None:
+        """Has the device do nothing in [begin_s, end_s]; steps that ended in it have ended there."""
+        line, later = self._device_changes, []
+        while line and line[-1].at_s >= begin_s:
+            later.append(line.pop())
+        goes_on = line[-1] if line else _Done(begin_s, self._device_label, False)
+        line.append(_Done(begin_s, None, False))
+        while later and later[-1].at_s <= end_s:
+            goes_on = later.pop()
+            if goes_on.ends_step:
+                line.append(_Done(goes_on.at_s, None, True))
+        line.append(_Done(end_s, goes_on.label, False))
+        line.extend(reversed(later))
 
     def _mark(self, label: str | None, *, ends_step: bool = False) -> None:
         issued_s = self._now()
@@ -237,7 +298,7 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             at_s = min(max(said_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = at_s - said_s
-            self._device_changes.append((at_s, first.label, first.ends_step))
+            self._device_changes.append(_Done(at_s, first.label, first.ends_step))
 
     def _settle(self) -> None:
         """Charges all time up to now. What the device did later than that stays for the next time."""
@@ -245,9 +306,9 @@ class Ledger:
         self._resolve(until_s)
         host, device = self._host_changes, self._device_changes
         while True:
-            host_s = host[0][0] if host else until_s
-            device_s = device[0][0] if device else until_s
-            self._charge(min(host_s, device_s, until_s))
+            host_s = host[0].at_s if host else until_s
+            device_s = device[0].at_s if device else until_s
+            self._count(min(host_s, device_s, until_s))
             if device and device_s <= min(host_s, until_s):
                 _, self._device_label, ends_step = device.popleft()
                 self._steps += ends_step
@@ -256,7 +317,7 @@ class Ledger:
             else:
                 return
 
-    def _charge(self, until_s: float) -> None:
+    def _count(self, until_s: float) -> None:
         """Charges the time up to `until_s`, through which neither line changes."""
         took_s = until_s - self._settled_s
         if took_s > 0:
@@ -265,3 +326,8 @@ class Ledger:
             if label == _INPUT:
                 self._input[self._host_stage] = self._input.get(self._host_stage, 0.0) + took_s
             self._settled_s = until_s
+
+
+def _check(name: str) -> None:
+    if name not in SAYABLE:
+        raise ValueError(f"{name!r} is not a phase; valid: {', '.join(sorted(SAYABLE))}")

@@ -19,7 +19,9 @@ class World:
     `fast` is what the device's clock gains per second on the host's; `offset_s` where it starts.
     """
 
-    def __init__(self, *, offset_s: float = 0.0, fast: float = 0.0) -> None:
+    def __init__(self, *, offset_s: float = 0.0, fast: float = 0.0, on_host: bool = False) -> None:
+        self.on_host = on_host
+        """The device is the host: it has no work of its own."""
         self.now_s = 0.0
         self.device_free_s = 0.0
         self.offset_s, self.fast = offset_s, fast
@@ -35,6 +37,9 @@ class World:
 
     def device(self, seconds: float) -> None:
         """Gives the device work; the host goes on at once."""
+        if self.on_host:
+            self.now_s += seconds
+            return
         self.device_free_s = self.reached_s() + seconds
 
     def reached_s(self) -> float:
@@ -60,6 +65,8 @@ class World:
 
 class HostClock:
     """Marks of a CPU: the host's clock itself."""
+
+    on_host = True
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -308,6 +315,41 @@ def test_a_device_with_work_in_its_queue_is_hardly_asked() -> None:
     assert world.questions <= 2 * 1_000
 
 
+def test_what_is_learnt_afterwards_is_taken_from_what_was_said_and_on_a_cpu_from_the_step() -> None:
+    for on_host, expected in (
+        (True, {"compute": 4, "comm": 2, "input_wait": 1}),
+        (False, {"compute": 6, "input_wait": 1}),  # the device's own marks say that it worked
+    ):
+        world = World(on_host=on_host)
+        ledger = world.ledger()
+        with ledger.compute():
+            world.device(6)
+            world.host(0 if on_host else 6)
+            ledger.charge("comm", 2, 4)
+        with ledger.phase("input_wait"):
+            world.host(1)
+        account = ledger.finish()
+        assert account is not None
+        assert (account.phases, account.steps) == (expected, 1)
+
+
+def test_a_charge_reaches_neither_back_into_a_window_nor_ahead() -> None:
+    world = World()
+    ledger = world.ledger()
+    with ledger.phase("eval"):
+        world.host(4)
+        first = ledger.window()
+        world.host(4)
+        ledger.charge("sync", 2, 100)
+        ledger.charge("sync", 1, 3)
+        world.host(1)
+    assert first is not None
+    assert first.phases == {"eval": 4}
+    assert rounded(ledger.finish()) == {"sync": 4, "eval": 1}
+    with pytest.raises(ValueError, match="is not a phase"):
+        ledger.charge("compute", 0, 1)
+
+
 # --- the property -------------------------------------------------------------------------------------------------
 
 seconds = st.integers(0, 6)
@@ -315,6 +357,7 @@ simple = st.one_of(
     st.tuples(st.just("host"), seconds),
     st.tuples(st.just("device"), seconds),
     st.tuples(st.just("window"), seconds),
+    st.tuples(st.just("charge"), st.sampled_from(sorted(SAYABLE)), seconds, seconds),
 )
 
 
@@ -345,6 +388,8 @@ class Oracle:
         self.label: str | None = None
         self.busy: list[tuple[float, float, str]] = []
         self.ended: list[float] = []
+        self.taken: set[int] = set()
+        """Seconds that the device was not at a step, although its marks say so."""
         self.spoke = False
         self.accounts: list[Account] = []
 
@@ -358,7 +403,19 @@ class Oracle:
         self.said += [self.saying[-1] if self.saying else silent] * took_s
 
     def device(self, took_s: int) -> None:
-        self.world.device(took_s)
+        if self.world.on_host:
+            self.host(took_s)
+        else:
+            self.world.device(took_s)
+
+    def charge(self, name: str, ago_s: int, took_s: int) -> None:
+        now_s = int(self.world.now_s)
+        self.ledger.charge(name, now_s - ago_s, now_s - ago_s + took_s)
+        since_s = int(self.accounts[-1].end_s) if self.accounts else 0
+        for second in range(max(since_s, now_s - ago_s), min(now_s, now_s - ago_s + took_s)):
+            self.said[second] = name
+            if self.world.on_host:
+                self.taken.add(second)
 
     def window(self, min_s: int) -> None:
         since_s = self.accounts[-1].end_s if self.accounts else 0
@@ -394,16 +451,18 @@ class Oracle:
         self.ended.append(self.world.reached_s())
 
     def label_at(self, second: int) -> str:
-        for start_s, end_s, label in self.busy:
+        for start_s, end_s, label in [] if second in self.taken else self.busy:
             if start_s <= second < end_s:
                 return label
         return self.said[second]
 
 
 @settings(max_examples=400, deadline=None)
-@given(programs, st.integers(0, 3), st.integers(1, 3))
-def test_accounts_are_what_an_oracle_says_second_by_second(program: list[tuple], startup_s: int, devices: int) -> None:
-    world = World()
+@given(programs, st.integers(0, 3), st.integers(1, 3), st.booleans())
+def test_accounts_are_what_an_oracle_says_second_by_second(
+    program: list[tuple], startup_s: int, devices: int, on_host: bool
+) -> None:
+    world = World(on_host=on_host)
     world.host(startup_s)
     oracle = Oracle(world, world.ledger(devices=devices), startup_s)
     oracle.run(program)
