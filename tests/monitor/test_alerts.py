@@ -1,0 +1,107 @@
+"""When a rule holds, and how often it is said."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.errors import ConfigError
+from stoker.monitor.alerts import QUANTITIES, Alert, Alerts, parse_rule
+from stoker.records import PHASES
+from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+
+
+def window(t: float, *, compute: float = 1.0, wall_s: float = 1.0, **more: object) -> StepWindow:
+    phases = {"compute": compute * wall_s, "input_wait": (1 - compute) * wall_s}
+    told = {"attempt": 1, "step": int(t), "steps": 1, "pictures": 8, "devices": 1} | more
+    return StepWindow(t=t, wall_s=wall_s, phases=phases, **told)
+
+
+def sample(t: float, **more: object) -> DeviceSample:
+    return DeviceSample(t=t, attempt=1, **more)
+
+
+def alerts_of(rule: str, *lines: object) -> list[Alert]:
+    told = Alerts([parse_rule(rule)], started_s=0.0)
+    return [alert for line in lines for alert in told.see(line)]
+
+
+def test_a_rule_is_about_the_mean_over_its_duration() -> None:
+    bursty = [window(float(t), compute=1.0 if t % 2 else 0.2) for t in range(1, 400)]
+    (alert,) = alerts_of("idle > 30% for 5min", *bursty)
+    assert alert.t == pytest.approx(270, abs=2)  # 90 % of five minutes
+    assert alert.value == pytest.approx(0.4, abs=0.01)
+    assert "40.0 %" in alert.text
+    assert not alerts_of("idle > 45% for 5min", *bursty)
+
+
+def test_windows_count_by_their_length() -> None:
+    lines = [window(10.0, compute=0.0, wall_s=10.0), window(11.0, compute=1.0)]
+    assert alerts_of("input_wait > 80% for 12s", *lines)
+    assert not alerts_of("input_wait > 95% for 12s", *lines)
+
+
+def test_it_is_said_once_until_it_has_ceased() -> None:
+    full = [sample(float(t), memory_used_bytes=98 if t in (3, 4, 7) else 50, memory_limit_bytes=100) for t in range(9)]
+    assert [alert.t for alert in alerts_of("host_memory > 95%", *full)] == [3.0, 7.0]
+
+
+def test_what_nobody_measured_holds_never() -> None:
+    assert not alerts_of("gpu_utilisation < 99%", *(sample(float(t)) for t in range(5)))
+    watched = [window(float(t)) for t in range(5)]
+    for line in watched:
+        line.phases = {"unattributed": 1.0}
+    assert not alerts_of("idle > 1%", *watched)
+
+
+def test_the_driver_is_asked_before_the_ledger_whether_the_device_is_idle() -> None:
+    busy = [sample(float(t), gpus=[GpuSample(index=0, utilisation=0.9)]) for t in range(1, 20)]
+    waits = [window(t + 0.5, compute=0.1) for t in range(1, 20)]
+    both = [line for pair in zip(busy, waits, strict=True) for line in pair]
+    assert not alerts_of("idle > 50% for 10s", *both)
+    assert alerts_of("idle > 50% for 10s", *waits)
+
+
+def test_silence_counts_from_the_last_step() -> None:
+    lines = [window(5.0), *(sample(float(t)) for t in range(6, 100))]
+    (alert,) = alerts_of("silence > 1min", *lines)
+    assert alert.t == 66.0
+
+
+def test_events_are_told_each_time() -> None:
+    fault = Event(t=1.0, attempt=1, kind="gpu_fault", text="GPU 0: Xid 79")
+    assert [alert.text for alert in alerts_of("on gpu_fault", fault, fault)] == ["gpu_fault: GPU 0: Xid 79"] * 2
+    assert not alerts_of("on failed", fault)
+
+
+@given(
+    st.sampled_from(sorted(QUANTITIES)), st.sampled_from([">", ">=", "<", "<="]), st.floats(0, 1e6), st.integers(0, 90)
+)
+def test_what_is_understood_means_what_it_says(name: str, compare: str, number: float, minutes: int) -> None:
+    text = f"{name}{compare}{number:.6f}" + (f" for {minutes} min" if minutes else "")
+    rule = parse_rule(text)
+    assert (rule.name, rule.compare, rule.for_s) == (name, compare, 60.0 * minutes)
+    assert rule.threshold == pytest.approx(number, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("idle", "cannot be understood"),
+        ("idle > 30 parsecs", "cannot be understood"),
+        ("idel > 30%", "idle, silence"),
+        ("on sunday", "gpu_fault"),
+        ("idle > 30% for 25h", "24h at most"),
+    ],
+)
+def test_what_is_not_understood_is_said_with_the_choices(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_rule(text)
+
+
+def test_every_quantity_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
+    rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | what |")[2], re.MULTILINE)
+    assert rows == [name for name in QUANTITIES if name not in PHASES or name == "idle"]

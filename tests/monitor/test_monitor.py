@@ -1,0 +1,251 @@
+"""A living run followed: real files, a real web server, real commands, a real scrape."""
+
+import http.server
+import io
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from stoker.errors import ConfigError
+from stoker.monitor import prometheus
+from stoker.monitor.follow import Follower
+from stoker.monitor.monitor import monitoring
+from stoker.monitor.options import Monitoring
+from stoker.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
+from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    made = RunFolder(tmp_path, attempt=2)
+    yield made
+    made.close()
+
+
+def window(t: float, **more: Any) -> StepWindow:
+    told = {"attempt": 2, "step": int(t), "steps": 2, "pictures": 16, "wall_s": 1.0, "devices": 1,
+            "phases": {"compute": 0.25, "input_wait": 0.75}, "losses": {"total": 2.5}}  # fmt: skip
+    return StepWindow(t=t, **(told | more))
+
+
+def never() -> None:
+    raise AssertionError("nobody asked the run to end")
+
+
+def events(folder: RunFolder, kind: str) -> list[Event]:
+    return [event for event in read_lines(folder.path, EVENTS, Event) if event.kind == kind]
+
+
+def test_a_follower_reads_each_line_of_its_attempt_once_and_in_order(tmp_path: Path) -> None:
+    before = RunFolder(tmp_path, attempt=1)
+    for t in range(1000):
+        before.append(STEPS, window(float(t), attempt=1))
+    before.close()
+    follower, now = Follower(tmp_path, attempt=2), RunFolder(tmp_path, attempt=2)
+    assert follower.read() == []
+    now.append(STEPS, window(10.0))
+    now.append(DEVICES, DeviceSample(t=9.0, attempt=2))
+    assert [line.t for line in follower.read()] == [9.0, 10.0]
+    whole = b'{"t":12.0,"attempt":2,"kind":"note"}\n'
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(whole[:11])
+        file.flush()
+        assert follower.read() == []
+        file.write(whole[11:])
+    assert [line.t for line in follower.read()] == [12.0]
+    now.close()
+
+
+class Hook(http.server.BaseHTTPRequestHandler):
+    """A webhook that fails once."""
+
+    got: list[dict[str, Any]]
+
+    def do_POST(self) -> None:
+        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(503 if len(self.got) == 1 else 200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.monitor.delivery.time.sleep", lambda _: None)
+    Hook.got = []
+    server = http.server.HTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stopped = threading.Event()
+    told = folder.path / "told.json"
+    options = Monitoring(
+        alert=("input_wait > 50%",), alert_command=f"cat > '{told}'; echo \"$STOKER_ALERT\" >> '{told}'",
+        alert_webhook=f"http://127.0.0.1:{server.server_port}/services/secret", alert_exit=True,
+    )  # fmt: skip
+    with monitoring(folder, options, stop=stopped.set):
+        folder.append(STEPS, window(1.0))
+        folder.append(STEPS, window(2.0))
+    server.shutdown()
+    server.server_close()
+    assert stopped.is_set()
+    (event,) = events(folder, "alert")
+    assert event.data == {"rule": "input_wait > 50%", "value": 0.75}
+    said, text = told.read_text().split("}")
+    assert json.loads(said + "}")["value"] == 0.75
+    assert text.strip() == "input_wait > 50%: 75.0 %"
+    assert len(Hook.got) == 2
+    assert list(Hook.got[1]) == ["text"]
+    assert "75.0 %" in Hook.got[1]["text"]
+    assert not events(folder, "warning")
+
+
+def test_what_cannot_be_told_is_a_warning_without_the_secret(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.monitor.delivery.TRIES", 1)
+    address, command = "http://127.0.0.1:1/services/secret", "echo broken >&2; exit 3"
+    options = Monitoring(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
+    with monitoring(folder, options, stop=never):
+        folder.append(STEPS, window(1.0))
+    warnings = [event.text for event in events(folder, "warning")]
+    assert warnings[0] == "the command of an alert ended with 3: broken"
+    assert "could not be posted" in warnings[1]
+    assert "secret" not in "".join(warnings)
+
+
+def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
+    with monitoring(folder, Monitoring(metrics_port=0, alert=("img_per_s < 5",)), stop=never):
+        (note,) = events(folder, "note")
+        folder.append(STEPS, window(1.0))
+        folder.append(STEPS, window(2.0))
+        gpu = GpuSample(index=3, utilisation=0.5, temperature_c=60)
+        folder.append(DEVICES, DeviceSample(t=2.5, attempt=2, gpus=[gpu], cpu=[0.2, 0.4]))
+        folder.event("evaluated", metrics={"ap": 0.25, "classes": ["a"]})
+        address = f"http://127.0.0.1:{note.data['port']}/metrics"
+        while "stoker_score" not in (page := urllib.request.urlopen(address, timeout=10).read().decode()):
+            pass
+    values = {
+        (one.name, *sorted(value for key, value in one.labels.items() if key not in ("run", "host"))): one.value
+        for family in text_string_to_metric_families(page) for one in family.samples
+    }  # fmt: skip
+    assert values["stoker_phase_seconds_total", "input_wait"] == 1.5
+    assert values["stoker_steps_total",] == 4
+    assert values["stoker_pictures_per_second",] == 16
+    assert values["stoker_gpu_utilisation_ratio", "3"] == 0.5
+    assert values["stoker_host_cpu_busy_ratio",] == pytest.approx(0.3)
+    assert values["stoker_score", "ap"] == 0.25
+    assert values["stoker_alert_firing", "img_per_s < 5"] == 0
+    assert not [name for name, *_ in values if name == "stoker_gpu_power_watts"]
+
+
+def test_every_number_of_the_dashboard_is_one_that_is_served() -> None:
+    known = {
+        "phase_seconds_total", "steps_total", "pictures_total", "skipped_steps_total", "events_total", "step", "loss",
+        "last_step_timestamp_seconds", "pictures_per_second", "score", "alert_firing",
+        *prometheus._OF_WINDOW, *(f"host_{name}" for name in prometheus._OF_HOST),
+        *(f"gpu_{name}" for name in prometheus._OF_GPU),
+    }  # fmt: skip
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text())
+    asked = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
+             for name in re.findall(r"stoker_([a-z_]+)", target["expr"])}  # fmt: skip
+    assert asked
+    assert asked <= known
+
+
+def test_json_lines_are_what_cloud_logging_reads(folder: RunFolder) -> None:
+    out = io.StringIO()
+    with monitoring(folder, Monitoring(), stop=never, log="json", log_file=out):
+        for t in range(1, 90):
+            folder.append(STEPS, window(float(t)))
+        folder.event("warning", "something\nodd")
+        folder.event("failed", "the end")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    steps = [line for line in lines if line["record"] == "steps"]
+    assert [line["data"]["t"] for line in steps] == [1.0, 61.0]
+    assert steps[0]["message"] == "step 1, 16.0 img/s, loss 2.5"
+    assert [line["severity"] for line in lines if line["record"] == "event"] == ["WARNING", "ERROR"]
+    assert all({"severity", "message", "time", "run"} <= line.keys() for line in lines)
+
+
+def test_a_stream_that_goes_away_ends_the_log_and_not_the_run(folder: RunFolder) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str, /) -> int:
+            raise BrokenPipeError("gone")
+
+    with monitoring(folder, Monitoring(), stop=never, log="json", log_file=Closed()):
+        folder.append(STEPS, window(1.0))
+    (warning,) = events(folder, "warning")
+    assert warning.text == "monitoring (JsonLog) ends here: BrokenPipeError: gone"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Monitoring(alert_command="true"), "no alert to act on"),
+        (Monitoring(alert=("on failed",), alert_webhook="slack"), "not one of the web"),
+        (Monitoring(metrics_port=70000), "no port"),
+        (Monitoring(alert=("what",)), "cannot be understood"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_starts(
+    folder: RunFolder, options: Monitoring, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said), monitoring(folder, options, stop=never):
+        raise AssertionError("started")
+
+
+def test_a_port_that_is_taken_is_said(folder: RunFolder) -> None:
+    with monitoring(folder, Monitoring(metrics_port=0), stop=never):
+        (note,) = events(folder, "note")
+        taken = Monitoring(metrics_port=note.data["port"])
+        with pytest.raises(ConfigError, match="cannot be used"), monitoring(folder, taken, stop=never):
+            raise AssertionError("started")
+
+
+def test_mlflow_keeps_what_a_run_says_over_its_attempts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder.path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for attempt in (2, 3):
+        again = RunFolder(folder.path, attempt)
+        again.event("started")
+        with monitoring(again, Monitoring(track=("mlflow",)), stop=never):
+            again.append(STEPS, window(float(attempt), attempt=attempt, step=attempt))
+        again.close()
+    client = mlflow.tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("Default").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert [metric.value for metric in client.get_metric_history(run.info.run_id, "img_per_s")] == [16.0, 16.0]
+    assert run.data.metrics["time/input_wait"] == 0.75
+
+
+def test_wandb_takes_what_a_run_says(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(folder.path))
+    folder.event("started")
+    with monitoring(folder, Monitoring(track=("wandb",)), stop=never):
+        folder.append(STEPS, window(1.0))
+    assert not events(folder, "warning")
+    assert re.search(r"time/input_wait 0.75\b", capfd.readouterr().err)  # its own summary
+
+
+def test_a_tracker_that_is_not_installed_says_what_to_install(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with (
+        pytest.raises(ConfigError, match=r"pip install 'stoker\[wandb\]'"),
+        monitoring(folder, Monitoring(track=("wandb",)), stop=never),
+    ):
+        raise AssertionError("started")
