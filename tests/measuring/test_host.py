@@ -1,14 +1,21 @@
 """Host counters: from trees of files as the kernel shows them, and from this machine."""
 
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from stoker.cgroup import Cgroup
-from stoker.measuring.host import Host, pressure_s, tree_cpu_s, tree_rss
+from stoker.measuring import host as host_module
+from stoker.measuring import machine
+from stoker.measuring.host import Host, HostSample
+from stoker.measuring.machine import pressure_s
+from stoker.schemas import DeviceSample
 
 PRESSURE = "some avg10=2.31 avg60=0.75 avg300=0.72 total={some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9000000\n"
 
@@ -57,8 +64,61 @@ def test_shares_are_of_the_time_since_the_sample_before(proc: Path, tmp_path: Pa
 def test_missing_is_none(tmp_path: Path) -> None:
     host = Host(proc=tmp_path, cgroup=Cgroup(tmp_path, tmp_path / "membership"))
     sample = host.sample()
-    assert (sample.psi_cpu, sample.psi_memory, sample.psi_io, sample.throttled_s) == (None, None, None, None)
+    told = {name for name, value in vars(sample).items() if value is not None}
     assert sample.rss_bytes is not None, "psutil knows it where there is no /proc"
+    assert told - {"rss_bytes", "shm_used_bytes", "shm_total_bytes"} == {
+        "cpu", "process_cpu", "memory_used_bytes", "memory_limit_bytes", "cores",
+    }  # fmt: skip
+
+
+def test_the_names_are_those_of_the_records() -> None:
+    names = [field.name for field in dataclasses.fields(HostSample)]
+    assert names == [name for name in DeviceSample.__struct_fields__ if name not in ("t", "attempt", "gpus")]
+
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 600 kB\nBuffers: 20 kB\nCached: 500 kB\n"
+MEMINFO += "Shmem: 50 kB\nSwapTotal: 400 kB\nSwapFree: 300 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [("max", (1024_000, 409_600, 481_280, 102_400)), ("900000", (900_000, 300_000, 410_000, 7_000))],
+    ids=["the machine's", "the cgroup's"],
+)
+def test_memory_is_of_what_is_tighter(limit: str, told: tuple[int, ...], proc: Path, tmp_path: Path) -> None:
+    (proc / "meminfo").write_text(MEMINFO)
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    for name, text in {
+        "cgroup.controllers": "memory", "memory.max": limit, "memory.current": "500000", "memory.swap.current": "7000",
+        "memory.stat": "file 420000\ninactive_file 200000\nshmem 10000\n", "memory.events": "oom_kill 3",
+    }.items():  # fmt: skip
+        (mount / name).write_text(text)
+    host = Host(proc=proc, cgroup=Cgroup(mount, tmp_path / "membership"))
+    (mount / "memory.events").write_text("oom 9\noom_kill 5\n")
+    sample = host.sample()
+    assert (
+        sample.memory_limit_bytes, sample.memory_used_bytes, sample.page_cache_bytes, sample.swap_used_bytes
+    ) == told  # fmt: skip
+    assert sample.oom_kills == 2
+    assert host.sample().oom_kills == 0
+
+
+def test_a_folder_that_does_not_answer_costs_its_number_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(machine, "free_bytes", lambda _: answers.wait() and 7)
+    monkeypatch.setattr(host_module, "FOLDER_WITHIN_S", 0.001)
+    sample = Host(folder=tmp_path).sample()
+    answers.set()
+    assert sample.disk_free_bytes is None
+    assert sample.rss_bytes
+
+
+def test_free_bytes_are_those_of_the_runs_folder(tmp_path: Path) -> None:
+    free = Host(folder=tmp_path).sample().disk_free_bytes
+    assert free is not None
+    assert free <= shutil.disk_usage(tmp_path).total
+    assert Host().sample().disk_free_bytes is None
 
 
 def test_no_time_between_samples_is_none_not_a_division_by_zero(proc: Path) -> None:
@@ -79,47 +139,6 @@ def test_this_machine_is_seen_at_work() -> None:
     assert sample.memory_limit_bytes is not None
     assert sample.memory_used_bytes is not None
     assert 0 < sample.memory_used_bytes <= sample.memory_limit_bytes
-
-
-@pytest.mark.parametrize("by", ["the kernel's lists", "psutil"])
-def test_memory_of_grandchildren_counts(by: str, tmp_path: Path) -> None:
-    """A child that only starts a grandchild, which holds 64 MiB and says so."""
-    proc = Path("/proc") if by != "psutil" else tmp_path
-    if not proc.exists():
-        pytest.skip("this system has no /proc")
-    grandchild = "import sys; held = b'x' * 2**26; print('held', flush=True); sys.stdin.read()"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    before = tree_rss(os.getpid(), proc)
-    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        during = tree_rss(os.getpid(), proc)
-        process.stdin.close()
-    assert before is not None
-    assert during is not None
-    assert during - before > 2**26
-
-
-def test_a_tree_of_files_is_summed(tmp_path: Path) -> None:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    for pid, pages, thread, children in ((10, 5, 10, "20 30"), (20, 7, 21, ""), (30, 11, 30, "99")):
-        folder = tmp_path / str(pid) / "task" / str(thread)
-        folder.mkdir(parents=True)
-        (folder / "children").write_text(children)
-        (tmp_path / str(pid) / "statm").write_text(f"1000 {pages} 1 1 0 1 0\n")
-    assert tree_rss(10, tmp_path) == (5 + 7 + 11) * page_bytes, "99 ended meanwhile"
-
-
-def test_processor_time_of_a_job_counts_all_below_it_and_what_ended(tmp_path: Path) -> None:
-    """Of a process with a blank and a bracket in its name, its child, and a child of theirs that ended meanwhile."""
-    for pid, name, times, children in ((10, "a) b", "100 20 3 4", "20 99"), (20, "c", "1000 0 0 0", "")):
-        folder = tmp_path / str(pid) / "task" / str(pid)
-        folder.mkdir(parents=True)
-        (folder / "children").write_text(children)
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S 1 1 1 0 -1 4194304 9 9 9 9 {times} 20 0 1 0\n")
-    assert tree_cpu_s(10, tmp_path) == 1127 / os.sysconf("SC_CLK_TCK")
-    assert tree_cpu_s(99, tmp_path) is None
 
 
 def test_of_another_process_its_own_work_is_told() -> None:
