@@ -218,8 +218,8 @@ def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
     json
         Print everything as JSON.
     """
-    from stoker.report.terminal import print_why, why_as_dict
-    from stoker.report.why import gather
+    from stoker.report.why import gather, why_as_dict
+    from stoker.report.why_terminal import print_why
 
     found = gather(run, price)
     if json:

@@ -82,6 +82,7 @@ def _machine(variables: Mapping[str, str]) -> dict[str, Any]:
         "kernel": platform.release(),
         "hostname": platform.node(),
         "container": container(variables),
+        "machine_type": machine_type(variables),
         "cpu": _cpu(),
         "cores": host_cores(),
         "machine_cores": os.cpu_count(),
@@ -106,6 +107,18 @@ def container(variables: Mapping[str, str] = os.environ, root: Path = Path("/"))
     if (root / "run/.containerenv").exists():
         return "podman"
     return "docker" if (root / ".dockerenv").exists() else None
+
+
+def machine_type(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
+    """What its cloud calls the machine: STOKER_MACHINE_TYPE, else what the firmware says (DMI; on AWS that is the type,
+    on GCP only "Google Compute Engine"). The metadata server is not asked: that would be a request at every start."""
+    told = variables.get("STOKER_MACHINE_TYPE", "").strip()
+    if told:
+        return told
+    try:
+        return (root / "sys/class/dmi/id/product_name").read_text(encoding="utf-8", errors="replace").strip() or None
+    except OSError:  # no DMI: not a PC, or hidden in a container
+        return None
 
 
 def _told(variables: Mapping[str, str]) -> dict[str, str]:

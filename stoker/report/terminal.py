@@ -1,4 +1,5 @@
-"""What a person sees of a run on the terminal: live while it trains, `stoker why` and the scores afterwards.
+"""What a person sees of a run on the terminal: live while it trains, and the scores afterwards. `why_terminal.py` has
+what `stoker why` prints.
 
 On a terminal the last lines move (rich); into a file or a pipe, or with TERM=dumb, whole lines are written and nothing
 else: no control characters, at most one line of progress in ten seconds. NO_COLOR takes the colours away. Whatever is
@@ -24,10 +25,7 @@ from rich.text import Text
 from stoker.metrics import TWELVE, Metrics
 from stoker.report import format as fmt
 from stoker.report.console import as_plain, can_move, make_console, plain_text, print_parts, table
-from stoker.report.why import Why, why_as_dict
 from stoker.schemas import StepWindow
-
-__all__ = ["Screen", "discard", "print_metrics", "print_why", "score_line", "why_as_dict"]
 
 PLAIN_EVERY_S = 10.0
 """Least time between two lines of progress where the screen is not a terminal."""
@@ -186,67 +184,6 @@ def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | 
         f"{fmt.plural(metrics.detections, 'detection')}"
     )
     print_parts([counts, "", numbers, "", classes], file, width=width)
-
-
-def print_why(why: Why, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Where the time of a run went, in seconds, percent and money; the largest loss; what to change."""
-    restarts = max(0, why.attempts - 1)
-    facts = table("", "", header=False)
-    facts.add_row("run", plain_text(why.run))
-    facts.add_row("state", plain_text(why.state_text))
-    lost = f", {fmt.plural(why.steps_lost, 'step')} done again" if why.steps_lost else ""
-    facts.add_row("time", f"{fmt.duration(why.wall_s)} on {fmt.plural(why.devices, 'device')}, "
-                  f"{fmt.plural(restarts, 'restart')}{lost}")  # fmt: skip
-    speed = f", {fmt.plural(why.pictures, 'picture')}, {fmt.number(why.img_per_s)} img/s over all of the time"
-    unknown = why.watched and not why.pictures
-    facts.add_row("work", f"{fmt.plural(why.steps, 'step')}{' that its output tells' if unknown else speed}")
-    for tier, said in why.watched.items():
-        facts.add_row("seen", plain_text(f"{tier}: {said}"))
-    if not why.phases:
-        found = [*_findings(why), "", _places(why)] if why.findings else []  # what ended it, above all
-        first = "No time is recorded yet: the run did not come to its first step."
-        print_parts([facts, "", first, *found], file, width=width)
-        return
-    money = why.price > 0
-    phases = table(
-        "phase", "device time", "share", *(["cost"] if money else []), "", right=(1, 2, 3) if money else (1, 2)
-    )
-    for name, row in why.lines():
-        cost = [fmt.money(row.money)] if money else []
-        phases.add_row(name, fmt.duration(row.device_s), fmt.share(row.share), *cost, plain_text(row.meaning, "dim"))
-    total = [fmt.money(why.device_s * why.price / 3600)] if money else []
-    phases.add_row("total", fmt.duration(why.device_s), "100 %", *total, "")
-    print_parts([facts, "", phases, "", _verdict(why), *_findings(why), "", _places(why)], file, width=width)
-
-
-def _verdict(why: Why) -> str:
-    if why.watched:
-        return "How much of the time the device trained is not known: no clock was inside the job."
-    productive = f"The device trained {fmt.share(why.productive_share)} of the time."
-    loss = why.largest_loss
-    if loss is None:
-        return productive
-    cost = f", {fmt.money(loss.money)}" if loss.money is not None else ""
-    return (f"{productive} The largest loss is {loss.phase}: {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}"
-            f"{cost} ({loss.meaning}).")  # fmt: skip
-
-
-def _findings(why: Why) -> Iterator[RenderableType]:
-    if not why.findings:
-        yield "No rule of the diagnosis found more than that."
-        return
-    for finding in why.findings:
-        yield ""
-        lost = f" ({fmt.duration(finding.lost_device_s)} lost)" if finding.lost_device_s is not None else ""
-        style = "bold red" if finding.severity == "critical" else "bold yellow"
-        yield Text.assemble((f"{finding.severity}: ", style), (finding.title, "bold"), lost)
-        for evidence in finding.evidence:
-            yield plain_text(f"  {evidence.text}" + (f"  [{evidence.place}]" if evidence.place else ""))
-        yield plain_text(f"  fix: {finding.fix}" + (f" ({finding.command})" if finding.command else ""))
-
-
-def _places(why: Why) -> RenderableType:
-    return plain_text(f"evidence: {', '.join(why.places)} in {why.run}", "dim")
 
 
 def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str]:

@@ -1,19 +1,24 @@
 """What `stoker why RUN` says, as data: where the time of a run went, what that cost, what to change, what is known.
 
-`gather` reads a run, live, dead or finished; `terminal.print_why` prints it; `why_as_dict` is its JSON.
-"""
+`gather` reads a run, live, dead or finished; `why_terminal.py` prints it; `why_as_dict` is its JSON. Two runs are
+compared in `compare.py`, many are added up in `fleet.py`; a log that is no run is `foreign_log.py`."""
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from stoker import records
+from stoker import prices, records
 from stoker.diagnose import rules
 from stoker.diagnose.alive import is_held, lease_holder
-from stoker.schemas import Event, Finding
+from stoker.prices import Price
+from stoker.report.sizing import Sizing, advise, load_of
+from stoker.report.starvation import Stillness, estimate
+from stoker.schemas import Event, Finding, Probe
+from stoker.storage.address import is_address
 from stoker.storage.runs import shown
 from stoker.totals import Totals
 
@@ -44,6 +49,14 @@ STAGES = {
     "queue": "for the batch to be handed over",
 }
 """A stage of `input_wait` in a few words."""
+
+
+PLACES = (
+    records.STEPS, records.EVENTS, records.DEVICES, records.TRACES, records.STACKS, records.PROBES, records.RANKS,
+    records.QUARANTINE, records.CONFIG, records.ENVIRONMENT, records.CHECKPOINTS, records.BEST, records.FINAL,
+    records.OUTPUT,
+)  # fmt: skip
+"""Records that the answer may rest on."""
 
 
 class PhaseShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +92,9 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     pictures: int
     img_per_s: float | None
     price: float
-    """Money per device-hour; 0: unknown."""
+    """Money per device-hour; 0: unknown, or only a range is known."""
+    rate: Price | None = None
+    """What a device-hour costs and who says so; a range where only the kind of GPU is known."""
     phases: list[PhaseShare]
     """The largest first."""
     productive_share: float | None
@@ -89,19 +104,41 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Record → path, of those that are there."""
     watched: dict[str, str] = {}
     """Of a job that stoker did not write: what could be recorded of it, and what not, and why. Else empty."""
+    stillness: Stillness | None = None
+    """Estimate of how long the device stood still inside `compute`; part of no sum."""
+    advice: list[Sizing] = []
+    """Whether the machine has the right size."""
+    probes: list[Probe] = []
+    """Experiments that were made with the run."""
 
     def lines(self) -> Iterator[tuple[str, PhaseShare]]:
-        """The rows of a table: each phase, and indented below it its parts."""
+        """The rows of a table: each phase, and indented below it its parts, and of `compute` the estimate."""
         for row in self.phases:
             yield row.phase, row
+            if row.phase == "compute" and self.stillness is not None:
+                yield "  stood still, estimated", self._still(self.stillness)
             for part in row.parts:
                 yield f"  {part.phase}", part
 
+    def _still(self, found: Stillness) -> PhaseShare:
+        meaning = f"an estimate from {found.windows:,} profiler windows, {found.steps:,} steps; part of no sum"
+        money = found.device_s * self.price / 3600 if self.price > 0 else None
+        return PhaseShare(phase="compute", device_s=found.device_s, share=found.share, money=money, meaning=meaning)
+
+    def cost(self, device_s: float | None) -> tuple[float, float] | None:
+        """Least and most money for so many device-seconds; None where no price is known."""
+        return None if self.rate is None or device_s is None else self.rate.cost(device_s)
+
 
 def gather(run: str | Path, price: float | None = None) -> Why:
-    """Reads a run. price: money per device-hour; None: the run's own. Raises UsageError when there is no such run."""
-    path = records.open_run(run)
-    seen = rules.read(path, price)
+    """Reads a run. price: money per device-hour; None: the run's own, else the list price of its machine. Raises
+    UsageError when there is no such run, or when another version of stoker wrote it."""
+    path = open_records(run)
+    settings = records.read_settings(path) or {}
+    environment = read_environment(path)
+    rate = rate_of(price, settings, environment)
+    exact = rate.low if rate is not None and rate.exact else 0.0
+    seen = rules.read(path, exact)
     totals = seen.totals
     events = list(records.read_lines(path, records.EVENTS, Event))
     last = events[-1] if events else None
@@ -110,10 +147,15 @@ def gather(run: str | Path, price: float | None = None) -> Why:
     state, text = _state(path, events, sign_t)
     if watched:
         text = _WATCHED_STATES.get(state, text)
-    phases = _phases(totals, seen.price)
+    phases = _phases(totals, exact)
     losses = [row for row in phases if row.phase != "compute"]
-    names = (records.STEPS, records.EVENTS, records.DEVICES, records.QUARANTINE, records.CONFIG, records.ENVIRONMENT,
-             records.CHECKPOINTS, records.BEST, records.FINAL, records.OUTPUT)  # fmt: skip
+    load = load_of(
+        path,
+        totals,
+        environment,
+        from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
+        cached=settings.get("run", {}).get("cache", "none") != "none",
+    )
     return Why(
         run=shown(path),
         state=state,
@@ -128,14 +170,50 @@ def gather(run: str | Path, price: float | None = None) -> Why:
         steps_lost=max(0, totals.steps - totals.step),
         pictures=totals.pictures,
         img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 and (totals.pictures or not watched) else None,
-        price=seen.price,
+        price=exact,
+        rate=rate,
         phases=phases,
-        productive_share=seen.share("compute") if totals.device_s > 0 and not watched else None,
+        productive_share=productive_share(totals, watched=bool(watched)),
         largest_loss=losses[0] if losses else None,
         findings=rules.judge(seen),
-        places={name: str(path / name) for name in names if (path / name).exists()},
+        places={name: str(path / name) for name in PLACES if (path / name).exists()},
         watched=watched,
+        stillness=estimate(path, totals),
+        advice=advise(load),
+        probes=list(records.read_lines(path, records.PROBES, Probe)),
     )
+
+
+def open_records(run: str | Path) -> Path:
+    """The folder of a run to look at, also of one that was killed before its first event. Raises UsageError."""
+    folder = Path(run)
+    if any((folder / name).is_file() for name in (records.STEPS, records.DEVICES, records.ENVIRONMENT)):
+        return folder
+    return records.open_run(run)
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """environment.json of a run; empty where it is not there or damaged: nothing that is decided rests on it."""
+    try:
+        found = json.loads((path / records.ENVIRONMENT).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def rate_of(price: float | None, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Price | None:
+    """What a device-hour costs: as asked (0: unknown), else the run's own setting, else by the list."""
+    if price is not None:
+        return prices.given(price, "--price")
+    own = settings.get("run", {}).get("price", 0.0)
+    return prices.given(float(own), "the run's own setting") or prices.of_environment(environment)
+
+
+def productive_share(totals: Totals, *, watched: bool) -> float | None:
+    """Share of `compute`; None without a window, and for a watched job whose steps nobody timed from inside."""
+    if totals.device_s <= 0 or (watched and "compute" not in totals.phases):
+        return None
+    return totals.phases.get("compute", 0.0) / totals.device_s
 
 
 def why_as_dict(why: Why) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 
 from stoker.errors import UsageError
 from stoker.records import CONFIG, INPUT_STAGES, PHASES, STEPS, RunFolder, locked
-from stoker.report.terminal import print_why, why_as_dict
-from stoker.report.why import MEANINGS, STAGES, gather
+from stoker.report.why import MEANINGS, STAGES, gather, why_as_dict
+from stoker.report.why_terminal import print_why
 from stoker.schemas import StepWindow
 
 
@@ -60,7 +60,7 @@ total        1 h 06 min  100 %  4.00
 The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s, \
 22 %, 0.88 (the device waited for pictures).
 
-critical: The device waits for pictures (14 min 40 s lost)
+critical: The device waits for pictures (14 min 40 s lost, 0.88)
   input_wait: 880.0 device-seconds, 22.0 % of the run  [steps.jsonl: phases.input_wait]
   fix: Prepare pictures faster: decoded pictures that are kept (--cache disk), a machine with more cores per device, \
 or pictures stored at no more than twice the canvas
