@@ -6,6 +6,7 @@ checkpoints (`training/checkpoint.py`).
 """
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -17,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from stoker.errors import UsageError
+from stoker.errors import UsageError, writing
 from stoker.files import write_whole
 from stoker.schemas import Event
 from stoker.storage.address import Address, expand, is_address, parse
@@ -231,6 +232,44 @@ def make_run(parent: Path, stem: str) -> Path:
             number += 1
         else:
             return path
+
+
+@contextlib.contextmanager
+def recording(
+    path: Path, environment: dict[str, Any], what: str, *, fix: str, **data: Any
+) -> Iterator[tuple[RunFolder, int]]:
+    """(the folder of a job that is no training of ours, held and ready to write; the descriptor that holds its lock).
+
+    A folder that was recorded in before gets one more attempt. what: of the event `started` or `resumed`, with data.
+    Raises UsageError when the folder is that of a training, or another living process records there; StorageError when
+    it cannot be written. fix: what to do then.
+    """
+    if (path / CONFIG).exists():
+        raise UsageError("This run is a training of stoker's own.", place=path, fix=fix)
+    with contextlib.ExitStack() as stack:
+        with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
+            path.mkdir(parents=True, exist_ok=True)
+            handle, has_locks = _hold(path, stack, fix)
+            folder = RunFolder(path, last_attempt(path) + 1)
+            stack.callback(folder.close)
+            write_whole(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+            kind = "started" if folder.attempt == 1 else "resumed"
+            folder.event(kind, f"attempt {folder.attempt}: {what}", **data)
+            if not has_locks:
+                folder.event("warning", "this storage has no locks: nothing keeps a second job from this run's folder")
+        yield folder, handle
+
+
+def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
+    """Holds the run; (the descriptor that does, whether the storage has locks). Whoever inherits it holds the run too,
+    until the lock is given back or all are gone."""
+    file = stack.enter_context((path / ".lock").open("a"))
+    held = lock(file)
+    if held is False:
+        raise UsageError("Another job is being recorded there.", place=path, fix=fix)
+    if held:
+        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may have it still
+    return file.fileno(), held is True
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ job and its end (`watch.py`), what lines mean (`output.py`), what they add up to
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -16,20 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.cgroup import Cgroup
-from stoker.errors import UsageError, writing
-from stoker.files import write_whole
+from stoker.errors import writing
 from stoker.measuring.environment import describe_job, masked
 from stoker.measuring.witness import Witness
-from stoker.records import (
-    CONFIG,
-    ENVIRONMENT,
-    OUTPUT,
-    STEPS,
-    RunFolder,
-    last_attempt,
-    lock,
-    make_run,
-)
+from stoker.records import ENVIRONMENT, OUTPUT, STEPS, RunFolder, make_run, recording
 from stoker.watch.meter import Meter
 from stoker.watch.output import Lines, parse
 
@@ -53,32 +42,10 @@ def open_run_folder(run: str | None, command: list[str]) -> Iterator[tuple[RunFo
     Raises UsageError when the folder is that of a training or of a living job; StorageError when it cannot be written.
     """
     path = _new_folder(command) if run is None else Path(run).expanduser()
-    if (path / CONFIG).exists():
-        raise UsageError("This run is a training of stoker's own.", place=path, fix="name another folder: --run DIR")
-    with contextlib.ExitStack() as stack:
-        with writing("The run's folder cannot be written.", path, fix="make room or name another folder: --run DIR"):
-            path.mkdir(parents=True, exist_ok=True)
-            handle, has_locks = _hold(path, stack)
-            folder = RunFolder(path, last_attempt(path) + 1)
-            stack.callback(folder.close)
-            write_whole(path / ENVIRONMENT, json.dumps(describe_job(command), indent=2).encode())
-            text = f"attempt {folder.attempt}: {' '.join(masked(word) for word in command)}"
-            folder.event("started" if folder.attempt == 1 else "resumed", text, watched=TIERS)
-            if not has_locks:
-                folder.event("warning", "this storage has no locks: nothing keeps a second job from this run's folder")
-        yield folder, handle
-
-
-def _hold(path: Path, stack: contextlib.ExitStack) -> tuple[int, bool]:
-    """Holds the run; (the descriptor that does, whether the storage has locks). Whoever inherits it holds the run too,
-    until the lock is given back or all are gone."""
-    file = stack.enter_context((path / ".lock").open("a"))
-    held = lock(file)
-    if held is False:
-        raise UsageError("Another job is being recorded there.", place=path, fix="name another folder: --run DIR")
-    if held:
-        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may have it still
-    return file.fileno(), held is True
+    what = " ".join(masked(word) for word in command)
+    fix = "name another folder: --run DIR"
+    with recording(path, describe_job(command), what, fix=fix, watched=TIERS) as held:
+        yield held
 
 
 def _new_folder(command: list[str]) -> Path:
