@@ -207,13 +207,15 @@ class DeviceClock:
     """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
 
     Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and
-    loses its fine digits over hours. `resolve` must be called in the order of the marks.
+    loses its fine digits over hours. `resolve` must be called in the order of the marks. Events are used again when
+    they are resolved or dropped: there are never more than marks that were open at once, and one.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: torch.Event | None = None
         self._last_s = 0.0
+        self._pool: list[torch.Event] = []
         if not device.is_cpu:
             device.wait()
             self._last = self._record()
@@ -226,7 +228,7 @@ class DeviceClock:
         return self._last is None
 
     def _record(self) -> torch.Event:
-        event = torch.Event(self._device.torch_device, enable_timing=True)
+        event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device.torch_device))
         return event
 
@@ -242,8 +244,14 @@ class DeviceClock:
             return None
         assert self._last is not None
         self._last_s += self._last.elapsed_time(mark) / 1e3
+        self._pool.append(self._last)
         self._last = mark
         return self._last_s
+
+    def drop(self, mark: Mark) -> None:
+        """The mark will never be resolved: its event is free."""
+        if not isinstance(mark, float):
+            self._pool.append(mark)
 
 
 def keep_freed_memory() -> None:

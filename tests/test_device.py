@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
-from stoker.device import CACHE_BLOCK, DEVICE_BLOCK, block_of
+from stoker.device import CACHE_BLOCK, DEVICE_BLOCK, Device, block_of
+from stoker.measuring.ledger import Ledger
 
 FAULTS = """
 import resource, sys
@@ -46,3 +48,75 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 def test_blocks_are_smaller_on_a_cpu():
     assert block_of(torch.zeros(1)) == CACHE_BLOCK < DEVICE_BLOCK == block_of(torch.zeros(1, device="meta"))
+
+
+class LateDevice:
+    """In torch's place: an accelerator that does what it was given late, and on which a host wait raises.
+
+    Its own clock counts milliseconds from somewhere, as CUDA's does.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began_s = time.perf_counter()
+        self.late_s = 0.0
+        self.made: list[LateEvent] = []
+        self.may_wait = True
+        monkeypatch.setattr(torch, "Event", lambda *_, **__: LateEvent(self))
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: self.wait())
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: None)
+
+    def wait(self) -> None:
+        assert self.may_wait, "the host waits for the device"
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice) -> None:
+        self.device = device
+        self.at_s: float | None = None
+        device.made.append(self)
+
+    def record(self, _: object) -> None:
+        self.at_s = time.perf_counter() + self.device.late_s
+
+    def query(self) -> bool:
+        assert self.at_s is not None
+        return self.at_s <= time.perf_counter()
+
+    def synchronize(self) -> None:
+        self.device.wait()
+
+    def elapsed_time(self, later: "LateEvent") -> float:
+        assert self.at_s is not None
+        assert later.at_s is not None
+        assert self.query(), "CUDA raises where one is not reached"
+        assert later.query(), "CUDA raises where one is not reached"
+        return (later.at_s - self.at_s) * 1e3
+
+
+def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = LateDevice(monkeypatch)
+    ledger = Ledger(Device(torch.device("cuda", 0)).make_clock(), started_s=time.perf_counter())
+    fake.may_wait = False
+    for _ in range(3_000):
+        with ledger.compute():
+            pass
+    prompt = len(fake.made)
+    fake.late_s = 1e4
+    for _ in range(3_000):
+        with ledger.compute(), ledger.phase("comm"):
+            pass
+    account = ledger.window(0.0)
+    assert prompt <= 4, "each is free again when its step is seen done"
+    assert len(fake.made) < 600
+    assert account is not None
+    assert account.steps == account.starved == 3_000
+    assert sum(account.phases.values()) == pytest.approx(account.wall_s)
+
+
+def test_a_cpu_needs_no_event_and_does_not_starve() -> None:
+    ledger = Ledger(Device(torch.device("cpu")).make_clock(), started_s=time.perf_counter())
+    with ledger.compute():
+        pass
+    account = ledger.window(0.0)
+    assert account is not None
+    assert (account.steps, account.starved) == (1, None)

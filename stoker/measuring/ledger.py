@@ -3,7 +3,8 @@
 The training thread says what it is doing (`phase`, `compute`); the device's marks say when it computed. Both are lines
 of labelled intervals, merged into one. In each instant the first rule that holds decides:
 
-1. the device works on an optimizer step      -> `compute`; `recovery` when an earlier attempt had done it and lost it
+1. the device works on an optimizer step      -> `compute`; `recovery` when an earlier attempt had done it and lost it;
+   or is in a phase of its own                -> `comm` or `h2d`, which the thread said while issuing it
 2. the training thread is in a phase          -> that phase, the innermost one: it interrupts those around it
 3. the training thread is issuing a step      -> `host`: the device waits to be told what to do
 4. the run has said nothing since its start   -> `startup`
@@ -17,7 +18,9 @@ Within `input_wait` the thread says afterwards what it waited for (`split`), as 
 line before the two are merged, so the split too speaks only of time in which the device stood still, and adds up to the
 phase exactly; what no interval covers is `queue`.
 
-The marks bracket a step, so a device that starves *between* the kernels of a step counts as computing.
+The marks bracket a step, so a device that starves *between* the kernels of a step counts as computing. That it did is
+seen when the thread has issued the last of a step and the device has done it: such steps are counted (`starved`). How
+long it starved, profiler windows say (`trace.py`).
 
 What the host knows bounds every mark: it is not before it was issued, not before the device was last seen not to have
 reached it, and not after it was seen reached. A mark that breaks a bound shifts all later ones, so a device clock that
@@ -25,7 +28,8 @@ drifts against the host's (10 ppm are a second a day) is followed: to within a s
 work, to within microseconds where it idles, since an idle device reaches the first mark of a step at once.
 
 Windows close at the present: a step that the device has begun and not ended is `compute` up to now, and the rest of it
-belongs to the next window. So nothing is estimated later and nothing is kept but the marks that are still open.
+belongs to the next window. So nothing is estimated later and nothing is kept but the marks that are still open, some
+hundreds at most: a device that lags by more is not waiting for anybody, and its steps are then bracketed together.
 
 Cost: `benchmarks/ledger.py`. Not thread-safe: one thread trains, and it alone speaks.
 """
@@ -44,9 +48,15 @@ SAYABLE = frozenset(PHASES) - {"compute", "unattributed"}
 
 _INPUT, _HAND_OVER = "input_wait", "queue"
 
+_ON_DEVICE = frozenset({"comm", "h2d"})
+"""Phases whose work the thread only issues: the device's marks say how long they took."""
+
 _CALIBRATE_EVERY_S = 1.0
-_CALIBRATE_QUESTIONS = 30
+_QUESTIONS = 30
 """About 1 µs each on CUDA; an idle GPU reaches a recorded event some 10 µs after it was issued."""
+
+_MOST_MARKS = 512
+"""Marks that are open at once. CUDA takes some 1,000 launches ahead, and a step has hundreds."""
 
 _MOST_CHANGES = 4096
 """Changes of phase that are kept before they are summed up, should nobody ask for a window."""
@@ -63,7 +73,11 @@ class Clock(Protocol):
         """The moment at which the device will have done everything issued so far."""
 
     def resolve(self, mark: Any) -> float | None:
-        """That moment in seconds of the host's clock, or None while it is not reached. Called in the order of marks."""
+        """That moment in seconds of the host's clock, or None while it is not reached. Called in the order of marks;
+        a mark that is resolved is not asked for again."""
+
+    def drop(self, mark: Any) -> None:
+        """The mark will never be asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +86,8 @@ class Account:
 
     phases: device-seconds by phase, none negative, a phase that took none is absent; they add up to wall_s × devices.
     input: those of `input_wait` by stage, of records.INPUT_STAGES; they add up to it.
-    steps: optimizer steps that the device ended in it.
+    steps: optimizer steps that the device ended in it. starved: steps issued in it that the device had done when the
+    last of them was issued; None on a CPU.
     """
 
     start_s: float
@@ -81,6 +96,7 @@ class Account:
     phases: dict[str, float]
     input: dict[str, float]
     steps: int
+    starved: int | None
 
 
 class _Said(NamedTuple):
@@ -92,20 +108,20 @@ class _Said(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What the device does from at_s on (None: no step)."""
+    """What the device does from at_s on (None: nothing that was said); steps: that end there."""
 
     at_s: float
     label: str | None
-    ends_step: bool
+    steps: int
 
 
 class _Pending(NamedTuple):
-    """A mark whose moment is not known yet, and what the device does from there on (None: no step)."""
+    """A mark whose moment is not known yet, and what `_Done` will say of it."""
 
     mark: Any
     issued_s: float
     label: str | None
-    ends_step: bool
+    steps: int
 
 
 class Ledger:
@@ -122,11 +138,13 @@ class Ledger:
         self._now = now
         self._devices = devices
         self._stack = ["startup"]
-        self._computing: str | None = None
+        self._issuing = False
+        self._device_in: str | None = None
 
         self._host_changes: deque[_Said] = deque()
         self._device_changes: deque[_Done] = deque()
         self._pending: deque[_Pending] = deque()
+        self._dropped_steps = 0
         self._skew_s = 0.0
         self._not_before_s = started_s
         self._calibrated_s = started_s
@@ -137,24 +155,23 @@ class Ledger:
         self._device_label: str | None = None
         self._seconds: dict[str, float] = {}
         self._input: dict[str, float] = {}
-        self._steps = 0
+        self._steps = self._starved = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The training thread is doing `name`, one of SAYABLE, until the block ends. Raises ValueError for others."""
+        """The training thread is doing `name`, one of SAYABLE, until the block ends. Raises ValueError for others.
+
+        `comm` and `h2d`: what it issues in the block; on an accelerator they last until the device has done it, or
+        until the stream that trains need not wait for it any more.
+        """
         _check(name)
-        interrupted = self._computing
-        if interrupted is not None:
-            self._mark(None)
-            self._computing = None
+        interrupted = self._turn(name if name in _ON_DEVICE else None)
         self._enter(name)
         try:
             yield
         finally:
             self._leave()
-            if interrupted is not None:
-                self._computing = interrupted
-                self._mark(interrupted)
+            self._turn(interrupted)
 
     def split(self, parts: Sequence[tuple[float, str]]) -> None:
         """What the `input_wait` that ends now was spent on: (end in seconds of `now`, one of INPUT_STAGES), ascending;
@@ -190,10 +207,10 @@ class Ledger:
     @contextlib.contextmanager
     def compute(self, *, again: bool = False) -> Iterator[None]:
         """Around issuing one optimizer step. again: an earlier attempt did this step too, and it was lost."""
-        if self._computing is not None:
+        if self._issuing:
             raise RuntimeError("a step is being issued already: compute() does not nest")
-        self._computing = "recovery" if again else "compute"
-        self._mark(self._computing)
+        self._issuing, interrupted, self._device_in = True, self._device_in, "recovery" if again else "compute"
+        self._mark(self._device_in)
         self._calibrate()
         self._enter("host")
         done = False
@@ -202,8 +219,10 @@ class Ledger:
             done = True
         finally:
             self._leave()
-            self._computing = None
-            self._mark(None, ends_step=done)
+            self._issuing, self._device_in = False, interrupted
+            self._mark(interrupted, steps=int(done))
+            if done and not self._clock.on_host:
+                self._starved += self._has_done_all()
 
     def window(self, min_s: float = 1.0) -> Account | None:
         """The account of the time since the last one, up to now; None when that is shorter than `min_s` seconds."""
@@ -222,8 +241,10 @@ class Ledger:
             phases=phases,
             input=stages,
             steps=self._steps,
+            starved=None if self._clock.on_host else self._starved,
         )
-        self._window_s, self._seconds, self._input, self._steps = self._settled_s, {}, {}, 0
+        self._window_s, self._seconds, self._input = self._settled_s, {}, {}
+        self._steps = self._starved = 0
         return account
 
     def finish(self) -> Account | None:
@@ -261,30 +282,53 @@ class Ledger:
         line, later = self._device_changes, []
         while line and line[-1].at_s >= begin_s:
             later.append(line.pop())
-        goes_on = line[-1] if line else _Done(begin_s, self._device_label, False)
-        line.append(_Done(begin_s, None, False))
+        goes_on = line[-1] if line else _Done(begin_s, self._device_label, 0)
+        line.append(_Done(begin_s, None, 0))
         while later and later[-1].at_s <= end_s:
             goes_on = later.pop()
-            if goes_on.ends_step:
-                line.append(_Done(goes_on.at_s, None, True))
-        line.append(_Done(end_s, goes_on.label, False))
+            if goes_on.steps:
+                line.append(_Done(goes_on.at_s, None, goes_on.steps))
+        line.append(_Done(end_s, goes_on.label, 0))
         line.extend(reversed(later))
 
-    def _mark(self, label: str | None, *, ends_step: bool = False) -> None:
+    def _turn(self, label: str | None) -> str | None:
+        """The device is in `label` from here on; returns in what it was."""
+        before, self._device_in = self._device_in, label
+        if label != before:
+            self._mark(label)
+        return before
+
+    def _mark(self, label: str | None, *, steps: int = 0) -> None:
         issued_s = self._now()
-        self._pending.append(_Pending(self._clock.mark(), issued_s, label, ends_step))
+        if len(self._pending) >= _MOST_MARKS:
+            self._resolve(issued_s)
+        if len(self._pending) >= _MOST_MARKS:  # the device lags, so it is at work also between the last marks
+            if self._pending[-1].label is None:
+                dropped = self._pending.pop()
+                self._clock.drop(dropped.mark)
+                self._dropped_steps += dropped.steps
+            if label is not None:
+                self._dropped_steps += steps
+                return
+        steps, self._dropped_steps = steps + self._dropped_steps, 0
+        self._pending.append(_Pending(self._clock.mark(), issued_s, label, steps))
 
     def _calibrate(self) -> None:
         """Once a second, asks for a step's first mark at once: an idle device has reached it, which bounds it."""
-        if self._pending[-1].issued_s - self._calibrated_s < _CALIBRATE_EVERY_S:
-            return
-        for _ in range(_CALIBRATE_QUESTIONS):
+        now_s = self._now()
+        if now_s - self._calibrated_s >= _CALIBRATE_EVERY_S:
+            self._has_done_all()
+            if len(self._pending) <= 1:  # else the device is at an earlier step: try at the next one
+                self._calibrated_s = now_s
+
+    def _has_done_all(self) -> bool:
+        """Whether the device has done what it was given, or does within some 30 µs. Asked once where it is at
+        something earlier than what came last."""
+        for _ in range(_QUESTIONS):
             self._resolve(self._now())
-            if len(self._pending) > 1:
-                return  # the device is at an earlier step: try at the next one
-            self._calibrated_s = self._now()
-            if not self._pending:
-                return
+            if len(self._pending) != 1:
+                break
+        return not self._pending
 
     def _resolve(self, asked_s: float) -> None:
         """Moves the marks that the device has reached to its changes. asked_s: a moment before the first question."""
@@ -298,7 +342,7 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             at_s = min(max(said_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = at_s - said_s
-            self._device_changes.append(_Done(at_s, first.label, first.ends_step))
+            self._device_changes.append(_Done(at_s, first.label, first.steps))
 
     def _settle(self) -> None:
         """Charges all time up to now. What the device did later than that stays for the next time."""
@@ -310,8 +354,8 @@ class Ledger:
             device_s = device[0].at_s if device else until_s
             self._count(min(host_s, device_s, until_s))
             if device and device_s <= min(host_s, until_s):
-                _, self._device_label, ends_step = device.popleft()
-                self._steps += ends_step
+                _, self._device_label, steps = device.popleft()
+                self._steps += steps
             elif host and host_s <= until_s:
                 _, self._host_label, self._host_stage = host.popleft()
             else:

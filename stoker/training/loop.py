@@ -288,6 +288,7 @@ class Training:
             grad_norm=reading.norm,
             skipped=reading.skipped,
             memory_peak_bytes=job.device.memory().peak,
+            starved=account.starved,
         )
         job.folder.append(STEPS, window)
         self.board.window(window)
