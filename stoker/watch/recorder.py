@@ -1,7 +1,8 @@
 """The records of a watched job: an ordinary run folder, from what driver, kernel and the job's output say (tier 0).
 
 A thread follows output.log, which the keeper writes, so that nothing here can hold up the job. Not here: starting the
-job and its end (`watch.py`), what lines mean (`output.py`), what they add up to (`meter.py`).
+job and its end (`watch.py`), a job that runs already (`attach.py`), its stacks (`stacks.py`), its processes
+(`processes.py`), what lines mean (`output.py`), what they add up to (`meter.py`).
 """
 
 import contextlib
@@ -10,42 +11,76 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from stoker.cgroup import Cgroup
 from stoker.errors import writing
 from stoker.measuring.environment import describe_job, masked
+from stoker.measuring.kernel import kernel_lines
 from stoker.measuring.witness import Witness
 from stoker.records import ENVIRONMENT, OUTPUT, STEPS, RunFolder, make_run, recording
+from stoker.watch import stacks
 from stoker.watch.meter import Meter
 from stoker.watch.output import Lines, parse
+from stoker.watch.processes import Tree
 
 RUNS = Path("runs")
 
+STACKS_TIER, INSIDE_TIER = "stacks of the job", "inside the job"
+
 TIERS = {
     "driver, kernel and output": "recorded",
-    "stacks of the job": "not recorded: this stoker does not take them",
-    "inside the job": "not recorded: this stoker does not look there; what no line of the output says is unattributed",
+    STACKS_TIER: stacks.RECORDED,
+    INSIDE_TIER: "not recorded: this stoker does not look there; what no line of the output says is unattributed",
 }
-"""What is known of a watched job, by how it was learned; an event of the run has it."""
+"""What is known of a watched job, by how it was learned; an event of the run has it. What turns out not to be recorded
+is said by another event, with all of them."""
 
 POLL_S, WINDOW_S, SILENCE_S = 0.25, 1.0, 10.0
 """How often the output is looked at; the least length of a window, and of one in which the job said nothing."""
+LOOK_S = 2.0
+"""How often its processes and their open files are looked at."""
+HEAD_BYTES = 4096
+"""Of output.log, whose checksum tells at which file an attempt began when it has got another name meanwhile."""
+KERNEL_LINES, PIDS = 50, 256
+"""Lines of the kernel's log and numbers of processes that the event of the end has at most."""
+SPINS_S = 30.0
+"""Time without a step or a line after which a job that reads an empty file is said to spin."""
 
 
 @contextlib.contextmanager
-def open_run_folder(run: str | None, command: list[str]) -> Iterator[tuple[RunFolder, int]]:
+def open_run_folder(
+    run: str | None,
+    command: list[str],
+    *,
+    tiers: Mapping[str, str] = TIERS,
+    environment: Mapping[str, Any] | None = None,
+    **data: Any,
+) -> Iterator[tuple[RunFolder, int]]:
     """(the run's folder, ready to write; the descriptor that holds its lock). run: None: runs/watch-NAME-N.
 
-    Raises UsageError when the folder is that of a training or of a living job; StorageError when it cannot be written.
+    environment: of the job; default: of one that is started from here. data: more for the event that begins the
+    attempt. Raises UsageError when the folder is that of a training or of a living job; StorageError when it cannot be
+    written.
     """
     path = _new_folder(command) if run is None else Path(run).expanduser()
     what = " ".join(masked(word) for word in command)
     fix = "name another folder: --run DIR"
-    with recording(path, describe_job(command), what, fix=fix, watched=TIERS) as held:
+    described = describe_job(command) if environment is None else dict(environment)
+    begins = _output_begins(path / OUTPUT)
+    with recording(path, described, what, fix=fix, watched=dict(tiers), **begins, **data) as held:
         yield held
+
+
+def _output_begins(log: Path) -> dict[str, int]:
+    """Where this attempt's part of output.log begins, and by which beginning that file is known."""
+    size = log.stat().st_size if log.exists() else 0
+    if not size:
+        return {"output_offset": 0}
+    with log.open("rb") as file:
+        return {"output_offset": size, "output_head": zlib.crc32(file.read(min(size, HEAD_BYTES)))}
 
 
 def _new_folder(command: list[str]) -> Path:
@@ -69,22 +104,41 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w.]+", "_", text).strip("._") or "job"
 
 
-class Recorder:
-    """Writes what is seen of a job into its run's folder."""
+class Output(Protocol):
+    """Where the job's output comes from."""
 
-    def __init__(self, folder: RunFolder, command: list[str]) -> None:
+    def read(self) -> Iterator[bytes]:
+        """What came since the last time."""
+        ...
+
+
+class Recorder:
+    """Writes what is seen of a job into its run's folder.
+
+    output: of the job; default: what the keeper writes into output.log.
+    """
+
+    def __init__(
+        self, folder: RunFolder, command: list[str], *, tiers: Mapping[str, str] = TIERS, output: Output | None = None
+    ) -> None:
         self._folder = folder
         self._name = job_name(command)
         self._stop = threading.Event()
-        self._kills = Cgroup().oom_kills()
-        self._log = folder.path / OUTPUT
-        self._from = self._log.stat().st_size if self._log.exists() else 0  # an attempt before wrote that
+        self._tiers = dict(tiers)
+        self._tier_lock = threading.Lock()
+        self._began_s = time.monotonic()
+        self._tree: Tree | None = None
+        log = folder.path / OUTPUT
+        self._output = output or Tail(log, log.stat().st_size if log.exists() else 0)  # an attempt before wrote that
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
-        """Inside, the job is looked at: its output four times a second, its processes once."""
+        """Inside, the job is looked at: its output four times a second, driver and kernel once, its processes and
+        stacks every few seconds."""
         thread = threading.Thread(target=self._follow, name="recorder", daemon=True)
-        with Witness(self._folder, pid=job):
+        self._tree = Tree(job)
+        witness = Witness(self._folder, pid=job)
+        with witness, stacks.Stacks(self._folder, job, witness=witness, tell=self._no_stacks):
             thread.start()
             try:
                 yield
@@ -92,19 +146,50 @@ class Recorder:
                 self._stop.set()
                 thread.join(5.0)  # one that hangs in a storage that went away is left behind
 
-    def ended(self, code: int) -> None:
-        """code: as of `subprocess`, the negative number of a signal."""
-        kills = Cgroup().oom_kills()
-        data: dict[str, Any] = {"exit_code": code if code >= 0 else 128 - code}
+    def tier(self, name: str, said: str) -> None:
+        """What is known now of a way to learn about the job. From any thread."""
+        with self._tier_lock:
+            if self._tiers.get(name) != said:
+                self._tiers[name] = said
+                self._folder.event("note", f"{name}: {said}", watched=dict(self._tiers))
+
+    def ended(self, code: int | None) -> None:
+        """code: as of `subprocess`, the negative number of a signal; None: nobody could know."""
+        data = self._context()
+        if code is None:
+            self._folder.event("failed", f"{self._name} ended; its exit code is not known", **data)
+            return
+        data["exit_code"] = code if code >= 0 else 128 - code
         if code < 0:
             data["signal"] = -code
-        if kills is not None and self._kills is not None:
-            data["oom_kills"] = max(0, kills - self._kills)
         how = f"ended with exit code {code}" if code >= 0 else f"ended by signal {-code}"
         self._folder.event("finished" if code == 0 else "failed", f"{self._name} {how}", **data)
 
+    def detached(self) -> None:
+        """The job lives on, and is looked at no more."""
+        self._folder.event("note", f"{self._name} is watched no more; it lives on")
+
     def failed_to_start(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)
+
+    def _no_stacks(self, reason: str) -> None:
+        self.tier(STACKS_TIER, reason)
+
+    def _context(self) -> dict[str, Any]:
+        """What was seen of its processes and what the kernel said meanwhile; what nobody told is absent."""
+        if self._tree is None:
+            return {}
+        data: dict[str, Any] = {}
+        if (kills := self._tree.oom_kills()) is not None:
+            data["oom_kills"] = kills
+        lines = kernel_lines(self._began_s)
+        if lines:
+            data["kernel"] = [f"[{line.at_s:.6f}] {line.text}" for line in lines[-KERNEL_LINES:]]
+            named = {int(number) for line in data["kernel"] for number in re.findall(r"\d{1,9}", line)}
+            data["pids"] = sorted(self._tree.pids & named)[:PIDS]
+        if empty := self._tree.empty_inputs():
+            data["empty_inputs"] = empty
+        return data
 
     def _follow(self) -> None:
         try:
@@ -116,16 +201,26 @@ class Recorder:
         environment = json.loads((self._folder.path / ENVIRONMENT).read_bytes())
         devices = max(1, len(environment["gpu"]["gpus"]))
         meter = Meter(attempt=self._folder.attempt, devices=devices, start_s=time.time())
-        lines, tail, said = Lines(), Tail(self._log, self._from), False
+        lines, said, spins = Lines(), False, False
+        look_s = heard_s = time.monotonic()
         while True:
             last = self._stop.wait(POLL_S)
-            for data in tail.read():
+            for data in self._output.read():
+                heard_s = time.monotonic()
                 _add(meter, lines.feed(data))
             if last:
                 _add(meter, lines.feed(b"", final=True))
             if meter.not_finite is not None and not said:
                 said = True
                 self._folder.event("warning", f"the job says that {meter.not_finite}", step=meter.step)
+            if self._tree is not None and time.monotonic() >= look_s and not last:
+                self._tree.look()
+                look_s = time.monotonic() + LOOK_S
+                empty = self._tree.empty_inputs()
+                if empty and not spins and time.monotonic() - heard_s > SPINS_S:
+                    spins = True
+                    text = f"the job has said nothing for {SPINS_S:.0f} s and reads {empty[0]}, a file of zero bytes"
+                    self._folder.event("warning", text, empty_inputs=empty)
             now_s = time.time()
             open_s = now_s - meter.start_s
             if last or (open_s >= WINDOW_S and meter.has_news()) or open_s >= SILENCE_S:
