@@ -1,0 +1,321 @@
+"""Whether `stoker why` names the right cause: real jobs on the CPU with one fault injected each, and healthy ones.
+
+    python benchmarks/diagnose.py [--quick] [--seed N] [--only CAUSE …] [--kinds KIND …] [--runs N] [--json FILE]
+
+A cell is a cause, at one of two strengths, in one kind of job; how large the fault is in each run is drawn by the
+seed, which is printed. Right is a run whose first finding above "info" has an id that the cell accepts; a healthy run
+is right without one. Where the injector knows how much time it took, the loss that the finding names is compared with
+it. Cells that this machine does not permit are n/a, with the reason. What is finished is kept in a file (`--partial`)
+beside the result: the same command with the same seed goes on there, as long as the catalogue is the same.
+
+The causes are in `diagnose_causes.py`, the faults in `diagnose_inside.py` and `diagnose_outside.py`, the jobs in
+`diagnose_job.py` and `diagnose_keras.py`, the counting in `diagnose_score.py`. Jobs that leave a core alone run two at
+a time, the others alone, so that none is the fault of another.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import diagnose_outside as outside
+import msgspec
+from diagnose_causes import CAUSES, KINDS, Case, Cause, Plan
+from diagnose_data import draw_all
+from diagnose_score import NONE, Outcome, cells, confusion, share, wilson
+from report import Bar, Report, options, publish
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RUNS, QUICK_RUNS = 3, 1
+HEALTHY_RUNS = 6
+"""Of each kind, in the whole benchmark: the bar of healthy runs needs more than three."""
+SECONDS = 8.0
+TIMEOUT_S = 90.0
+CORES = 2.0
+QUICK = ("healthy", "slow_storage", "slow_decode", "python_bound", "evaluation", "quota", "memory_kill", "small_shm")
+STRONG_GOAL, WEAK_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.90, 0.75, 0.95, 0.15
+
+
+class Task(msgspec.Struct, frozen=True):
+    cause: str
+    strength: str
+    kind: str
+    run: int
+
+
+def tasks(arguments: argparse.Namespace) -> list[Task]:
+    """All runs, in an order drawn by the seed."""
+    runs = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
+    names = arguments.only or (QUICK if arguments.quick else CAUSES)
+    found = []
+    for name in names:
+        cause = CAUSES[name]
+        for kind in cause.kinds:
+            if kind not in arguments.kinds:
+                continue
+            if name == "healthy":
+                count = runs if arguments.runs or arguments.quick else HEALTHY_RUNS
+                found += [Task(name, "", kind, run) for run in range(count)]
+            else:
+                strengths = ("strong",) if arguments.quick and not arguments.strengths else arguments.strengths or (
+                    "weak", "strong")  # fmt: skip
+                found += [Task(name, strength, kind, run) for strength in strengths for run in range(runs)]
+    random.Random(f"order {arguments.seed}").shuffle(found)
+    return found
+
+
+def level_of(task: Task, seed: int) -> float:
+    low, high = CAUSES[task.cause].strong if task.strength == "strong" else CAUSES[task.cause].weak
+    return random.Random(f"{seed}/{task.cause}/{task.strength}/{task.kind}/{task.run}").uniform(low, high)
+
+
+class Bench:
+    """Runs tasks in a folder of their own. base: has the drawn data."""
+
+    def __init__(self, base: Path, arguments: argparse.Namespace) -> None:
+        self.base, self.arguments = base, arguments
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def outcome(self, task: Task) -> Outcome:
+        cause, level = CAUSES[task.cause], level_of(task, self.arguments.seed)
+        with self._lock:
+            self._count += 1
+            folder = self.base / f"{self._count:04d}-{task.cause}-{task.strength}-{task.kind}-{task.run}"
+        folder.mkdir()
+        began = time.monotonic()
+        told: dict[str, Any] = {
+            "cause": task.cause, "strength": task.strength, "kind": task.kind, "run": task.run, "level": level,
+            "accepts": tuple(sorted(cause.accepts)),
+        }  # fmt: skip
+        try:
+            plan = cause.plan(Case(task.kind, level, folder))
+            told |= self._run(cause, task.kind, plan, folder)
+        except outside.NotPermitted as error:
+            told |= {"named": None, "reason": str(error)}
+        except (subprocess.SubprocessError, json.JSONDecodeError, OSError, KeyError) as error:
+            told |= {"named": None, "reason": f"{type(error).__name__}: {str(error)[-300:]}"}
+        if not self.arguments.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(**told, took_s=round(time.monotonic() - began, 2))
+
+    def _run(self, cause: Cause, kind: str, plan: Plan, folder: Path) -> dict[str, Any]:
+        run, log = folder / "run", folder / "job"
+        with plan.around() as around:
+            command = self._command(cause, kind, plan, run, log)
+            variables = {
+                **os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "PYTHONPATH": str(ROOT),
+                "STOKER_CACHE_DIR": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "torch",
+            }  # fmt: skip
+            if around.variables.get("NVML_STUB"):
+                del variables["CUDA_VISIBLE_DEVICES"]
+            variables |= plan.variables | around.variables
+            with (folder / "output").open("wb") as output:
+                job = subprocess.Popen(
+                    [*around.before, *command], env=variables, cwd=folder, stdout=output, stderr=output,
+                    start_new_session=True,
+                )  # fmt: skip
+                try:
+                    code = self._wait(job, plan)
+                    findings = self._why(run)
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(job.pid, signal.SIGKILL)
+                    job.wait()
+            facts = around.facts() if around.facts is not None else {}
+            injected_s = around.injected_s() if around.injected_s is not None else None
+        inner = folder / "job.0.json"
+        if inner.exists():
+            facts |= json.loads(inner.read_text())
+            if cause.name == "straggler":
+                facts |= json.loads((folder / "job.1.json").read_text())
+        if injected_s is None:
+            injected_s = known_s(cause.name, facts)
+        grave = [finding for finding in findings if finding["severity"] != "info"]
+        return {
+            "named": grave[0]["cause"] if grave else NONE,
+            "named_s": grave[0].get("lost_device_s") if grave else None,
+            "others": tuple(finding["cause"] for finding in grave[1:]),
+            "injected_s": injected_s if cause.known and kind != "stoker" else None,
+            "exit_code": code,
+            "facts": facts,
+        }
+
+    def _command(self, cause: Cause, kind: str, plan: Plan, run: Path, log: Path) -> list[str]:
+        python = sys.executable
+        if kind == "stoker":
+            data = plan.data if plan.data.startswith("gs://") else str(self.base / "ours" / plan.data)
+            return [
+                python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
+                "--canvas", "96", "96", "--eager", "--for", str(self.arguments.steps),
+                *defaults(plan.options, ("--batch", "8"), ("--eval-every", "0"), ("--checkpoint-every", "0")),
+                *plan.options,
+            ]  # fmt: skip
+        seconds = str(cause.seconds or self.arguments.seconds)
+        script = HERE / ("diagnose_keras.py" if kind == "keras" else "diagnose_job.py")
+        job = [python, str(script), "--data", str(self.base / "pictures"), "--log", str(log), "--seconds", seconds]
+        job += plan.options
+        if kind == "measure":
+            return [*job, "--measure", str(run)]
+        return [python, "-m", "stoker", "watch", "--run", str(run), "--", *job]
+
+    def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan) -> int | None:
+        """The exit code; None of a job that lives still."""
+        if plan.live_s is None:
+            return job.wait(TIMEOUT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.wait(plan.live_s)
+        return None
+
+    def _why(self, run: Path) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", "why", str(run), "--json"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        if done.returncode:
+            raise subprocess.SubprocessError(f"stoker why: {done.stderr.strip()[-300:]}")
+        found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+        return found
+
+
+def known_s(cause: str, facts: dict[str, float]) -> float | None:
+    """What the job's own clocks say the fault took."""
+    if cause == "one_loader_thread":
+        return facts.get("waited_s")
+    if cause == "slow_link":
+        return facts.get("comm_s")
+    return facts.get("injected_s")
+
+
+def defaults(given: tuple[str, ...], *pairs: tuple[str, str]) -> list[str]:
+    return [word for pair in pairs if pair[0] not in given for word in pair]
+
+
+def run_all(bench: Bench, todo: list[Task], keep: Path | None) -> list[Outcome]:
+    """As many at a time as the cores are enough for, in order as far as that allows."""
+    done: list[Outcome] = []
+    waiting, running = list(todo), dict[Future[Outcome], float]()
+    with ThreadPoolExecutor(2) as pool:
+        while waiting or running:
+            free = CORES - sum(running.values())
+            fits = next((task for task in waiting if CAUSES[task.cause].cores <= free and len(running) < 2), None)
+            if fits is not None:
+                waiting.remove(fits)
+                running[pool.submit(bench.outcome, fits)] = CAUSES[fits.cause].cores
+                continue
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                outcome = future.result()
+                done.append(outcome)
+                if keep is not None:
+                    with keep.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(outcome.as_dict()) + "\n")
+                show(outcome, len(done), len(todo))
+    return done
+
+
+def show(outcome: Outcome, count: int, of: int) -> None:
+    verdict = "n/a  " if outcome.named is None else "right" if outcome.right else "WRONG"
+    off = "" if outcome.off is None else f", {100 * outcome.off:+.0f} %"
+    said = outcome.reason if outcome.named is None else outcome.named
+    print(
+        f"{count}/{of} {verdict} {outcome.cause} {outcome.strength} {outcome.kind} #{outcome.run} "
+        f"level {outcome.level:.3g}: {said}{off} ({outcome.took_s:.0f} s)",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+def catalogue_hash() -> str:
+    from stoker.diagnose import catalogue
+
+    if hasattr(catalogue, "catalogue_hash"):
+        return str(catalogue.catalogue_hash())
+    return hashlib.sha256(Path(catalogue.__file__).read_bytes()).hexdigest()[:12]
+
+
+def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[Outcome]:
+    """What an interrupted benchmark of the same seed and catalogue has done; begins the file anew otherwise."""
+    if path is None:
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if not lines or json.loads(lines[0]) != mark:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(mark) + "\n", encoding="utf-8")
+        return []
+    found = [msgspec.convert(json.loads(line), Outcome) for line in lines[1:] if line.endswith("}")]
+    wanted = set(asked)
+    return [o for o in found if Task(o.cause, o.strength, o.kind, o.run) in wanted]
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    outside.own_mounts()
+    mark = {"seed": arguments.seed, "catalogue": catalogue_hash(), "seconds": arguments.seconds}
+    print(f"seed {arguments.seed}; catalogue {mark['catalogue']}", file=sys.stderr)
+    asked = tasks(arguments)
+    partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
+    done = before(partial, mark, asked)
+    finished = {Task(o.cause, o.strength, o.kind, o.run) for o in done}
+    folder = Path(tempfile.mkdtemp(prefix="stoker-diagnose-"))
+    try:
+        draw_all(folder)
+        done += run_all(Bench(folder, arguments), [task for task in asked if task not in finished], partial)
+    finally:
+        if arguments.keep:
+            print(f"kept in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return conclude(done, mark, arguments)
+
+
+def conclude(done: list[Outcome], mark: dict[str, Any], arguments: argparse.Namespace) -> Report:
+    done = sorted(done, key=lambda o: (list(CAUSES).index(o.cause), o.strength, KINDS.index(o.kind), o.run))
+    what = f"Causes named by `stoker why`, of faults injected; seed {mark['seed']}, catalogue {mark['catalogue']}"
+    report = Report(what, arguments.runs or (QUICK_RUNS if arguments.quick else RUNS), ("torch", "keras", "stoker"))
+    report.rows = cells(done) + confusion(done)
+    for name, goal, chosen in (
+        ("strong: the right cause first, share", STRONG_GOAL, [o for o in done if o.strength == "strong"]),
+        ("weak: the right cause first, share", WEAK_GOAL, [o for o in done if o.strength == "weak"]),
+        ("healthy: no finding above info, share", HEALTHY_GOAL, [o for o in done if o.cause == "healthy"]),
+    ):
+        right, count = share(chosen)
+        if count:
+            low, high = wilson(right, count)
+            report.rows.append({"what": name, "right": f"{right} of {count}", "share": right / count,
+                                "95 % from": low, "to": high})  # fmt: skip
+            report.bars.append(Bar.at_least(name, right / count, goal))
+    offs = sorted(abs(row["loss named, off by"]) for row in report.rows if "loss named, off by" in row)
+    if offs:
+        name = "cells whose named loss is within 15 % of the injected, share"
+        report.bars.append(Bar.at_least(name, sum(off <= LOSS_GOAL for off in offs) / len(offs), 1.0))
+    return report
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options(__doc__)
+    made.add_argument("--seed", type=int, default=int(time.time()), help="decides levels and order; default: the time")
+    made.add_argument("--only", nargs="+", choices=list(CAUSES), metavar="CAUSE", help=", ".join(CAUSES))
+    made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    made.add_argument("--strengths", nargs="+", choices=("weak", "strong"))
+    made.add_argument("--runs", type=int, help="of each cell")
+    made.add_argument("--seconds", type=float, default=SECONDS, help="of a job's loop")
+    made.add_argument("--steps", type=int, default=150, help="of `stoker train`")
+    made.add_argument("--partial", type=Path, metavar="FILE", help="finished runs, to go on after an interruption")
+    made.add_argument("--keep", action="store_true", help="keep the folders of the runs")
+    return made
+
+
+if __name__ == "__main__":
+    publish(run, parser())

@@ -1,0 +1,236 @@
+"""Faults that `diagnose.py` puts around a job: quotas, full disks, slow links, slow storage, a driver's counters.
+
+Each is a context in which the fault exists. It yields what has to stand before the job's command and in its
+environment, or raises NotPermitted where this machine does not let us: such a cell is "n/a", never right or wrong.
+Faults in a job's own code are in `diagnose_inside.py`.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CGROUPS = Path("/sys/fs/cgroup")
+INTO_GROUP = 'echo $$ > "$0" && exec "$@"'
+
+
+class NotPermitted(Exception):
+    """This machine does not let us make the fault; the text says why."""
+
+
+@dataclass
+class Around:
+    """before: words in front of the command. variables: of its environment. injected_s: the injected total, after."""
+
+    before: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    injected_s: Callable[[], float] | None = None
+    facts: Callable[[], dict[str, float]] | None = None
+    """What the fault's own counters say, after."""
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[Around]:
+    yield Around()
+
+
+@contextlib.contextmanager
+def _cgroup(controller: str, limits: dict[str, str]) -> Iterator[Path]:
+    """A cgroup of version 1; its processes are moved out at the end."""
+    if not (CGROUPS / controller / "tasks").exists():
+        raise NotPermitted(f"no cgroup of version 1 for {controller}")
+    group = CGROUPS / controller / f"stoker-diagnose-{os.getpid()}-{random.randrange(10**9)}"
+    try:
+        group.mkdir()
+        for name, value in limits.items():
+            (group / name).write_text(value)
+    except OSError as error:
+        raise NotPermitted(f"{controller}: {error.strerror}") from error
+    try:
+        yield group
+    finally:
+        for pid in (group / "tasks").read_text().split():
+            with contextlib.suppress(OSError):  # it ended
+                (CGROUPS / controller / "tasks").write_text(pid)
+        with contextlib.suppress(OSError):  # a zombie holds it: the kernel frees it later
+            group.rmdir()
+
+
+@contextlib.contextmanager
+def cpu_quota(cores: float) -> Iterator[Around]:
+    """cores: processors' worth of time."""
+    limits = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": str(int(cores * 100_000))}
+    with _cgroup("cpu", limits) as group:
+
+        def facts() -> dict[str, float]:
+            words = (group / "cpu.stat").read_text().split()
+            stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            return {"throttled_s": stat["throttled_time"] / 1e9, "throttled_periods": float(stat["nr_throttled"])}
+
+        yield Around(["sh", "-c", INTO_GROUP, str(group / "tasks")], facts=facts)
+
+
+@contextlib.contextmanager
+def memory_limit(size_bytes: int) -> Iterator[Around]:
+    with _cgroup("memory", {"memory.limit_in_bytes": str(size_bytes)}) as group:
+
+        def facts() -> dict[str, float]:
+            words = (group / "memory.oom_control").read_text().split()
+            return {"oom_kill": float(words[words.index("oom_kill") + 1])}
+
+        yield Around(["sh", "-c", INTO_GROUP, str(group / "tasks")], facts=facts)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size_bytes: int) -> Iterator[Around]:
+    """A file system of that size at `place`."""
+    place.mkdir(parents=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)], capture_output=True
+    )
+    if done.returncode:
+        raise NotPermitted(f"mount: {done.stderr.decode().strip()}")
+    try:
+        yield Around()
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+@contextlib.contextmanager
+def small_shm(size_bytes: int) -> Iterator[Around]:
+    """/dev/shm of that size, for the job alone."""
+    script = f'mount -t tmpfs -o size={size_bytes} tmpfs /dev/shm && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    _try([*before, "true"])
+    yield Around(before)
+
+
+@contextlib.contextmanager
+def slow_link(bytes_per_s: float) -> Iterator[Around]:
+    """A network of the job's own, whose loopback carries so much."""
+    kbit = int(bytes_per_s * 8 / 1000)
+    script = f'ip link set lo up && tc qdisc add dev lo root tbf rate {kbit}kbit burst 128kb latency 2s && exec "$@"'
+    before = ["unshare", "--net", "sh", "-c", script, "sh"]
+    _try([*before, "true"])
+    yield Around(before)
+
+
+def _try(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NotPermitted(f"{command[0]}: {error.strerror}") from error
+    if done.returncode:
+        raise NotPermitted(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+
+
+def _compiled(source: Path, target: Path, *flags: str) -> Path:
+    if not target.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise NotPermitted("no C compiler")
+        new = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", new, source, *flags], check=True)
+        new.replace(target)
+    return target
+
+
+@contextlib.contextmanager
+def slow_files(folder: Path, path: str, stall_s: float = 0.0) -> Iterator[Around]:
+    """Reads and writes of files with `path` in theirs take stall_s longer each, until the job says another number."""
+    library = _compiled(HERE / "diagnose_stall.c", folder.parent / "stall.so", "-ldl")
+    log = folder / "stalled"
+    variables = {"LD_PRELOAD": str(library), "STALL_PATH": path, "STALL_LOG": str(log)}
+    variables["STALL_NS"] = str(int(stall_s * 1e9))
+
+    def injected_s() -> float:
+        return int.from_bytes(log.read_bytes(), sys.byteorder) / 1e9
+
+    yield Around(variables=variables, injected_s=injected_s)
+
+
+@contextlib.contextmanager
+def busy_neighbours(count: int) -> Iterator[Around]:
+    """Processes of somebody else's that compute without end."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield Around()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@contextlib.contextmanager
+def object_server(files: Path, bucket: str, *, bytes_per_s: float | None, latency_s: float) -> Iterator[Around]:
+    """Google's API with what is in the folder `files`, over a link of that speed; gs://bucket for the job."""
+    command = [
+        sys.executable,
+        str(HERE / "diagnose_server.py"),
+        str(files),
+        bucket,
+        str(bytes_per_s or 0),
+        str(latency_s),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            if not url:
+                raise NotPermitted("the object server did not start")
+            yield Around(variables={"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "NO_PROXY": "127.0.0.1"})
+        finally:
+            server.kill()
+
+
+Answers = dict[str, float | int | str]
+"""Of the stub driver: key → value, as `tests/measuring/nvml_stub.c` reads them."""
+
+
+@contextlib.contextmanager
+def driver(folder: Path, answers: Callable[[float], Answers], *, every_s: float = 0.25) -> Iterator[Around]:
+    """NVIDIA's library with one GPU whose counters are answers(seconds since the start): simulated."""
+    stub = HERE.parent / "tests" / "measuring" / "nvml_stub.c"
+    target = folder / "driver" / "libnvidia-ml.so.1"
+    target.parent.mkdir()
+    _compiled(stub, target, "-Wl,-soname,libnvidia-ml.so.1")
+    told, over, began = folder / "driver" / "answers", threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        lines = ["-1 count 1", "-1 driver 570.00", "-1 cuda 12080"]
+        lines += [f"0 {key} {value}" for key, value in answers(time.monotonic() - began).items()]
+        new = told.with_suffix(".new")
+        new.write_text("\n".join(lines) + "\n")
+        new.replace(told)
+
+    def follow() -> None:
+        while not over.wait(every_s):
+            tell()
+
+    tell()
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield Around(variables={"LD_LIBRARY_PATH": str(target.parent), "NVML_STUB": str(told)})
+    finally:
+        over.set()
+        thread.join()
+
+
+def own_mounts() -> None:
+    """Gives this process a table of mounts of its own, so that none outlives it. Where that is refused the cells that
+    mount something say so by themselves."""
+    new_namespace = 0x00020000  # CLONE_NEWNS
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(new_namespace) == 0:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=False, capture_output=True)
