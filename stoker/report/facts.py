@@ -19,6 +19,7 @@ from stoker.evaluation import Evaluation, read_evaluation
 from stoker.metrics import Metrics
 from stoker.report.advice import Advice, advise
 from stoker.report.series import Bins, Series, ShareBins, Shares
+from stoker.report.timeline import Mark, marks
 from stoker.report.why import Why, gather
 from stoker.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.storage.runs import shown
@@ -82,6 +83,8 @@ class Report(msgspec.Struct, kw_only=True):
     curves: dict[str, Series]
     """Name → by step: `loss/…` for each part of it, `rate`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
     phases: Shares
+    marks: list[Mark]
+    """Where on the time line findings and events lie."""
     machine: dict[str, Series]
     """Name → by time, as `gpu 0/utilisation`, `cpu/mean`, `memory/process`."""
     settings: list[Setting]
@@ -104,12 +107,15 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     missing: list[str] = []
     events = list(records.read_lines(path, records.EVENTS, Event))
     start_t = _start(path, events)
-    settings = _settings(path, missing)
+    settings = settings_of(path)
+    if not (path / records.CONFIG).exists():
+        missing.append(f"The settings are not known: {records.CONFIG} is not there.")
     values = {one.name: one.value for one in settings}
     scored = _evaluations(events, path)
     evaluation = _evaluation(path, missing, bool(scored))
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _steps(path, missing, start_t or 0.0)
+    machine = _machine(path, missing, start_t or 0.0)
     kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
     kept_quarantined = _ends(quarantined, QUARANTINED_KEPT)
     missing += [f"Of the job, {tier}: {said}." for tier, said in why.watched.items() if said.startswith("not ")]
@@ -128,7 +134,8 @@ def collect(run: str | Path, price: float | None = None) -> Report:
         restarts=_restarts(events, start_t or 0.0),
         curves=curves,
         phases=phases,
-        machine=_machine(path, missing, start_t or 0.0),
+        marks=marks(why.findings, events, phases, machine, start_t or 0.0),
+        machine=machine,
         settings=settings,
         environment=_environment(path, missing),
         events=kept_events,
@@ -234,6 +241,7 @@ def _values(sample: DeviceSample) -> dict[str, float | None]:
         name = f"gpu {gpu.index}"
         values |= {
             f"{name}/utilisation": gpu.utilisation,
+            f"{name}/SM active": gpu.sm_active,
             f"{name}/memory": gpu.memory_used_bytes,
             f"{name}/memory of the GPU": gpu.memory_total_bytes,
             f"{name}/power, W": gpu.power_w,
@@ -262,12 +270,9 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
     return restarts
 
 
-def _settings(path: Path, missing: list[str]) -> list[Setting]:
-    """Read without a schema: a run of another version has its own settings."""
-    sections = records.read_settings(path)
-    if sections is None:
-        missing.append(f"The settings are not known: {records.CONFIG} is not there.")
-        return []
+def settings_of(path: Path) -> list[Setting]:
+    """Of a run; empty where it has none. Read without a schema: a run of another version has its own settings."""
+    sections = records.read_settings(path) or {}
     reasons = sections.pop("reasons", {})
     return [
         Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))

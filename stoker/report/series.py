@@ -10,7 +10,7 @@ import msgspec
 
 MOST_POINTS = 2000
 """Points of a curve: more than a screen has columns."""
-MOST_PARTS = 300
+MOST_PARTS = 1000
 """Bars of the phases over time."""
 
 

@@ -9,7 +9,6 @@ import html
 from typing import Any
 
 from stoker.evaluation import BINS, RECALLS, Evaluation
-from stoker.records import PHASES
 from stoker.report import format as fmt
 from stoker.report.facts import Report
 from stoker.report.page.markup import Markup, tag
@@ -167,10 +166,11 @@ def one_curve(
 def _restarts(report: Report) -> dict[str, Any]:
     """Vertical lines where the run went on after an end, in a chart by steps."""
     marks = report.restarts[-30:]
-    return _marks([(one.step, f"attempt {one.attempt}") for one in marks])
+    return vertical_lines([(one.step, f"attempt {one.attempt}") for one in marks])
 
 
-def _marks(places: list[tuple[float, str]]) -> dict[str, Any]:
+def vertical_lines(places: list[tuple[float, str]]) -> dict[str, Any]:
+    """Of a chart's layout: lines with texts at places of its x axis."""
     if not places:
         return {}
     shapes = [
@@ -216,38 +216,6 @@ def _span(report: Report) -> float:
     if report.phases.x:
         ends.append(report.phases.x[-1] + report.phases.width)
     return max(ends, default=0.0)
-
-
-def phases_over_time(charts: Charts, report: Report) -> Markup | None:
-    unit, seconds = time_unit(_span(report))
-    width = report.phases.width / seconds
-    x = [float(f"{start / seconds + width / 2:.6g}") for start in report.phases.x]
-    ordered = sorted(report.phases.parts, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
-    traces = [
-        {
-            "type": "bar",
-            "x": x,
-            "y": report.phases.parts[name],
-            "width": width,
-            "name": plain(name.replace("_", " ")),
-            "marker": {"color": PHASE_COLOURS.get(name, "var(--c8)"), "line": {"width": 0}},
-            "hovertemplate": "%{y:.0%}",
-        }
-        for name in ordered
-    ]
-    marks = _marks([(one.after_s / seconds, f"attempt {one.attempt}") for one in report.restarts[-30:]])
-    says = f"each bar is {fmt.duration(report.phases.width)}; blank: no process trained"
-    return charts.add(
-        "What the device did, over time",
-        says,
-        traces,
-        x=f"{unit} since the start",
-        legend={"traceorder": "normal"},
-        barmode="stack",
-        bargap=0,
-        yaxis={"range": [0, 1], "tickformat": ".0%"},
-        **marks,
-    )
 
 
 def machine(

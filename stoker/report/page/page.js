@@ -30,6 +30,10 @@
     title: { font: { size: 11 }, standoff: 6, ...(own && own.title) },
   });
 
+  // all axes of a chart; one whose time can be zoomed has a slider for it, also on a phone
+  const axes = (own) => Object.fromEntries(Object.entries(own).filter(([key]) => /^[xy]axis\d*$/.test(key)).map(
+    ([key, value]) => [key, axis(own.zooms && key === "xaxis" ? { ...value, fixedrange: false } : value)]));
+
   const layout = (chart) => ({
     ...chart.layout,
     height: chart.height,
@@ -42,8 +46,7 @@
     dragmode: narrow() ? false : "zoom",
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 11 },
               bgcolor: "rgba(0,0,0,0)", ...chart.layout.legend },
-    xaxis: axis(chart.layout.xaxis),
-    yaxis: axis(chart.layout.yaxis),
+    ...axes(chart.layout),
   });
 
   const draw = () => Promise.all(charts.map((chart) => {

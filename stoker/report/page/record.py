@@ -12,6 +12,7 @@ from stoker.report.facts import Report
 from stoker.report.page import charts as draw
 from stoker.report.page.charts import PHASE_COLOURS, Charts
 from stoker.report.page.markup import Child, Markup, code, section, table, tag
+from stoker.report.page.timeline import timeline
 from stoker.report.why import PhaseShare
 
 NAMED_FROM = 0.09
@@ -100,13 +101,13 @@ def times(report: Report, charts: Charts) -> Markup:
         right=range(1, 4 if money else 3),
         wide=(len(heads) - 1,),
     )
-    return section("time", "Time", tag("p", says), ledger, draw.phases_over_time(charts, report), _findings(report))
+    return section("time", "Time", tag("p", says), ledger, timeline(charts, report), _findings(report))
 
 
 def _findings(report: Report) -> list[Markup]:
     """Each finding of the diagnosis with its evidence."""
     made = []
-    for finding in report.why.findings:
+    for number, finding in enumerate(report.why.findings, start=1):
         lost = f"{fmt.duration(finding.lost_device_s)} lost" if finding.lost_device_s is not None else ""
         cost = f", cost {fmt.money(finding.lost_money)}" if finding.lost_money is not None else ""
         evidence = [
@@ -117,7 +118,7 @@ def _findings(report: Report) -> list[Markup]:
         made.append(
             tag(
                 "article",
-                tag("h4", f"{finding.severity}: {finding.title}"),
+                tag("h4", f"{number}. {finding.severity}: {finding.title}"),
                 tag("p", f"{lost}{cost}") if lost else None,
                 tag("ul", evidence),
                 tag("p", tag("b", "Fix: "), finding.fix, command),

@@ -1,0 +1,123 @@
+"""Marks of findings and events on the time line, and the time line in a real browser."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.records import DEVICES, EVENTS, STEPS, RunFolder
+from stoker.report.html import write_report
+from stoker.report.series import Series, Shares
+from stoker.report.timeline import Mark, marks, worst_stretch
+from stoker.schemas import DeviceSample, Event, Evidence, Finding, GpuSample, StepWindow
+from tests import browser
+
+
+def shares(*input_wait: float) -> Shares:
+    rest = [1 - share for share in input_wait]
+    return Shares(
+        x=[10.0 * n for n in range(len(rest))], width=10.0, parts={"input_wait": list(input_wait), "compute": rest}
+    )
+
+
+def finding(*places: str) -> Finding:
+    evidence = [Evidence(text=f"seen in {place}", place=place) for place in places]
+    return Finding(cause="input_bound", severity="warning", title="x", evidence=evidence)
+
+
+def spans(place: str, *, events: tuple[Event, ...] = (), phases: Shares | None = None, **curves: Series) -> list[Mark]:
+    machine = {name.replace("__", "/"): series for name, series in curves.items()}
+    found = marks([finding(place)], list(events), phases or shares(), machine, 1000.0)
+    return [mark for mark in found if mark.kind == "finding"]
+
+
+def test_a_phase_is_marked_where_it_took_most() -> None:
+    (mark,) = spans("steps.jsonl: phases.input_wait", phases=shares(0.1, 0.5, 0.1, 0.1, 0.6, 0.7, 0.1))
+    assert (mark.from_s, mark.to_s, mark.number) == (40.0, 60.0, 1)
+    assert spans("steps.jsonl: input.fetch", phases=shares(0.0, 0.2, 0.0))[0].from_s == 10.0
+    assert spans("steps.jsonl: phases.comm", phases=shares(0.1)) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_a_stretch_lies_inside_the_run_and_holds_the_worst_bar_or_more(values: list[float]) -> None:
+    span = worst_stretch(shares(*values), "input_wait")
+    if not any(values):
+        assert span is None
+        return
+    assert span is not None
+    first, last = int(span[0] // 10), int(span[1] // 10)
+    assert 0 <= first < last <= len(values)
+    mean = sum(values) / len(values)
+    assert all(value >= mean for value in values[first:last])
+    assert sum(values[first:last]) >= max(values)
+
+
+def test_a_gap_between_attempts_ends_a_stretch() -> None:
+    phases = Shares(x=[0.0, 10.0, 500.0], width=10.0, parts={"input_wait": [0.5, 0.5, 0.5]})
+    assert worst_stretch(phases, "input_wait") == (0.0, 20.0)
+
+
+def test_events_and_extremes_of_counters_are_moments() -> None:
+    spike = Event(t=1030.0, attempt=1, kind="loss_spike", text="jump")
+    assert [mark.from_s for mark in spans("events.jsonl: loss_spike", events=(spike, spike))] == [30.0]
+    assert [mark.from_s for mark in spans("events.jsonl:1", events=(spike,))] == [30.0]
+    assert spans("events.jsonl:7", events=(spike,)) == []
+    memory = Series(x=[1.0, 2.0, 3.0], mean=[1, 2, 1], low=[1, 1, 1], high=[1, 9, 2])
+    assert [m.from_s for m in spans("devices.jsonl: memory_used_bytes, memory_limit_bytes", memory__used=memory)] == [
+        2.0
+    ]
+    busy = Series(x=[1.0, 2.0], mean=[1, 0.5], low=[0.9, 0.1], high=[1, 1])
+    assert [m.from_s for m in spans("devices.jsonl: gpus.utilisation", **{"gpu 0__utilisation": busy})] == [2.0]
+    assert spans("quarantine.jsonl") == []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = RunFolder(tmp_path / "run", attempt=1)
+    folder.path.mkdir()
+    folder.event("started", "attempt 1: x")
+    start_t = next(json.loads(line)["t"] for line in (folder.path / EVENTS).read_text().splitlines())
+    for n in range(120):
+        waits = 0.6 if 40 <= n < 70 else 0.02
+        phases = {"compute": 1 - waits, "input_wait": waits}
+        folder.append(STEPS, StepWindow(t=start_t + n + 1, attempt=1, step=n, steps=1, pictures=8, wall_s=1.0, devices=1, phases=phases))  # fmt: skip
+        gpu = GpuSample(index=0, utilisation=1 - waits, sm_active=0.5)
+        folder.append(DEVICES, DeviceSample(t=start_t + n + 1, attempt=1, gpus=[gpu], cpu=[0.5, 0.7], psi_io=0.1))
+    folder.event("finished")
+    folder.close()
+    return folder.path
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
+def test_the_time_line_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Path) -> None:
+    page = write_report(run, tmp_path / "report.html")
+    charts = json.loads(page.read_text().partition('id="charts">')[2].partition("</script>")[0])
+    (name,) = [chart["id"] for chart in charts if "yaxis4" in chart["layout"]]
+    span = f"document.getElementById('{name}')._fullLayout.xaxis.range"
+    with browser.browser() as tab:
+        for width in (1280, 390):
+            tab.open(page, width=width, mobile=width < 600)
+            for axis in ("y", "x2y2", "x3y3", "x4y4"):
+                assert tab.value(f"document.querySelectorAll('#{name} .cartesianlayer .subplot').length") == 4, axis
+            whole = tab.value(span)
+            box = tab.value(
+                f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+                f" return [r.x, r.y, r.width, r.height]; }})"
+                f"(document.querySelector('#{name} "
+                + (".nsewdrag" if width > 600 else ".rangeslider-grabber-min")
+                + "'))"
+            )
+            x, y = box[0] + 0.25 * box[2], box[1] + box[3] / 2
+            to = x + (0.25 * box[2] if width > 600 else 80)
+            for kind, at in (
+                ("mousePressed", x),
+                ("mouseMoved", (x + to) / 2),
+                ("mouseMoved", to),
+                ("mouseReleased", to),
+            ):
+                tab.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+            zoomed = tab.value(f"new Promise(done => setTimeout(() => done({span}), 400))")
+            assert zoomed[1] - zoomed[0] < 0.9 * (whole[1] - whole[0]), width
+        assert tab.errors == []
