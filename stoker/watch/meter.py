@@ -2,13 +2,15 @@
 
 Jobs count differently: since the run's beginning, or anew in each epoch; each line may come twice. Here a counter that
 falls, or a new epoch, begins where the one before ended. Time is the watcher's own: what the job did in it is charged
-to a phase only where the job says so (torchvision's `data:` is `input_wait`); the rest is `unattributed`.
+to a phase where its processes were seen from the inside (`inside.py`), else only where the job says so (torchvision's
+`data:` is `input_wait`); the rest is `unattributed`.
 """
 
 import dataclasses
 import math
 
 from stoker.schemas import StepWindow
+from stoker.watch.inside import Seen
 from stoker.watch.output import Progress
 
 FIRST_MOST = 100
@@ -41,6 +43,7 @@ class Meter:
     _grad_norm: float | None = None
     _img_per_s: float | None = None
     _wait_share: float = 0.0
+    _ahead: int | None = None
 
     def add(self, progress: Progress) -> None:
         if progress.bar and progress.of != self._bar_of:
@@ -61,22 +64,29 @@ class Meter:
         """Whether something was said since the last window."""
         return bool(self._losses) or (self._window_step is not None and self.step > self._window_step)
 
-    def window(self, now_s: float) -> StepWindow:
-        """Of the time since the one before; it begins the next."""
+    def window(self, now_s: float, seen: Seen | None = None) -> StepWindow:
+        """Of the time since the one before; it begins the next. seen: rank 0 from the inside, in that time."""
         wall_s = max(0.0, now_s - self.start_s)
         before = self.step if self._window_step is None else self._window_step
         steps = max(0, self.step - before)
-        device_s = wall_s * self.devices
-        waited_s = device_s * self._wait_share if steps else 0.0
-        phases = {"input_wait": waited_s} if waited_s else {}
-        if device_s > waited_s:
-            phases["unattributed"] = device_s - waited_s
+        devices = self.devices if seen is None else seen.devices
+        phases = {"unattributed": wall_s * devices} if seen is None else dict(seen.phases)
+        pictures = round(self._img_per_s * wall_s) if steps and self._img_per_s else 0
+        if self._wait_share and steps and "input_wait" not in phases and (unknown_s := phases.get("unattributed")):
+            phases["input_wait"] = unknown_s * self._wait_share
+            phases["unattributed"] = unknown_s - phases["input_wait"]
+        step, rate = self.step, self._rate
+        if seen is not None and seen.step:  # it counts each step, the output perhaps every hundredth
+            if self._ahead is None and self._window_step is not None:
+                self._ahead = self.step - seen.step if self.step - seen.step > FIRST_MOST else 0
+            step, steps = seen.step + (self._ahead or 0), seen.steps
+            pictures = seen.pictures or pictures
+            rate = seen.rate if rate is None else rate
         line = StepWindow(
-            t=now_s, attempt=self.attempt, step=self.step, steps=steps,
-            pictures=round(self._img_per_s * wall_s) if steps and self._img_per_s else 0, wall_s=wall_s,
-            devices=self.devices, phases=phases,
+            t=now_s, attempt=self.attempt, step=step, steps=steps, pictures=pictures, wall_s=wall_s, devices=devices,
+            phases={name: seconds for name, seconds in phases.items() if seconds > 0},
             losses={name: sum(values) / len(values) for name, values in self._losses.items()},
-            rate=self._rate, grad_norm=self._grad_norm,
+            rate=rate, grad_norm=self._grad_norm,
         )  # fmt: skip
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None

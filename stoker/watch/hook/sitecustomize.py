@@ -1,0 +1,44 @@
+"""Python imports this at its start where the folder is on PYTHONPATH: the way of `stoker watch` into a job's processes.
+
+It starts `stoker_hook`, takes the folder off the path again and imports the `sitecustomize` that would have been found
+without it. Any Python may come by here, also one of a virtual environment that has no stoker: only the standard
+library, and syntax of Python 3.8. Whatever fails in it, the job goes on.
+"""
+
+import sys
+
+
+def _start():  # type: () -> None
+    import os
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    folder = os.environ.get("STOKER_HOOK")
+    try:
+        if folder and sys.version_info >= (3, 8):
+            import stoker_hook  # type: ignore[import-not-found, unused-ignore]
+
+            stoker_hook.start(folder)
+    except Exception as error:  # noqa: BLE001 (the job goes on without)
+        try:
+            with open(os.path.join(folder or here, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
+                file.write("start: %r\n" % error)  # noqa: UP031
+        except OSError:  # nowhere to say it: the watcher sees that nothing came
+            pass
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+
+
+def _go_on():  # type: () -> None
+    """Imports the job's own sitecustomize, which takes this module's place; errors in it are its own."""
+    this = sys.modules.pop(__name__, None)
+    try:
+        import sitecustomize  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError as error:
+        if getattr(error, "name", None) != "sitecustomize":
+            raise
+        if this is not None:
+            sys.modules[__name__] = this
+
+
+if __name__ == "sitecustomize":
+    _start()
+    _go_on()

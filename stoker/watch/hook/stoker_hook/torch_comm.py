@@ -1,0 +1,90 @@
+"""Collectives of torch.distributed: the time in them, and what of DDP's exchange the backward does not hide.
+
+DDP exchanges gradients while the backward still computes, and waits for the rest in a callback at its end. A callback
+that was queued before DDP's own runs right before that wait: from there to the end of the backward is the exposed part.
+On a GPU it is measured by two events on the training stream, which waits for the exchange.
+"""
+
+from functools import wraps
+
+from . import torch_loop
+from .clock import COMM, RANK, WORLD, clock, timed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+COLLECTIVES = (
+    "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "_all_gather_base",
+    "all_gather_object", "all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "scatter_object_list", "send", "recv",
+)  # fmt: skip
+
+
+def collectives(module: "Any") -> None:
+    """torch.distributed.distributed_c10d, before torch.distributed has taken its names."""
+    if not hasattr(module, "all_reduce"):  # a torch without distributed
+        return
+    for name in COLLECTIVES:
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, timed(COMM, original))
+    module.Work.wait = timed(COMM, module.Work.wait)
+    begin = module.init_process_group
+
+    @wraps(begin)
+    def init_process_group(*words: "Any", **named: "Any") -> "Any":
+        made = begin(*words, **named)
+        try:
+            clock.values[WORLD] = float(module.get_world_size())
+            if clock.values[RANK] < 0:  # else the rank within this machine is known
+                clock.values[RANK] = float(module.get_rank())
+            if clock.values[WORLD] > 1:
+                torch_loop.at_end = _exposed
+        except Exception as error:  # noqa: BLE001
+            clock.fail("init_process_group", error)
+        return made
+
+    module.init_process_group = init_process_group
+
+
+def _exposed(tensors: "Any") -> "Callable[[], None] | None":
+    """To be called before a backward; what it returns, at its end."""
+    try:
+        root = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        if not clock.is_free() or not getattr(root, "requires_grad", False):
+            return None
+        waiting: list[bool] = []
+
+        def waits() -> None:  # in the engine, before DDP's wait
+            if clock.marks is not None:
+                clock.marks.comm_begins()
+                waiting.append(False)
+            else:
+                waiting.append(clock.enter(COMM))
+
+        def in_backward(_: "Any") -> None:
+            engine.queue_callback(waits)
+
+        engine = _engine()
+        handle = root.register_hook(in_backward)
+    except Exception as error:  # noqa: BLE001
+        clock.fail("backward", error)
+        return None
+
+    def ends() -> None:
+        handle.remove()
+        if clock.marks is not None and waiting:
+            clock.marks.comm_ends()
+        elif any(waiting):
+            clock.leave()
+
+    return ends
+
+
+def _engine() -> "Any":
+    from sys import modules
+
+    return modules["torch.autograd"].Variable._execution_engine  # type: ignore[attr-defined, unused-ignore]

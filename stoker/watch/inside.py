@@ -1,0 +1,304 @@
+"""What a watched job's own processes say: cells of the hook in, phases of each rank out (tier 2).
+
+The hook (`hook/`) is in the job and keeps a cell of sums for each process that may train; here they are read, at any
+time, also of a process that was killed. Phases of a window are what the sums have grown by. Pure but for `read_cell`,
+`Inside.look` and `hooked`; what goes into steps.jsonl is `recorder.py`'s.
+
+The cells lie in a folder of their own in memory (/dev/shm) or in the temporary folder, not in the run's: they are
+mapped, and a page that a network storage cannot give back would kill the job.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+HOOK = Path(__file__).parent / "hook"
+HEAD_BYTES = 1024
+
+OF_SLOT = {
+    "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
+    "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
+    "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
+}  # fmt: skip
+"""Slot of the hook's clock → phase. `maybe_`: not yet known whether for training."""
+
+HOST_ONLY = ("startup", "eval", "checkpoint", "compile")
+"""Phases that are the host's to tell also where the device's own clock was read: its events are around steps only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A process of the job, as it was when it was read. values: by slot, seconds and counts;
+    `hook/stoker_hook/clock.py` says which."""
+
+    name: str
+    pid: int
+    frameworks: tuple[str, ...]
+    slots: tuple[str, ...]
+    values: Mapping[str, float]
+
+    @property
+    def rank(self) -> int:
+        """Within this machine; 0 where nothing says that there are several."""
+        return max(0, round(self.values["rank"]))
+
+
+def read_cell(path: Path) -> Cell | None:
+    """None: it is only just being written."""
+    try:
+        data = path.read_bytes()
+        head = json.loads(data[:HEAD_BYTES])
+        slots = tuple(head["slots"])
+        values = dict(zip(slots, struct.unpack_from(f"{len(slots)}d", data, HEAD_BYTES), strict=True))
+    except (ValueError, KeyError, struct.error, FileNotFoundError):
+        return None
+    return Cell(name=path.name, pid=head["pid"], frameworks=tuple(head["frameworks"]), slots=slots, values=values)
+
+
+def phases_of(cell: Cell, now_s: float | None) -> dict[str, float]:
+    """Seconds of each phase since the cell's begin. They add up to now_s − begin; now_s: CLOCK_MONOTONIC, what runs
+    since the last mark is still running; None: of a process that has ended, up to its last mark."""
+    value = cell.values
+    seconds = {slot: value[slot] for slot in OF_SLOT}
+    running = cell.slots[int(value["now_in"])]
+    if now_s is not None and running in seconds:
+        seconds[running] += max(0.0, now_s - value["mark"])
+    phases: dict[str, float] = {}
+    for slot, phase in OF_SLOT.items():
+        if slot == "after_step" and not value["batches"]:  # no loader was seen: what it does there nobody knows
+            phase = "unattributed"
+        phases[phase] = phases.get(phase, 0.0) + seconds[slot]
+    if value["device"]:
+        return _of_device(phases, busy_s=value["busy"], comm_s=value["device_comm"], syncs=value["syncs"],
+                          steps=value["steps"])  # fmt: skip
+    return phases
+
+
+def _of_device(
+    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float
+) -> dict[str, float]:
+    """Phases of a device whose work on steps took busy_s by its own clock, comm_s of it waiting for an exchange.
+
+    Where it had no work the host's waits are what it waited for, as far as they reach: a wait that the device's queue
+    outlasts costs nothing. The rest is `host`, or `sync` where the host waits for the device in each step.
+    """
+    phases = {name: host[name] for name in HOST_ONLY}
+    loop_s = sum(host.values()) - sum(phases.values())
+    busy_s = min(busy_s, loop_s)
+    comm_s = min(comm_s, busy_s)
+    without_s = loop_s - busy_s
+    waits = {name: host[name] for name in ("input_wait", "comm")}
+    waited_s = sum(waits.values())
+    share = min(1.0, without_s / waited_s) if waited_s > 0 else 0.0
+    phases |= {name: seconds * share for name, seconds in waits.items()}
+    phases["comm"] += comm_s
+    phases["compute"] = busy_s - comm_s
+    phases["sync" if syncs >= steps > 0 else "host"] = max(0.0, without_s - waited_s)
+    return phases
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Of one rank in one window. phases: device-seconds, they add up to the window's length × devices. step: optimizer
+    steps since the job's begin."""
+
+    rank: int
+    devices: int
+    phases: dict[str, float]
+    step: int
+    steps: int
+    pictures: int
+    rate: float | None
+
+
+class Account:
+    """Of one rank: its processes, one after the other, and what of their time has been put into windows.
+
+    What the sums say later may correct what they said (work that turns out to be evaluation): a window then takes more
+    of one phase and less of another, none less than nothing, and the sum over the windows is right.
+    """
+
+    def __init__(self, begin_s: float) -> None:
+        self._begin_s = begin_s
+        self._past: dict[str, float] = {}
+        self._counted = {"steps": 0.0, "pictures": 0.0}
+        self._cell: Cell | None = None
+        self._done: set[str] = set()
+        self._offset: dict[str, float] = {}
+        self._given: dict[str, float] = {}
+        self._given_counts = {"steps": 0, "pictures": 0}
+        self._cut_s = begin_s
+
+    @property
+    def steps(self) -> int:
+        return self._total("steps")
+
+    def has_news(self) -> bool:
+        return self.steps > self._given_counts["steps"]
+
+    def follow(self, cells: list[Cell], gone: list[Cell]) -> None:
+        """cells: living processes of the rank; gone: those that have ended. The one that trains is followed, the first
+        of several, to its end."""
+        mine = None if self._cell is None else self._cell.name
+        for cell in gone:
+            if cell.name == mine or (mine is None and cell.values["steps"] and cell.name not in self._done):
+                self._end(cell)
+        current = next((cell for cell in cells if cell.name == mine), None)
+        best = min(cells, key=lambda cell: (cell.values["steps"] <= 0, cell.values["begin"]), default=None)
+        if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
+            if current is not None:
+                self._end(current, now_s=self._cut_s)
+            begin_s = best.values["begin"]
+            self._offset = phases_of(best, None) if begin_s < self._cut_s else {}
+            current = best
+        self._cell = current if current is not None else self._cell
+
+    def _end(self, cell: Cell, now_s: float | None = None) -> None:
+        self._past = _sum(self._past, self._own(cell, now_s))
+        self._counted = {name: count + cell.values[name] for name, count in self._counted.items()}
+        self._cell, self._offset = None, {}
+        self._done.add(cell.name)
+
+    def _own(self, cell: Cell, now_s: float | None) -> dict[str, float]:
+        """The cell's time under our eyes."""
+        return {name: seconds - self._offset.get(name, 0.0) for name, seconds in phases_of(cell, now_s).items()}
+
+    def _total(self, name: str) -> int:
+        return round(self._counted[name] + (self._cell.values[name] if self._cell is not None else 0.0))
+
+    def cut(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> Seen:
+        """The window since the last cut."""
+        targets = self._past if self._cell is None else _sum(self._past, self._own(self._cell, now_s))
+        missing_s = (now_s - self._begin_s) - sum(targets.values())
+        if missing_s > 0:  # no process of this rank ran: it is only just starting, or has ended
+            fill = {"unattributed" if self.steps else "startup": missing_s}
+            self._past, targets = _sum(self._past, fill), _sum(targets, fill)
+        due = {name: max(0.0, seconds - self._given.get(name, 0.0)) for name, seconds in targets.items()}
+        due_s = sum(due.values())
+        phases = {name: seconds * wall_s / due_s for name, seconds in due.items() if seconds > 0}
+        if not phases and wall_s > 0:
+            phases = {"unattributed": wall_s}
+        self._given = _sum(self._given, phases)
+        before = self._given_counts
+        self._given_counts = {name: self._total(name) for name in before}
+        self._cut_s = now_s
+        rate = self._cell.values["rate"] if self._cell is not None else -1.0
+        return Seen(
+            rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
+            step=self.steps, steps=max(0, self._given_counts["steps"] - before["steps"]),
+            pictures=max(0, self._given_counts["pictures"] - before["pictures"]), rate=rate if rate >= 0 else None,
+        )  # fmt: skip
+
+
+def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *(name for name in b if name not in a))}
+
+
+class Inside:
+    """All processes of a job. folder: of their cells. devices: GPUs that the job may use, at least 1."""
+
+    def __init__(self, folder: Path, *, devices: int, now_s: float) -> None:
+        self._folder = folder
+        self._devices = devices
+        self._accounts: dict[int, Account] = {}
+        self._cells: dict[str, Cell] = {}
+        self._cut_s = now_s
+
+    def look(self) -> None:
+        """Reads the cells."""
+        living: dict[int, list[Cell]] = {}
+        gone: dict[int, list[Cell]] = {}
+        for path in sorted(self._folder.glob("*.cell")):
+            cell = read_cell(path)
+            if cell is None:
+                continue
+            self._cells[cell.name] = cell
+            if _lives(cell.pid) and not cell.values["ended"]:
+                living.setdefault(cell.rank, []).append(cell)
+            else:
+                gone.setdefault(cell.rank, []).append(cell)
+        for rank in (living.keys() | gone.keys()) - self._accounts.keys():
+            self._accounts[rank] = Account(self._cut_s)
+        for rank, account in self._accounts.items():
+            account.follow(living.get(rank, []), gone.get(rank, []))
+
+    def has_news(self) -> bool:
+        """Whether a step was done since the last window."""
+        return any(account.has_news() for account in self._accounts.values())
+
+    def trains(self) -> bool:
+        """Whether a process of the job has done a step."""
+        return any(account.steps for account in self._accounts.values())
+
+    def cut(self, now_s: float, wall_s: float) -> list[Seen]:
+        """The window since the last one, of each rank that trains, the lowest first; until one trains of the lowest,
+        for all devices. Empty: no process of the job has a cell. now_s: CLOCK_MONOTONIC; wall_s: the window's
+        length."""
+        training = [rank for rank, account in self._accounts.items() if account.steps]
+        devices = max(1, self._devices // max(1, len(training)))
+        found = {
+            rank: account.cut(now_s, wall_s, rank=rank, devices=devices) for rank, account in self._accounts.items()
+        }
+        self._cut_s = now_s
+        return [found[rank] for rank in sorted(training or list(found)[:1])]
+
+    def said(self) -> str:
+        """What was recorded, in words; it begins with `not` where nothing was."""
+        trainers = [cell for cell in self._cells.values() if cell.values["steps"]]
+        frameworks = ", ".join(sorted({name for cell in trainers or self._cells.values() for name in cell.frameworks}))
+        failures = "; ".join(sorted({line for path in self._folder.glob("said-*") for line in _lines(path)}))
+        failed = f"; it failed at {failures}" if failures else ""
+        if trainers:
+            loaders = "" if all(cell.values["batches"] for cell in trainers) else ", without a loader that it knows"
+            many = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"
+            return f"recorded: {frameworks} in {many}{loaders}{failed}"
+        if self._cells:
+            return f"not recorded: {frameworks} was loaded, and no optimizer has stepped{failed}"
+        if (self._folder / "seen").exists():
+            return f"not recorded: no process of the job has loaded torch or Keras{failed}"
+        return (
+            "not recorded: no Python of the job has taken the hook (it is not Python, runs with -I or -E, or has "
+            f"another PYTHONPATH){failed}"
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def cells_folder(wanted: bool) -> Iterator[Path | None]:
+    """A new folder for the cells of a job, removed behind it; None where none is wanted, or no room for one."""
+    if not wanted:
+        yield None
+        return
+    memory = Path("/dev/shm")
+    try:
+        within = memory if os.access(memory, os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix="stoker-watch-", dir=within))
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a process that the job left behind may still write there
+
+
+def hooked(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The job's variables, with the hook."""
+    path = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": f"{HOOK}{os.pathsep}{path}" if path else str(HOOK), "STOKER_HOOK": str(folder)}
