@@ -16,10 +16,8 @@ from tests import browser
 
 
 def shares(*input_wait: float) -> Shares:
-    rest = [1 - share for share in input_wait]
-    return Shares(
-        x=[10.0 * n for n in range(len(rest))], width=10.0, parts={"input_wait": list(input_wait), "compute": rest}
-    )
+    parts = {"input_wait": list(input_wait), "compute": [1 - share for share in input_wait]}
+    return Shares(x=[10.0 * n for n in range(len(input_wait))], width=10.0, parts=parts)
 
 
 def finding(*places: str) -> Finding:
@@ -49,7 +47,7 @@ def test_a_stretch_lies_inside_the_run_and_holds_the_worst_bar_or_more(values: l
     assert span is not None
     first, last = int(span[0] // 10), int(span[1] // 10)
     assert 0 <= first < last <= len(values)
-    mean = sum(values) / len(values)
+    mean = sum(values) / len(values) * (1 - 1e-9)
     assert all(value >= mean for value in values[first:last])
     assert sum(values[first:last]) >= max(values)
 
@@ -82,7 +80,8 @@ def run(tmp_path: Path) -> Path:
     for n in range(120):
         waits = 0.6 if 40 <= n < 70 else 0.02
         phases = {"compute": 1 - waits, "input_wait": waits}
-        folder.append(STEPS, StepWindow(t=start_t + n + 1, attempt=1, step=n, steps=1, pictures=8, wall_s=1.0, devices=1, phases=phases))  # fmt: skip
+        told = {"attempt": 1, "step": n, "steps": 1, "pictures": 8, "wall_s": 1.0, "devices": 1, "phases": phases}
+        folder.append(STEPS, StepWindow(t=start_t + n + 1, **told))
         gpu = GpuSample(index=0, utilisation=1 - waits, sm_active=0.5)
         folder.append(DEVICES, DeviceSample(t=start_t + n + 1, attempt=1, gpus=[gpu], cpu=[0.5, 0.7], psi_io=0.1))
     folder.event("finished")
@@ -99,15 +98,13 @@ def test_the_time_line_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Pat
     with browser.browser() as tab:
         for width in (1280, 390):
             tab.open(page, width=width, mobile=width < 600)
-            for axis in ("y", "x2y2", "x3y3", "x4y4"):
-                assert tab.value(f"document.querySelectorAll('#{name} .cartesianlayer .subplot').length") == 4, axis
+            assert tab.value(f"document.querySelectorAll('#{name} > div .cartesianlayer > .subplot').length") == 4
             whole = tab.value(span)
+            handle = ".nsewdrag" if width > 600 else ".rangeslider-grabber-min"  # a phone has the slider alone
             box = tab.value(
                 f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
                 f" return [r.x, r.y, r.width, r.height]; }})"
-                f"(document.querySelector('#{name} "
-                + (".nsewdrag" if width > 600 else ".rangeslider-grabber-min")
-                + "'))"
+                f"(document.querySelector('#{name} {handle}'))"
             )
             x, y = box[0] + 0.25 * box[2], box[1] + box[3] / 2
             to = x + (0.25 * box[2] if width > 600 else 80)
