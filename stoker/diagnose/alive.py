@@ -1,10 +1,12 @@
-"""Whether a run still has a process: by the lock of its folder, which the kernel frees, or by its lease in a bucket."""
+"""Whether a run still has a process: by the lock of its folder, which the kernel frees, by its lease in a bucket, or,
+of a job that ran before it was watched, by the number of its process."""
 
 import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.records import locked
+from stoker.records import EVENTS, locked, read_lines
+from stoker.schemas import Event
 from stoker.storage.runs import LEASE
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ def is_held(run: Path) -> bool | None:
     if not (run / ".lock").exists():
         return False
     with contextlib.suppress(OSError), locked(run) as free:  # a read-only copy of a run, or no locks there
-        return not free
+        return not free or _job_lives(run)
     return None
 
 
@@ -28,3 +30,24 @@ def lease_holder(run: Path) -> "Holder | None":
 
     holder = read_file(run / LEASE)
     return holder if holder is not None and holder.left_s() > 0 else None
+
+
+def boot_id() -> str:
+    """Of this boot of this machine; empty where the kernel has none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _job_lives(run: Path) -> bool:
+    """Whether the job that `stoker watch --pid` was attached to lives on, and is watched no more. A process is known by
+    its number, its start and the boot: numbers are given again."""
+    began = [event.data["job"] for event in read_lines(run, EVENTS, Event) if event.kind in ("started", "resumed")
+             and "job" in event.data]  # fmt: skip
+    if not began or began[-1].get("boot") != boot_id():
+        return False
+    try:
+        text = Path(f"/proc/{began[-1]['pid']}/stat").read_text(errors="replace")
+    except OSError:  # it ended
+        return False
+    words = text.rpartition(")")[2].split()
+    return words[0] not in "ZX" and int(words[19]) == began[-1]["began"]
