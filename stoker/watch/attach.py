@@ -42,10 +42,7 @@ _OURS = ("stoker", "keeper.py", "__main__.py")
 """Programs that are no jobs."""
 
 _GET_INFO = 0xC040FF0B
-"""PIDFD_OURS = ("stoker", "keeper.py", "__main__.py")
-"""Programs that are no jobs."""
-
-_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info), 64 bytes (linux/pidfd.h, kernel 6.15 and later)."""
+"""PIDFD_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info), 64 bytes (linux/pidfd.h, kernel 6.15 and later)."""
 _EXIT, _EXIT_AT = 1 << 3, 60
 """PIDFD_INFO_EXIT, and where the exit status then stands in the structure."""
 
@@ -109,8 +106,8 @@ def _watch(job: Job, files: list[BinaryIO], said: str, run: str | None) -> int:
 
 
 def exit_code(job: Job) -> int | None:
-    """Of a job that has ended, as `subprocess` has it; None where nobody tells us: the kernel does since 6.15, and
-    while its parent has not asked for it."""
+    """Of a job that has ended, as `subprocess` has it; None where nobody tells us. The kernel does since 6.15, and
+    before that while the parent has not asked for it."""
     until_s = time.monotonic() + REAPED_S
     told: int | None = None
     while True:
