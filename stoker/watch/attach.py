@@ -38,7 +38,7 @@ REAPED_S = 2.0
 CHOICES = 5
 """Processes that are offered where there is none of the given number."""
 
-_OURS = ("stoker", "keeper.py", "__main__.py")
+_OURS = ("stoker", "keeper")
 """Programs that are no jobs."""
 
 _GET_INFO = 0xC040FF0B
@@ -89,8 +89,8 @@ def _watch(job: Job, files: list[BinaryIO], said: str, run: str | None) -> int:
     with open_run_folder(run, job.command, tiers=tiers, environment=_environment(job), job=identity) as (folder, _):
         output = FileOutput(files, Log(str(folder.path / OUTPUT)))
         recorder = Recorder(folder, job.command, tiers=tiers, output=output)
-        print(f"stoker watch: records {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends that, not the job",
-              file=sys.stderr, flush=True)  # fmt: skip
+        said = f"records {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends that, not the job"
+        print(f"stoker watch: {said}", file=sys.stderr, flush=True)
         with _asked_to_stop() as asked, recorder.following(job.pid):
             ready, _, _ = select.select([job.handle, asked], [], [])
             ended = job.handle in ready
@@ -212,10 +212,9 @@ def _candidates() -> list[str]:
             pid = int(entry.name)
             seen = processes.status(pid)
             if seen is not None and entry.stat().st_uid == os.geteuid() and processes.is_python(pid):
-                words = [word for word in processes.command(pid)[1:] if not word.startswith("-")]
-                if words and Path(words[0]).name in _OURS:
-                    continue
-                found.append((seen.ticks, f"{pid} ({masked(Path(words[0]).name) if words else 'python'})"))
+                name = job_name(processes.command(pid) or ["?"])
+                if name not in _OURS:
+                    found.append((seen.ticks, f"{pid} ({name})"))
     return [text for _, text in sorted(found, reverse=True)[:CHOICES]]
 
 
