@@ -18,7 +18,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.cgroup import Cgroup
