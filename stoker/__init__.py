@@ -7,6 +7,11 @@ result = stoker.train("pictures/", for_="12ep", weights="imagenet")   # the sett
 model = stoker.load(result.run)                                       # a run folder, a .safetensors or .onnx file
 for found in model.predict(["street.jpg"]):
     print(found.boxes, found.scores, found.names)
+
+with stoker.measure("runs/mine") as m:                                # a training loop of your own; docs/measure.md
+    for batch in m.data(loader):
+        with m.step():
+            ...
 ```
 
 Names are imported when they are first used, so that `import stoker` costs nothing and works where torch is absent.
@@ -19,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stoker.api import train
     from stoker.errors import StokerError
+    from stoker.measured.measure import measure
     from stoker.metrics import Metrics
     from stoker.settings import Settings
     from stoker.training.loop import Result
@@ -35,9 +41,10 @@ _HOME = {
     "Settings": "stoker.settings",
     "StokerError": "stoker.errors",
     "load": "stoker.use",
+    "measure": "stoker.measured.measure",
     "train": "stoker.api",
 }
-__all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "train"]
+__all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "measure", "train"]
 
 
 def __getattr__(name: str) -> Any:

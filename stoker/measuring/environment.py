@@ -60,6 +60,20 @@ def describe_job(argv: list[str], variables: Mapping[str, str] = os.environ) -> 
     }
 
 
+def describe_loop(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.argv) -> dict[str, Any]:
+    """The same of this process, whose training loop stoker did not write. torch is asked only where it is loaded: to
+    load it takes seconds."""
+    return {
+        "packages": {name: _version(name) for name in ("stoker", *JOB_PACKAGES)},
+        "python": platform.python_version(),
+        **_machine(variables),
+        "torch": _torch() if "torch" in sys.modules else None,
+        "variables": _told(variables),
+        "argv": [masked(word) for word in argv],
+        "cwd": os.getcwd(),
+    }
+
+
 def _packages_of(program: str) -> tuple[dict[str, str | None], str | None]:
     """(versions, Python's version) of the environment that a program is in, by where it lies."""
     found = shutil.which(program)
