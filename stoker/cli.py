@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from stoker.cli_data import data_app
+from stoker.cli_run import report, why
 from stoker.config import Config
 from stoker.errors import StokerError
 
@@ -26,6 +27,8 @@ app = App(
     suppress_keyboard_interrupt=False,  # said by `main`
 )
 app.command(data_app)
+app.command(why, sort_key=2)
+app.command(report, sort_key=5)
 
 
 @app.command(sort_key=1)
@@ -205,31 +208,6 @@ def export(
         print(line)
 
 
-@app.command(sort_key=2)
-def why(run: str, /, *, price: float | None = None, json: bool = False) -> None:
-    """Says where the time of a run went, live or finished, largest loss first.
-
-    Parameters
-    ----------
-    run
-        Folder of the run.
-    price
-        Money per device-hour; default: the price that the run was given.
-    json
-        Print everything as JSON.
-    """
-    from stoker.report.why import gather, why_as_dict
-    from stoker.report.why_terminal import print_why
-
-    found = gather(run, price)
-    if json:
-        import msgspec
-
-        print(msgspec.json.encode(why_as_dict(found)).decode())
-    else:
-        print_why(found)
-
-
 @app.command(sort_key=2, usage="Usage: stoker watch [--run DIR] -- CMD ARGS…")
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
@@ -253,34 +231,6 @@ def watch(
     from stoker.watch.watch import watch as watch_job
 
     sys.exit(watch_job(list(command), run))
-
-
-@app.command(sort_key=5)
-def report(run: str, /, *, out: Path | None = None, price: float | None = None, json: bool = False) -> None:
-    """Makes one HTML page of a run, live or finished: scores, pictures, curves, time, findings, settings.
-
-    Parameters
-    ----------
-    run
-        Folder of the run.
-    out
-        File of the page; default: report.html in the run; of a run in a bucket, NAME-report.html in this folder.
-    price
-        Money per device-hour; default: the price that the run was given.
-    json
-        Print everything as JSON instead.
-    """
-    from stoker.errors import UsageError
-    from stoker.report.html import report_as_json, write_report
-
-    if json and out is not None:
-        raise UsageError("--json prints, and --out is of the page.", fix=f"stoker report {run} --json > FILE")
-    if json:
-        from stoker.report.facts import collect
-
-        print(report_as_json(collect(run, price)))
-    else:
-        print(write_report(run, out, price=price))
 
 
 @app.command(sort_key=6)

@@ -61,6 +61,8 @@ _NAMES = (
     ("L4", "L4"), ("T4", "T4"), ("P4", "P4"),
 )  # fmt: skip
 """Word in the driver's name of a GPU → the table's."""
+_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
+"""What the firmware of a machine says that does not say its type; AWS's older machines are Xen's."""
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +101,8 @@ def of_environment(environment: Mapping[str, Any]) -> Price | None:
     machine = environment.get("machine_type")
     if isinstance(machine, str) and (found := of_machine(machine, name, count)) is not None:
         return found
-    return None if name is None else of_gpu(name)
+    cloud = next((cloud for word, cloud in _FIRMWARE if word in str(machine)), None)
+    return None if name is None else of_gpu(name, cloud)
 
 
 def of_machine(machine: str, gpu: str | None = None, gpus: int = 0) -> Price | None:
@@ -121,19 +124,24 @@ def of_machine(machine: str, gpu: str | None = None, gpus: int = 0) -> Price | N
     return None
 
 
-def of_gpu(gpu: str) -> Price | None:
+def of_gpu(gpu: str, cloud: str | None = None) -> Price | None:
     """The range of list prices of a device over all machines of the table that have such GPUs (an n1 with 4 to 16 cores
-    per GPU)."""
-    prices = [price / count for name, count, price in _GCP.values() if name == gpu]
-    prices += [price / count for name, sizes in _AWS.values() if name == gpu for count, price in sizes.values()]
-    if gpu in _N1_GPU:
-        per_core = _N1_CORE + _N1_GIB_PER_CORE["standard"] * _N1_GIB
-        prices += [_N1_GPU[gpu] + cores * per_core for cores in (4, 16)]
-    if not prices:
+    per GPU). cloud: AWS or GCP alone; None: both."""
+    prices: dict[str, list[float]] = {name: [] for name in REGIONS if cloud in (None, name)}
+    if "GCP" in prices:
+        prices["GCP"] += [price / count for name, count, price in _GCP.values() if name == gpu]
+        if gpu in _N1_GPU:
+            per_core = _N1_CORE + _N1_GIB_PER_CORE["standard"] * _N1_GIB
+            prices["GCP"] += [_N1_GPU[gpu] + cores * per_core for cores in (4, 16)]
+    if "AWS" in prices:
+        machines = [sizes for name, sizes in _AWS.values() if name == gpu]
+        prices["AWS"] += [price / count for sizes in machines for count, price in sizes.values()]
+    every = [price for found in prices.values() for price in found]
+    if not every:
         return None
-    where = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
+    where = " and ".join(f"{name} {REGIONS[name]}" for name, found in prices.items() if found)
     source = f"list prices of machines with {gpu} GPUs, {where}, on demand, as of {AS_OF}"
-    return Price(low=min(prices), high=max(prices), currency=CURRENCY, source=source)
+    return Price(low=min(every), high=max(every), currency=CURRENCY, source=source)
 
 
 def gpu_of(name: str, memory_bytes: int | None = None) -> str | None:

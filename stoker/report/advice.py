@@ -1,7 +1,7 @@
 """What to do next about a run, the most urgent first, from what the records prove. `facts.py` calls it.
 
-The causes of lost time and their fixes are the diagnosis' (`diagnose/`); here come the run's end before them and the
-model's mistakes behind them. Where nothing is proved, nothing is said.
+The causes of lost time and their fixes are the diagnosis' (`diagnose/`); here come the run's end before them, the
+model's mistakes behind them, and last the size of the machine (`sizing.py`). Where nothing is proved, nothing is said.
 """
 
 from typing import Literal
@@ -76,7 +76,10 @@ def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, eve
         advice += _mistakes(evaluation)
     if why.state == "finished":
         advice += _still_rising(aps)
-    return advice
+    return advice + [
+        Advice(severity="info", title=one.title, because="; ".join(said.text for said in one.evidence), fix=one.fix)
+        for one in why.advice
+    ]
 
 
 def _end(why: Why, events: list[Event]) -> list[Advice]:

@@ -1,12 +1,12 @@
 """`stoker report RUN`: a run as one HTML file, which needs no network, no server and, for its numbers, no script.
 
-The numbers are `facts.collect`'s, which are those of `stoker why`. The parts are in `page/`; the charts are drawn by
-plotly.js, which lies in the file. A content security policy inside forbids the page every request: browsers enforce it.
-"""
+The numbers are `facts.collect`'s, which are those of `stoker why`; with `--all`, `fleet.survey`'s. The parts are in
+`page/`; the charts are drawn by plotly.js, which lies in the file. A content security policy inside forbids the page
+every request: browsers enforce it."""
 
 import json
 import time
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,8 @@ from stoker.errors import writing
 from stoker.files import write_whole
 from stoker.records import REPORT
 from stoker.report.facts import Report, collect
+from stoker.report.fleet import Fleet
+from stoker.report.page import fleet as fleet_page
 from stoker.report.page import record, results
 from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, code, join, tag
@@ -24,6 +26,7 @@ _POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'"
 )
+FLEET_REPORT = "runs-report.html"
 SECTIONS = (
     ("summary", "Summary"),
     ("results", "Results"),
@@ -49,6 +52,17 @@ def write_report(run: str | Path, out: Path | None = None, *, price: float | Non
     with writing("The report cannot be written.", path, fix="name another file: --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page.encode())
+    return path
+
+
+def write_fleet(fleet: Fleet, out: Path | None = None) -> Path:
+    """Writes the page of many runs into their folder, `runs-report.html`, or to `out`; of a bucket into the current
+    folder. Raises StorageError when it cannot be written."""
+    folder = expand(fleet.folder)
+    path = out or (Path(FLEET_REPORT) if is_address(folder) else Path(folder) / FLEET_REPORT)
+    with writing("The report cannot be written.", path, fix="name another file: --out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, render_fleet(fleet).encode())
     return path
 
 
@@ -86,8 +100,27 @@ def render(report: Report) -> str:
             _foot(report),
         ),
     )
-    name = report.run.rstrip("/").rpartition("/")[2]
-    title = tag("title", f"{name} · stoker report")
+    return document(report.run, body, charts)
+
+
+def render_fleet(fleet: Fleet) -> str:
+    """The page of many runs."""
+    charts = Charts()
+    links: list[Child] = [tag("a", title, href=f"#{name}") for name, title in fleet_page.SECTIONS]
+    same = code(f"stoker why --all {fleet.folder} --json")
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    foot = tag("footer", f"Made by stoker {metadata.version('stoker')} at {made}. The same as data: ", same, ".")
+    body = join(
+        tag("a", "Skip to the causes", href="#causes", class_="skip"),
+        tag("nav", links, aria_label="Sections"),
+        tag("main", fleet_page.main(fleet, charts), foot),
+    )
+    return document(fleet.folder, body, charts)
+
+
+def document(name: str, body: Markup, charts: Charts) -> str:
+    """A page around its body. name: of the run or the folder."""
+    title = tag("title", f"{name.rstrip('/').rpartition('/')[2]} · stoker report")
     return "\n".join(
         (
             "<!doctype html>",

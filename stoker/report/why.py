@@ -142,9 +142,9 @@ def gather(run: str | Path, price: float | None = None) -> Why:
     totals = seen.totals
     events = list(records.read_lines(path, records.EVENTS, Event))
     last = events[-1] if events else None
-    sign_t = _last_sign(path)
+    sign_t = last_sign(path)
     watched: dict[str, str] = next((event.data["watched"] for event in reversed(events) if "watched" in event.data), {})
-    state, text = _state(path, events, sign_t)
+    state, text = state_of(path, events, sign_t)
     if watched:
         text = _WATCHED_STATES.get(state, text)
     phases = _phases(totals, exact)
@@ -246,7 +246,7 @@ def _phases(totals: Totals, price: float) -> list[PhaseShare]:
     )
 
 
-def _last_sign(path: Path) -> float | None:
+def last_sign(path: Path) -> float | None:
     times = [(path / name).stat().st_mtime for name in (records.EVENTS, records.STEPS, records.DEVICES)
              if (path / name).exists()]  # fmt: skip
     return max(times, default=None)
@@ -259,7 +259,7 @@ _WATCHED_STATES: dict[State, str] = {
 _ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
-def _state(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
+def state_of(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
     """Live when a process holds the run, of one in a bucket when its lease is fresh; else what the newest attempt wrote
     last; dead when it wrote no end."""
     held = is_held(path)

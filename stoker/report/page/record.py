@@ -14,6 +14,7 @@ from stoker.report.page.charts import PHASE_COLOURS, Charts
 from stoker.report.page.markup import Child, Markup, code, section, table, tag
 from stoker.report.page.timeline import timeline
 from stoker.report.why import PhaseShare
+from stoker.report.why_terminal import cost
 
 NAMED_FROM = 0.09
 """Share of the bar from which a phase's name fits inside on a wide screen."""
@@ -64,7 +65,7 @@ def times(report: Report, charts: Charts) -> Markup:
         return section(
             "time", "Time", tag("p", "No time is recorded: the run did not come to its first window.", class_="absent")
         )
-    money = why.price > 0
+    money = why.rate is not None
     rows: list[list[Child]] = []
     for name, row in why.lines():
         colour = PHASE_COLOURS.get(row.phase, "var(--c8)")
@@ -74,7 +75,7 @@ def times(report: Report, charts: Charts) -> Markup:
                 f"of this {name.strip()}" if name.startswith(" ") else tag("span", swatch, _name(name), class_="nobr"),
                 fmt.duration(row.device_s),
                 fmt.share(row.share),
-                *([fmt.money(row.money)] if money else []),
+                *([cost(why.cost(row.device_s))] if money else []),
                 row.meaning,
             ]
         )
@@ -83,7 +84,7 @@ def times(report: Report, charts: Charts) -> Markup:
             "total",
             fmt.duration(why.device_s),
             "100 %",
-            *([fmt.money(why.device_s * why.price / 3600)] if money else []),
+            *([cost(why.cost(why.device_s))] if money else []),
             "",
         ]
     )
@@ -94,6 +95,8 @@ def times(report: Report, charts: Charts) -> Markup:
         f"{fmt.plural(why.steps, 'step')}, {fmt.plural(why.pictures, 'picture')}.{lost} The phases add up to all of "
         "the time; compute is productive, the rest are losses."
     )
+    if why.rate is not None and why.rate.currency:
+        says += f" Cost: {cost((why.rate.low, why.rate.high))} {why.rate.currency} per device-hour, {why.rate.source}."
     ledger = table(
         "Where the device's time went, all attempts together",
         heads,
@@ -109,7 +112,8 @@ def _findings(report: Report) -> list[Markup]:
     made = []
     for number, finding in enumerate(report.why.findings, start=1):
         lost = f"{fmt.duration(finding.lost_device_s)} lost" if finding.lost_device_s is not None else ""
-        cost = f", cost {fmt.money(finding.lost_money)}" if finding.lost_money is not None else ""
+        money = report.why.cost(finding.lost_device_s)
+        paid = f", cost {cost(money)}" if money is not None else ""
         evidence = [
             tag("li", one.text, tag("span", f" {one.place}", class_="place") if one.place else None)
             for one in finding.evidence
@@ -119,7 +123,7 @@ def _findings(report: Report) -> list[Markup]:
             tag(
                 "article",
                 tag("h4", f"{number}. {finding.severity}: {finding.title}"),
-                tag("p", f"{lost}{cost}") if lost else None,
+                tag("p", f"{lost}{paid}") if lost else None,
                 tag("ul", evidence),
                 tag("p", tag("b", "Fix: "), finding.fix, command),
                 class_=f"finding {finding.severity}",

@@ -14,6 +14,7 @@ from stoker.report.page import charts as draw
 from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, bar, code, join, section, table, tag
 from stoker.report.page.pictures import gallery, legend
+from stoker.report.why_terminal import cost
 
 STATES = {
     "live": ("●", "still running"),
@@ -85,9 +86,10 @@ def summary(report: Report, time_bar: Markup | None) -> Markup:
         _tile("time", fmt.duration(why.wall_s), f"{fmt.plural(why.steps, 'step')}, {fmt.number(why.img_per_s)} img/s"),
         _tile("device busy", fmt.share(why.productive_share), "of its time on optimizer steps"),
     ]
-    if why.price > 0:
-        cost = fmt.money(why.device_s * why.price / 3600)
-        tiles.append(_tile("cost", cost, f"at {fmt.money(why.price)} per device-hour"))
+    if why.rate is not None:
+        each = cost((why.rate.low, why.rate.high))
+        listed = ", by the list" if why.rate.currency else ""
+        tiles.append(_tile("cost", cost(why.cost(why.device_s)), f"at {each} per device-hour{listed}"))
     return tag(
         "section",
         tag("h2", "Summary", class_="hidden"),
@@ -117,12 +119,13 @@ def _verdict(report: Report) -> Markup:
     loss = report.why.largest_loss
     if loss is None:
         return tag("p", report.why.state_text, class_="verdict")
-    cost = f", cost {fmt.money(loss.money)}" if loss.money is not None else ""
+    money = report.why.cost(loss.device_s)
+    paid = f", cost {cost(money)}" if money is not None else ""
     return tag(
         "p",
         "The largest loss of time is ",
         tag("b", loss.phase.replace("_", " ")),
-        f": {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}{cost} ({loss.meaning}). ",
+        f": {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}{paid} ({loss.meaning}). ",
         tag("a", "All of the time", href="#time"),
         class_="verdict",
     )
