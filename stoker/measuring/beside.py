@@ -25,7 +25,7 @@ class Beside(Generic[Answer]):
         self._thread.start()
 
     def ask(self, within_s: float) -> Answer | None:
-        """The answer to a question that is asked now; None where it does not come in time. What comes later than that is
+        """The answer to a question that is asked now; None where it does not come in time: what comes later is
         dropped. Raises what the question raised."""
         with self._wake:
             if self._answered == self._asked:
@@ -37,7 +37,7 @@ class Beside(Generic[Answer]):
                 raise self._error
             return self._answer if self._answered == self._asked else None
 
-    def end(self, within_s: float = 0.0) -> bool:
+    def end(self, within_s: float = 0.2) -> bool:
         """Lets the thread end; whether it did in time. One that hangs is left behind."""
         with self._wake:
             self._ended = True

@@ -153,6 +153,11 @@ class Host:
             oom_kills=None if kills is None else int(kills),
         )
 
+    def close(self) -> None:
+        """Ends the thread that asks the folder, if it does not hang in it."""
+        if self._room is not None:
+            self._room.end()
+
     def _counters(self) -> _Counters:
         at_s = self._now()
         tree = self._processes.sample(at_s)

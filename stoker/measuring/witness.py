@@ -1,20 +1,31 @@
 """The second witness: a thread that writes down, once a second, what driver and kernel say of GPUs and host.
 
 It knows nothing of the training and takes no part in it: where its devices.jsonl and the ledger disagree, that is a
-finding. What it cannot read is absent from the line; when it fails itself it says so in an event and stops.
+finding. What it cannot read is absent from the line; when it fails itself it says so in an event and stops. A driver
+that hangs costs the GPUs' numbers only: it is asked in a thread of its own (`beside`), and its errors are heard in
+another (`xid`).
 """
 
-import dataclasses
+import contextlib
 import math
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from stoker.measuring.beside import Beside
 from stoker.measuring.gpu import Gpus
 from stoker.measuring.host import Host
+from stoker.measuring.xid import Fault, Faults
 from stoker.records import DEVICES, RunFolder
-from stoker.schemas import DeviceSample
+from stoker.schemas import DeviceSample, GpuSample
+
+ANSWER_WITHIN_S = 0.5
+"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 where PCIe traffic is sampled."""
+
+SILENT_S = 10.0
+"""A driver that has not answered for so long is said to hang: opening one that nobody keeps loaded takes seconds."""
 
 
 class Witness:
@@ -56,21 +67,89 @@ class Witness:
             self._run.event("warning", f"devices.jsonl ends here: {type(error).__name__}: {error}")
 
     def _sample_until_stopped(self) -> None:
-        host, gpus = Host(pid=self._pid), Gpus()
-        reason = gpus.reason
-        due_s = time.monotonic()
-        while True:
-            due_s = next_due(due_s, time.monotonic(), self._interval_s)
-            if self._stop.wait(due_s - time.monotonic()):
-                return
-            sample = DeviceSample(
-                t=time.time(), attempt=self._run.attempt, gpus=gpus.sample(), **dataclasses.asdict(host.sample())
-            )
-            self._run.append(DEVICES, sample)
-            self.last = sample
-            if gpus.reason != reason:  # without a driver it stays the same from the start: environment.json has it
-                reason = gpus.reason
-                self._run.event("warning", f"telemetry: {reason}")
+        with (
+            contextlib.closing(Host(pid=self._pid, folder=self._run.path)) as host,
+            contextlib.closing(Driver(self._run, pid=self._pid)) as driver,
+        ):
+            due_s = time.monotonic()
+            while True:
+                due_s = next_due(due_s, time.monotonic(), self._interval_s)
+                if self._stop.wait(due_s - time.monotonic()):
+                    return
+                gpus = driver.sample()
+                sample = DeviceSample(t=time.time(), attempt=self._run.attempt, gpus=gpus, **vars(host.sample()))
+                self._run.append(DEVICES, sample)
+                self.last = sample
+
+
+class Driver:
+    """The GPUs of a run and their errors, asked so that a driver that hangs holds up nobody. pid: as of Witness."""
+
+    def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
+        self._run = run
+        self._pid = pid
+        self._lock = threading.Lock()
+        self._faults: Faults | None = None
+        self._ended = False
+        self._reason: str | None = None
+        self._indices: list[int] = []
+        self._asked_s: float | None = None
+        """When the question was asked that is still open."""
+        self._hangs = False
+        self._beside = Beside(self._open, name="driver")
+
+    def sample(self) -> list[GpuSample]:
+        """Of each GPU; without numbers where the driver does not answer in time."""
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        told = self._beside.ask(ANSWER_WITHIN_S)
+        silent_s = time.monotonic() - self._asked_s
+        if told is None:
+            if silent_s >= SILENT_S and not self._hangs:
+                self._hangs = True
+                self._run.event("warning", f"telemetry: the driver has not answered for {silent_s:.0f} s")
+            return [GpuSample(index=index) for index in self._indices]
+        self._asked_s = None
+        if self._hangs:
+            self._hangs = False
+            self._run.event("note", f"telemetry: the driver answers again, after {silent_s:.0f} s")
+        samples, reason = told
+        if reason != self._reason:
+            self._reason = reason
+            self._run.event("warning", f"telemetry: {reason}")
+        return samples
+
+    def close(self) -> None:
+        """Leaves behind what hangs."""
+        with self._lock:
+            self._ended = True
+            faults = self._faults
+        if faults is not None:
+            faults.end()
+        self._beside.end()
+
+    def _open(self) -> Callable[[], tuple[list[GpuSample], str | None]]:
+        gpus = Gpus(pid=self._pid)
+        with self._lock:
+            if not self._ended:
+                self._faults = Faults(gpus.gpus, self._tell, self._deaf)
+        self._reason = gpus.reason  # without a driver it stays the same from the start: environment.json has it
+        self._indices = [gpu.index for gpu in gpus.gpus]
+
+        def sample() -> tuple[list[GpuSample], str | None]:
+            samples = gpus.sample()
+            for one in samples:
+                one.xids = [] if self._faults is None else self._faults.take(one.index)
+            return samples, gpus.reason
+
+        return sample
+
+    def _tell(self, fault: Fault) -> None:
+        about: dict[str, Any] = {"xid": fault.xid, "gpu": fault.gpu, "count": fault.count, "kernel": fault.kernel}
+        self._run.event("gpu_fault", fault.text, **{name: value for name, value in about.items() if value is not None})
+
+    def _deaf(self, reason: str) -> None:
+        self._run.event("warning", f"telemetry: {reason}")
 
 
 def next_due(due_s: float, now_s: float, interval_s: float) -> float:

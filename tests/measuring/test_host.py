@@ -1,5 +1,6 @@
 """Host counters: from trees of files as the kernel shows them, and from this machine."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -108,14 +109,17 @@ def test_a_folder_that_does_not_answer_costs_its_number_only(tmp_path: Path, mon
     answers = threading.Event()
     monkeypatch.setattr(machine, "free_bytes", lambda _: answers.wait() and 7)
     monkeypatch.setattr(host_module, "FOLDER_WITHIN_S", 0.001)
-    sample = Host(folder=tmp_path).sample()
+    host = Host(folder=tmp_path)
+    sample = host.sample()
+    host.close()
     answers.set()
     assert sample.disk_free_bytes is None
     assert sample.rss_bytes
 
 
 def test_free_bytes_are_those_of_the_runs_folder(tmp_path: Path) -> None:
-    free = Host(folder=tmp_path).sample().disk_free_bytes
+    with contextlib.closing(Host(folder=tmp_path)) as host:
+        free = host.sample().disk_free_bytes
     assert free is not None
     assert free <= shutil.disk_usage(tmp_path).total
     assert Host().sample().disk_free_bytes is None
