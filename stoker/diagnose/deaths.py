@@ -125,6 +125,7 @@ _DEATHS = (
             _says(r"\[Errno 12\]|(?<!\()Cannot allocate memory|std::bad_alloc", "R"),
             _says(r"^MemoryError\b", "R"),
             _says(r"Out of host memory", "R"),
+            _says(r"RESOURCE_EXHAUSTED: Out of memory allocating \d+ bytes", "RB"),  # XLA's client of the CPU
         ),
         fix="A smaller batch or picture, fewer loader processes, a higher memory limit of the container",
     ),
@@ -293,6 +294,13 @@ _DEATHS = (
         fix="Make or copy the file again; TensorFlow's record reader is known to spin on it without a word",
     ),
     Death(
+        id="hang",
+        title="It stood still until it was stopped",
+        reason="dies: hang",
+        fix="The evidence says where it stood. In a collective: look for the rank that is not there. At a file or a "
+        "bucket: try to read it by hand. While it stands again, `py-spy dump --pid N` shows every thread",
+    ),
+    Death(
         id="preempted",
         title="It was asked to stop (SIGTERM)",
         reason="dies: preemption",
@@ -328,6 +336,13 @@ _DEATHS = (
         fix="Set right what the message names",
     ),
     Death(
+        id="end_not_told",
+        title="It ended, and nobody could know with which exit code",
+        reason="unknown",
+        severity="info",
+        fix="Kernels from 6.15 on tell it of a job that somebody else started; `stoker watch -- CMD` starts it itself",
+    ),
+    Death(
         id="no_last_word",
         title="Its end is not recorded: it was killed, crashed, or lost its machine",
         reason="unknown",
@@ -338,7 +353,7 @@ _DEATHS = (
 
 DEATHS: dict[str, Death] = {death.id: death for death in _DEATHS}
 
-UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "no_last_word"})
+UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "no_last_word", "end_not_told"})
 """Rows that say how it ended and abstain from why."""
 
 CONSEQUENCES = re.compile(

@@ -36,16 +36,17 @@ def lines_of(data: bytes, name: str, *, first: int = 1) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def read_output(path: Path) -> tuple[Line, ...]:
-    """The last OUTPUT_BYTES of an output, from the first whole line on, numbered as in the file. Raises OSError."""
+def read_output(path: Path, *, start: int = 0) -> tuple[Line, ...]:
+    """The last OUTPUT_BYTES of an output, from the first whole line on, numbered as in the file. start: byte before
+    which nothing is read; a line begins there. Raises OSError."""
     with path.open("rb") as file:
-        begin = max(0, path.stat().st_size - OUTPUT_BYTES)
+        begin = max(start, path.stat().st_size - OUTPUT_BYTES)
         left, first = begin, 1
         while left and (block := file.read(min(left, OUTPUT_BYTES))):
             left -= len(block)
             first += block.count(b"\n")
         data = file.read()
-    if begin:
+    if begin > start:
         _, _, data = data.partition(b"\n")
         first += 1
     return lines_of(data, path.name, first=first)

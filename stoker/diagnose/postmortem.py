@@ -1,21 +1,20 @@
 """What ended a job, ours or another's: what is known of it in, findings out, each with the line or number it rests on.
 
-`explain` is a pure function over `Ended`; `of_run` makes that of a run of ours, `output.py` the lines of any job's
-output. The ways to die and their signs are data: `deaths.py`. What nothing proves is not guessed: then the finding says
-how the job ended and what is not known. Losses of time are `rules.py`.
+`explain` is a pure function over `Ended`; `ended.py` makes that of a run, `output.py` the lines of any job's output.
+The ways to die and their signs are data: `deaths.py`. What nothing proves is not guessed: then the finding says how the
+job ended and what is not known. Losses of time are `rules.py`.
 """
 
 import dataclasses
 import re
 import signal
-from pathlib import Path
 
-from stoker import records
-from stoker.diagnose.alive import is_held, lease_holder
 from stoker.diagnose.deaths import CONSEQUENCES, DEATHS, Death, Sign
-from stoker.diagnose.output import Line, bare, last_losses_nan, read_output, tracebacks
-from stoker.records import DEVICES, EVENTS, OUTPUT
-from stoker.schemas import DeviceSample, Event, Evidence, Finding
+from stoker.diagnose.ended import Ended, of_run
+from stoker.diagnose.output import Line, bare, last_losses_nan, tracebacks
+from stoker.schemas import Evidence, Finding
+
+__all__ = ["Ended", "explain", "of_run"]
 
 NEARLY_FULL = 0.95
 """Share of a memory's limit in the last sample from which a kill without a word is laid to it. Our judgment: samples
@@ -29,41 +28,15 @@ _LAST_WORDS = 5
 _SIGKILL, _SIGTERM, _SIGINT = 9, 15, 2
 _PREEMPTED = 75
 """What stoker's own runs end with when they were asked to stop (errors.Preempted)."""
-_USUAL = {"finished": 0, "preempted": _PREEMPTED}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
-    """What is known of a job that has ended. None: nobody saw it. Shares are 0 … 1, of the newest sample.
-
-    exit_code: as `subprocess` has it, the negative number of a signal; a shell's 128 + signal counts as that signal.
-    oom_kills: how often the kernel killed in the job's cgroup while it ran (memory.events: oom_kill, after - before).
-    kernel: lines of the kernel's log of that time. empty_inputs: input files of zero bytes.
-    """
-
-    exit_code: int | None = None
-    place: str = ""
-    """Where its end is recorded."""
-    output: tuple[Line, ...] = ()
-    kernel: tuple[Line, ...] = ()
-    pids: frozenset[int] = frozenset()
-    oom_kills: int | None = None
-    memory_share: float | None = None
-    gpu_memory_share: float | None = None
-    gpu_used: bool | None = None
-    """Whether a kernel ran on any GPU."""
-    shm_share: float | None = None
-    samples_place: str = ""
-    empty_inputs: tuple[str, ...] = ()
-
-    @property
-    def signal(self) -> int | None:
-        code = self.exit_code
-        if code is None:
-            return None
-        if code < 0:
-            return -code
-        return code - 128 if 128 < code <= 128 + signal.NSIG else None
+HANG_S = 300.0
+"""Stillness before a kill from which on it is what was wrong. Our judgment: longer than any batch, shorter than the
+limits of collectives (10 to 30 minutes); a silent download looks alike, which is why the evidence says where it was."""
+STILL_CORES = 0.05
+"""Processor-seconds per second of the whole job below which nothing moved; an idle interpreter takes less."""
+SPINS_S = 30.0
+"""Time without a word before a kill from which on an empty input file is what was wrong."""
+_CONSEQUENT_XIDS = re.compile(r"\bXid 4[35]\b")
+"""What the driver says of a program that ended or failed by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +82,13 @@ def _by_force(ended: Ended, matches: list[_Match]) -> Finding | None:
     if wordless and ended.oom_kills is None and ended.memory_share is not None and ended.memory_share >= NEARLY_FULL:
         unproved = Evidence(text="not proved: nobody counted the kernel's kills (memory.events: oom_kill)")
         return _finding("host_memory_killed", [*told, unproved], severity="warning")
+    asked = number in (_SIGKILL, _SIGTERM, _SIGINT)
+    silent = ended.still.seconds if ended.still is not None else None
+    if ended.empty_inputs and asked and (number == _SIGKILL if silent is None else silent >= SPINS_S):
+        return _finding("empty_shard", [*_empty(ended), *_stood(ended), *told])
+    if asked and _hangs(ended):
+        return _finding("hang", [*_stood(ended), *told])
     if number == _SIGKILL:
-        if ended.empty_inputs:
-            return _finding("empty_shard", [*told, *_empty(ended)])
         return _finding("killed", told + _unknown(ended, matches))
     if number == _SIGTERM or ended.exit_code == _PREEMPTED:
         return _finding("preempted", told)
@@ -144,6 +121,9 @@ def _by_output(ended: Ended, matches: list[_Match], nan: list[Line]) -> Finding:
         return _finding("crashed", told + _unknown(ended, matches))
     spoken = [line for line in lines if line.text.strip()]
     quoted = [_quote(line) for line in spoken[-_LAST_WORDS:]]
+    if ended.exit_code is None and ended.place:
+        seen = Evidence(text="its end was seen, its exit code was not", place=ended.place)
+        return _finding("end_not_told", [seen, *quoted])
     if ended.exit_code is None:
         return _finding("no_last_word", told + quoted + _unknown(ended, matches))
     return _finding("ended_by_error", quoted + told + _unknown(ended, matches))
@@ -161,6 +141,28 @@ def _of_matches(ended: Ended, said: list[_Match], matches: list[_Match]) -> Find
     return _finding(death.id, evidence + _told(ended))
 
 
+def _hangs(ended: Ended) -> bool:
+    still = ended.still
+    if still is None or still.seconds < HANG_S:
+        return False
+    return still.waits_in == "comm" or (still.cores is not None and still.cores < STILL_CORES)
+
+
+def _stood(ended: Ended) -> list[Evidence]:
+    """Where it stood, and for how long."""
+    still = ended.still
+    if still is None:
+        return []
+    found = [Evidence(text=f"no step and no line of output in its last {still.seconds:.0f} s", value=still.seconds,
+                      place=still.place)]  # fmt: skip
+    if still.cores is not None:
+        text = f"its processes used {still.cores:.2f} cores meanwhile"
+        found.append(Evidence(text=text, value=still.cores, place=ended.samples_place))
+    if still.frame:
+        found.append(Evidence(text=f"the main thread was in {still.frame}", place=still.stacks_place))
+    return found
+
+
 def _also(ended: Ended, matches: list[_Match], known: set[str]) -> list[Finding]:
     """Other causes that were named, of which the verdict took none: by how specific they are."""
     found = []
@@ -176,6 +178,10 @@ def _also(ended: Ended, matches: list[_Match], known: set[str]) -> list[Finding]
         if not mine:
             evidence.append(Evidence(text="not known: whether it was this job's; the lines name no process of it"))
         found.insert(0, _finding("gpu_fault", evidence, severity="critical" if mine else "warning"))
+    elif "gpu_fault" not in known:
+        told = [line for line in ended.xids if not _CONSEQUENT_XIDS.search(line.text)]
+        if told:
+            found.insert(0, _finding("gpu_fault", [_quote(line) for line in told[-_LINES:]]))
     return found
 
 
@@ -267,49 +273,3 @@ def _finding(cause: str, evidence: list[Evidence], *, severity: str | None = Non
     return Finding(
         cause=cause, severity=severity or death.severity, title=death.title, evidence=evidence, fix=death.fix
     )
-
-
-def of_run(run: Path) -> Ended | None:
-    """What is known of the end of a run of ours, or of one that was watched: of its newest attempt. None: it lives, it
-    finished and nobody kept its output, it never began, or its lock cannot be asked.
-
-    An attempt that was killed has no last event, and the kernel has freed its lock. What a watched job printed is in
-    one file for all attempts, the newest at its end.
-    """
-    events = list(records.numbered_lines(run, EVENTS, Event))
-    attempt = max((event.attempt for _, event in events), default=None)
-    if attempt is None:
-        return None
-    ends = [(n, e) for n, e in events if e.attempt == attempt and e.kind in ("finished", "failed", "preempted")]
-    if not ends and (is_held(run) is not False or lease_holder(run) is not None):
-        return None
-    number, end = ends[-1] if ends else (0, None)
-    place = f"{EVENTS}:{number}" if end is not None else ""
-    log = run / OUTPUT
-    if log.exists():
-        output = read_output(log)
-    elif end is None or end.kind != "finished":
-        output = tuple(Line(text, place) for text in end.text.splitlines()) if end is not None else ()
-    else:
-        return None
-    samples = [(n, s) for n, s in records.numbered_lines(run, DEVICES, DeviceSample) if s.attempt == attempt]
-    newest = samples[-1][1] if samples else DeviceSample(t=0.0, attempt=attempt)
-    used, limit = newest.memory_used_bytes, newest.memory_limit_bytes
-    gpus = [gpu.memory_used_bytes / gpu.memory_total_bytes for gpu in newest.gpus
-            if gpu.memory_used_bytes is not None and gpu.memory_total_bytes]  # fmt: skip
-    busy = [gpu.utilisation for _, sample in samples for gpu in sample.gpus if gpu.utilisation is not None]
-    return Ended(
-        exit_code=None if end is None else end.data.get("exit_code", _USUAL.get(end.kind, _of_python(end.text))),
-        place=place,
-        output=output,
-        oom_kills=None if end is None else end.data.get("oom_kills"),
-        memory_share=used / limit if used is not None and limit else None,
-        gpu_memory_share=max(gpus, default=None),
-        gpu_used=any(share > 0 for share in busy) if busy else None,
-        samples_place=f"{DEVICES}:{samples[-1][0]}" if samples else "",
-    )
-
-
-def _of_python(error: str) -> int:
-    """What Python ends with after an error that is not stoker's."""
-    return 130 if error.startswith("KeyboardInterrupt") else 1
