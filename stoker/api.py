@@ -16,6 +16,7 @@ def train(
     *,
     run: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    trace: bool = False,
     **settings: Unpack[Settings],
 ) -> loop.Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
@@ -23,6 +24,7 @@ def train(
     data: folder or file with labelled pictures, or "demo", pictures that stoker draws itself.
     run: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished one is continued.
     resume: an unfinished run to continue with its own settings; `data` is not needed then.
+    trace: keep the steps that are profiled every few minutes as Chrome traces too.
     settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--for` is `for_`.
 
     Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
@@ -30,4 +32,4 @@ def train(
     """
     asked = from_fields({"data": data, **settings})
     text = [None if path is None else os.fspath(path) for path in (run, resume)]
-    return loop.train(asked, run=text[0], resume=text[1])
+    return loop.train(asked, run=text[0], resume=text[1], trace=trace)

@@ -39,6 +39,7 @@ def train(
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
     run: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
+    trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
 ) -> None:
     """Trains a detector. What is not set is derived from the data and the device, and printed with its reason.
 
@@ -54,12 +55,14 @@ def train(
         machine can continue it.
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
+    trace
+        Keep the few steps that are profiled every few minutes as Chrome traces too.
     """
     from stoker.measuring.host import process_started_s
     from stoker.training.loop import train as train_loop
 
     asked = config if data is None else config.replace(data=data)
-    result = train_loop(asked, run=run, resume=resume, started_s=process_started_s())
+    result = train_loop(asked, run=run, resume=resume, started_s=process_started_s(), trace=trace)
 
     from stoker.report.terminal import print_metrics
     from stoker.storage.runs import shown

@@ -8,6 +8,7 @@ is asked of `torch.cuda`. Telemetry from the driver is `measuring/gpu.py`.
 import contextlib
 import ctypes
 import dataclasses
+import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
@@ -63,6 +64,10 @@ class Device:
 
     def make_clock(self) -> "DeviceClock":
         return DeviceClock(self)
+
+    def make_ranges(self) -> "Ranges | None":
+        """Ranges for a profiler that reads them; None where none does."""
+        return Ranges() if nvtx_is_on(self) else None
 
     def memory(self) -> "Memory":
         """Bytes of the device's memory; of the host's (within its cgroup) on a CPU."""
@@ -252,6 +257,25 @@ class DeviceClock:
         """The mark will never be resolved: its event is free."""
         if not isinstance(mark, float):
             self._pool.append(mark)
+
+
+_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
+"""Variables that Nsight's tools set in what they start."""
+
+
+def nvtx_is_on(device: Device) -> bool:
+    """Whether somebody reads NVTX ranges of this process: a profiler of NVIDIA's, or STOKER_NVTX=1 says so."""
+    return device.kind == "cuda" and (os.environ.get("STOKER_NVTX") == "1" or any(map(os.environ.get, _NSIGHT)))
+
+
+class Ranges:
+    """Nested, named ranges on this thread's line in Nsight Systems (NVTX)."""
+
+    def push(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def pop(self) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 def keep_freed_memory() -> None:

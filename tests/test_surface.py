@@ -96,7 +96,7 @@ def test_the_command_has_a_flag_for_every_setting():
         a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
     ]
     flags = {name for argument in arguments for name in argument.names}
-    own = {"--run", "--resume", "--help", "-h", "--version", "--no-eager"}
+    own = {"--run", "--resume", "--trace", "--help", "-h", "--version", "--no-eager"}
     wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 

@@ -80,6 +80,13 @@ class Clock(Protocol):
         """The mark will never be asked for."""
 
 
+class Ranges(Protocol):
+    """Who else wants to know what the thread says; `device.Ranges`."""
+
+    def push(self, name: str) -> None: ...
+    def pop(self) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
@@ -128,13 +135,15 @@ class Ledger:
     """Accounts for the time of one rank from `started_s`, which may lie before the ledger was made (process start).
 
     now: the host's clock, the one in whose seconds `clock` resolves. devices: how many devices this thread drives; each
-    second of the wall is that many device-seconds.
+    second of the wall is that many device-seconds. ranges: are told each phase and step (`step`) as it begins and ends.
     """
 
     def __init__(
-        self, clock: Clock, *, started_s: float, now: Callable[[], float] = time.perf_counter, devices: int = 1
-    ) -> None:
+        self, clock: Clock, *, started_s: float, now: Callable[[], float] = time.perf_counter, devices: int = 1,
+        ranges: Ranges | None = None,
+    ) -> None:  # fmt: skip
         self._clock = clock
+        self._ranges = ranges
         self._now = now
         self._devices = devices
         self._stack = ["startup"]
@@ -212,7 +221,7 @@ class Ledger:
         self._issuing, interrupted, self._device_in = True, self._device_in, "recovery" if again else "compute"
         self._mark(self._device_in)
         self._calibrate()
-        self._enter("host")
+        self._enter("host", "step")
         done = False
         try:
             yield
@@ -251,12 +260,16 @@ class Ledger:
         """The account of all that is left, however short; None when nothing is. Wait for the device before."""
         return self.window(0.0) if self._now() > self._window_s else None
 
-    def _enter(self, label: str) -> None:
+    def _enter(self, label: str, shown: str | None = None) -> None:
+        if self._ranges is not None:
+            self._ranges.push(shown or label)
         self._stack[0] = "unattributed"
         self._stack.append(label)
         self._say(label)
 
     def _leave(self) -> None:
+        if self._ranges is not None:
+            self._ranges.pop()
         self._stack.pop()
         self._say(self._stack[-1])
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from stoker.config import Config, parse_duration, rows_of
 from stoker.data.augment_device import augment_batch
 from stoker.device import Ready, out_of_memory_as_error
-from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import Preempted, StokerError, StorageError
 from stoker.measuring.ledger import Account, Ledger
+from stoker.measuring.trace import Tracer
 from stoker.measuring.witness import Witness
 from stoker.metrics import Metrics
-from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS, RunFolder
+from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
 from stoker.schemas import StepWindow
@@ -50,13 +50,14 @@ class Result:
 
 
 def train(
-    asked: Config, *, run: str | None = None, resume: str | None = None, started_s: float | None = None
-) -> Result:
+    asked: Config, *, run: str | None = None, resume: str | None = None, started_s: float | None = None,
+    trace: bool = False,
+) -> Result:  # fmt: skip
     """Trains until the asked length is reached.
 
     run: folder of the run (`--run`); resume: an unfinished run to continue, with its own settings; started_s: the
-    moment of `time.perf_counter` from which on the ledger counts, default now. Raises StokerError; `Preempted` after a
-    signal, when everything is saved.
+    moment of `time.perf_counter` from which on the ledger counts, default now; trace: keep Chrome traces of some steps.
+    Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
     with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
@@ -71,7 +72,7 @@ def train(
         if remote is not None:
             said += remote.said
             stack.push(remote.finish)
-        stack.callback(conclude, folder, screen)
+        stack.callback(runs.conclude, folder, screen.warning)
         job: Job | None = None
 
         def say(kind: str, text: str, /, **data: Any) -> None:
@@ -87,7 +88,7 @@ def train(
                 job = start.build(settled, folder, say)
                 stack.callback(job.loader.close)
                 stop.check()
-                metrics = Training(job, screen, stop, started_s, say).run()
+                metrics = Training(job, screen, stop, started_s, say, trace).run()
         except StokerError as error:
             kind = "preempted" if isinstance(error, Preempted) else "failed"
             folder.event(kind, str(error), step=None if job is None else job.step, exit_code=error.exit_code)
@@ -98,24 +99,19 @@ def train(
         return Result(folder.path, job.step, metrics)
 
 
-def conclude(folder: RunFolder, screen: Screen) -> None:
-    """Writes the diagnosis, however the run ended."""
-    try:
-        write_findings(folder.path, diagnose(folder.path))
-    except OSError as error:
-        screen.warning(f"findings.json could not be written: {error}")
-
-
 class Training:
     """The state of the loop between steps."""
 
-    def __init__(self, job: Job, screen: Screen, stop: Stop, started_s: float, say: start.Say) -> None:
+    def __init__(
+        self, job: Job, screen: Screen, stop: Stop, started_s: float, say: start.Say, trace: bool = False
+    ) -> None:
         self.job = job
         self.screen = screen
         self.stop = stop
         self.say = say
         run, optim = job.config.run, job.config.optim
-        self.ledger = Ledger(job.device.make_clock(), started_s=started_s)
+        self.ledger = Ledger(job.device.make_clock(), started_s=started_s, ranges=job.device.make_ranges())
+        self.tracer = Tracer(job.device, job.folder, self.ledger, say, chrome=trace)
         self.board = Board(job.folder.path, purge_step=job.step, on_error=lambda text: say("warning", text))
         self.stream = job.device.make_stream()
         self.scorer = Scorer(job, screen, self.board, say)
@@ -172,6 +168,7 @@ class Training:
             self.score()  # what had come between the checkpoint of this step and its evaluation: a signal, a kill
         while self.hopeless_at is None and self.progress() < 1 and not self.stalled():
             self.step()
+            self.tracer.between_steps(job.step)
             self.read()
             self.heed_signals()
             if self.save_due.now(job.step):
@@ -189,6 +186,7 @@ class Training:
 
     def go_back(self, failed_at: int) -> None:
         """Begins again from the last sound state, at a lower rate."""
+        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("recovery"):
             go_back(self.job, failed_at, self.rate, self.say)
@@ -312,6 +310,7 @@ class Training:
         unscored: what the continued run shall score first; else a score that is under way is waited for.
         """
         job = self.job
+        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
@@ -334,6 +333,7 @@ class Training:
         """Runs the averaged weights over the validation split. How good they are is found out beside training, or at
         once where that is asked for, could end the run, or lacks the memory."""
         job = self.job
+        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("eval"):
             found = find_boxes(job, self.heed_signals)
@@ -369,7 +369,10 @@ class Training:
         return metrics
 
     def heed_signals(self) -> None:
-        """Where a signal has come, the training is saved and ends."""
+        """Where a signal has come, the training is saved and ends; after SIGUSR2 the next steps are traced."""
+        if self.stop.trace_asked:
+            self.stop.trace_asked = False
+            self.tracer.ask()
         if self.stop.requested:
             self.preempt()
 
@@ -389,4 +392,5 @@ class Training:
         """Lets a write under way end, whatever ended the training; drops a score that nobody took in: no checkpoint is
         behind its evaluation."""
         self.scorer.give_up()
+        self.tracer.close()
         self.job.writer.wait()

@@ -28,10 +28,12 @@ SLOWDOWN = 3.0
 
 
 class Stop:
-    """`requested` names the signal once one has come; `error` is why the training must end without saving."""
+    """`requested` names the signal once one has come; `error` is why the training must end without saving; SIGUSR2
+    only sets `trace_asked`: the next steps are to be kept as a Chrome trace."""
 
     requested: str | None = None
     error: StokerError | None = None
+    trace_asked: bool = False
 
     def fail(self, error: StokerError) -> None:
         """Ends the training with this error at its next step. From any thread."""
@@ -49,9 +51,10 @@ class Stop:
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
     """SIGTERM and SIGINT ask the loop to save and stop; a second SIGINT ends the process at once, as Ctrl-C does.
+    SIGUSR2 asks for a trace.
 
     Repeated SIGTERMs change nothing: Slurm and torchrun each send one. Outside the main thread, where Python lets
-    nobody handle signals, the flag is never set.
+    nobody handle signals, the flags are never set.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -59,11 +62,14 @@ def stop_on_signals() -> Iterator[Stop]:
         return
 
     def handle(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR2:
+            stop.trace_asked = True
+            return
         if number == signal.SIGINT and stop.requested == "SIGINT":
             raise KeyboardInterrupt("a second time; what was saved before is in the run")
         stop.requested = signal.Signals(number).name
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
     try:
         yield stop
     finally:

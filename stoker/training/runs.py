@@ -6,10 +6,12 @@ is in the folder is `records.py`; what is built from it `start.py`.
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from stoker.config import Config, from_toml, to_toml
 from stoker.data.find import endings_of_files
+from stoker.diagnose.rules import diagnose, write_findings
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.files import write_whole
 from stoker.measuring.environment import describe
@@ -17,6 +19,7 @@ from stoker.records import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,
+    FINDINGS,
     RunFolder,
     is_finished,
     last_attempt,
@@ -114,6 +117,14 @@ def open_folder(
         fix = "make room or name another folder: --run DIR"
         raise StorageError("The run's folder cannot be written.", place=place, cause=str(error), fix=fix) from error
     return folder
+
+
+def conclude(folder: RunFolder, warn: Callable[[str], None]) -> None:
+    """Writes the diagnosis, however the run ended."""
+    try:
+        write_findings(folder.path, diagnose(folder.path))
+    except OSError as error:
+        warn(f"{FINDINGS} could not be written: {error}")
 
 
 def _new_run(config: Config, name: str | None) -> Path:
