@@ -72,6 +72,25 @@ def parse(line: str) -> Progress | None:
     return None
 
 
+class Reader:
+    """`parse`, with memory of one thing: Keras prints the same bar when it evaluates as when it trains. Where it says
+    `Epoch 1/3` before it trains, a bar that begins after the epoch's was full is none of training; where it never says
+    so (a `fit` of one epoch), the two cannot be told apart, and all count."""
+
+    def __init__(self) -> None:
+        self._trains: bool | None = None
+
+    def read(self, line: str) -> Progress | None:
+        if _KERAS_EPOCH.match(line):
+            self._trains = True
+        elif bar := _KERAS.match(line):
+            if self._trains is False:
+                return None
+            if self._trains and bar[1] == bar[2]:
+                self._trains = False
+        return parse(line)
+
+
 def number(text: str) -> float:
     """Of a text that fits `_NUMBER`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
@@ -107,7 +126,7 @@ def dictionary(line: str) -> Progress | None:
 
 _DICT_PAIR = re.compile(rf"'([^']*)'\s*:\s*'?({_NUMBER})")
 
-_KERAS = re.compile(r"^\s*(\d+)/(\d+|Unknown)\s+(?:\[[=>.]*\]|━+)\s(.*)$")
+_KERAS = re.compile(r"^\s*(\d+)/(\d+|Unknown)\s+(?:\[[=>.]*\]|━+|(?=- \d+s -))\s?(.*)$")
 _KERAS_TIME = re.compile(rf"({_NUMBER})(us|ms|s)/step")
 _KERAS_EPOCH = re.compile(r"^Epoch (\d+)/(\d+)\s*$")
 
