@@ -217,7 +217,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     threads: int | None = None
     """Of this process and its children."""
     threads_running: float | None = None
-    """Of these, that ran or wanted to when the sample was taken."""
+    """Of these, the mean number that ran or waited for a processor."""
     page_cache_bytes: int | None = None
     swap_used_bytes: int | None = None
     read_bytes_s: float | None = None
@@ -277,3 +277,5 @@ class Finding(msgspec.Struct, kw_only=True):
     command: str | None = None
     confidence: float | None = None
     verified: str | None = None
+    patch: dict[str, Any] = {}
+    """Settings of config.toml that mend it, by name."""

@@ -12,10 +12,16 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stoker.cgroup import Cgroup, host_cores, host_memory
+from stoker.measuring import place
 from stoker.measuring.gpu import Gpus
+from stoker.measuring.machine import memory
+
+if os.name == "posix":
+    import resource
 
 PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")
 """Their versions decide speed and results."""
@@ -23,6 +29,8 @@ PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless",
 JOB_PACKAGES = ("torch", "torchvision", "tensorflow", "keras", "jax", "lightning", "pytorch-lightning", "transformers",
                 "ultralytics", "numpy", "protobuf")  # fmt: skip
 """The same of jobs that others wrote."""
+
+NO_FOLDERS: Mapping[str, str | Path] = MappingProxyType({})
 
 _VARIABLES = re.compile(
     r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
@@ -33,26 +41,35 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 
 
-def describe(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.argv) -> dict[str, Any]:
-    """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch)."""
+def describe(
+    variables: Mapping[str, str] = os.environ,
+    argv: list[str] = sys.argv,
+    *,
+    folders: Mapping[str, str | Path] = NO_FOLDERS,
+) -> dict[str, Any]:
+    """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch).
+
+    folders: those of which it shall be said on what they lie, by a name (`run`, `data`)."""
     return {
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        **_machine(variables),
+        **_machine(variables, folders),
         "torch": _torch(),
         "variables": _told(variables),
         "argv": [masked(word) for word in argv],
     }
 
 
-def describe_job(argv: list[str], variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def describe_job(
+    argv: list[str], variables: Mapping[str, str] = os.environ, *, folders: Mapping[str, str | Path] = NO_FOLDERS
+) -> dict[str, Any]:
     """The same of a job that stoker did not write. Nothing of it is run: its packages are those that lie beside the
     program, None where that is no Python environment; what its torch was built for is not known."""
     packages, python = _packages_of(argv[0])
     return {
         "packages": packages,
         "python": python,
-        **_machine(variables),
+        **_machine(variables, folders),
         "torch": None,
         "variables": _told(variables),
         "argv": [masked(word) for word in argv],
@@ -60,13 +77,18 @@ def describe_job(argv: list[str], variables: Mapping[str, str] = os.environ) -> 
     }
 
 
-def describe_loop(variables: Mapping[str, str] = os.environ, argv: list[str] = sys.argv) -> dict[str, Any]:
+def describe_loop(
+    variables: Mapping[str, str] = os.environ,
+    argv: list[str] = sys.argv,
+    *,
+    folders: Mapping[str, str | Path] = NO_FOLDERS,
+) -> dict[str, Any]:
     """The same of this process, whose training loop stoker did not write. torch is asked only where it is loaded: to
     load it takes seconds."""
     return {
         "packages": {name: _version(name) for name in ("stoker", *JOB_PACKAGES)},
         "python": platform.python_version(),
-        **_machine(variables),
+        **_machine(variables, folders),
         "torch": _torch() if "torch" in sys.modules else None,
         "variables": _told(variables),
         "argv": [masked(word) for word in argv],
@@ -89,7 +111,7 @@ def _packages_of(program: str) -> tuple[dict[str, str | None], str | None]:
     return versions, folder.parent.name.removeprefix("python")
 
 
-def _machine(variables: Mapping[str, str]) -> dict[str, Any]:
+def _machine(variables: Mapping[str, str], folders: Mapping[str, str | Path]) -> dict[str, Any]:
     limit_bytes, _ = host_memory()
     return {
         "os": _os(),
@@ -103,8 +125,27 @@ def _machine(variables: Mapping[str, str]) -> dict[str, Any]:
         "cpu_quota": Cgroup().cores(),
         "memory_limit_bytes": limit_bytes,
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
-        "gpu": Gpus().describe(),
+        "cloud": place.cloud(),
+        "board": place.board(),
+        "cpu_sockets": place.sockets(),
+        "numa_nodes": place.numa_nodes(),
+        "huge_pages": place.huge_pages(),
+        "swap_bytes": memory(Path("/proc")).get("SwapTotal"),
+        "handles_limit": _handles_limit(),
+        "storage": {name: place.storage(folder) for name, folder in folders.items()},
+        "gpu": place.answered(
+            lambda: Gpus(variables).describe(),
+            {"gpus": [], "reason": f"the driver has not answered for {place.ANSWER_WITHIN_S:.0f} s"},
+        ),
     }
+
+
+def _handles_limit() -> int | None:
+    """Open files that a process started here may have (`ulimit -n`); None: no limit."""
+    if os.name != "posix":
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def masked(text: str) -> str:

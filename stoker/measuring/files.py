@@ -2,12 +2,25 @@
 
 import os
 
+_PIECE = 2048
+"""A first piece that is shorter is all: the kernel fills a page as far as whole records of a list go, and none is half
+a page long (fs/seq_file.c)."""
+
 
 def read(path: str) -> bytes:
-    """The file's first 64 KiB; of /proc, the whole of most. Raises OSError."""
+    """The whole file. Raises OSError.
+
+    The kernel gives a page of most at a time, however much is asked for: a list that is longer comes in pieces.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(handle, 65536)
+        whole = os.read(handle, 65536)
+        more = len(whole) >= _PIECE
+        while more:
+            piece = os.read(handle, 65536)
+            whole += piece
+            more = bool(piece)
+        return whole
     finally:
         os.close(handle)
 
@@ -18,6 +31,12 @@ def read_or_none(path: str) -> bytes | None:
         return read(path)
     except OSError:
         return None
+
+
+def text_or_none(path: str) -> str | None:
+    """Without the blanks around it; None where there is nothing."""
+    told = read_or_none(path)
+    return None if told is None else told.decode(errors="replace").strip() or None
 
 
 def number_of(text: bytes, key: bytes) -> int:

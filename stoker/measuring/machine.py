@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from stoker.measuring.files import number_of, read, read_or_none
+from stoker.measuring.files import number_of, read_or_none
 
 SECTOR_BYTES = 512
 """Of /proc/diskstats, whatever the disk's own are (kernel documentation: admin-guide/iostats)."""
@@ -113,11 +113,3 @@ def free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return told.f_bavail * told.f_frsize
-
-
-def first_line(path: str) -> str | None:
-    """Of a file of /sys; None where it is absent or empty."""
-    try:
-        return read(path).decode(errors="replace").strip() or None
-    except OSError:
-        return None

@@ -3,17 +3,19 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from stoker.measuring import environment, place
 from stoker.measuring.environment import container, describe, masked
 
 HIDDEN = "hunter2"
 
 
-def test_it_is_json_and_says_what_a_run_ran_on() -> None:
+def test_it_is_json_and_says_what_a_run_ran_on(tmp_path: Path) -> None:
     told = json.loads(json.dumps(describe()))
     assert told["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert told["torch"]["cuda"] == torch.version.cuda
@@ -22,6 +24,26 @@ def test_it_is_json_and_says_what_a_run_ran_on() -> None:
     assert told["memory_limit_bytes"] > 2**20
     assert told["cpu"]
     assert "gpus" in told["gpu"]
+    assert told["storage"] == {}
+    assert describe(folders={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
+    if sys.platform == "linux":
+        assert told["handles_limit"] is None or told["handles_limit"] > 2
+        assert told["swap_bytes"] is not None
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    class Hanging:
+        def __init__(self, _: object) -> None:
+            go.wait()
+
+    monkeypatch.setattr(environment, "Gpus", Hanging)
+    monkeypatch.setattr(place, "ANSWER_WITHIN_S", 0.01)
+    told = describe()["gpu"]
+    go.set()
+    assert told["gpus"] == []
+    assert told["reason"].startswith("the driver has not answered")
 
 
 def test_variables_that_matter_are_told_and_secrets_never() -> None:

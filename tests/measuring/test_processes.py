@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.measuring.files import read
 from stoker.measuring.processes import THREADS_A_SAMPLE, Processes, tree, tree_rss_by_psutil
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
@@ -135,6 +136,14 @@ def test_bytes_of_a_child_that_ended_stay_counted(tmp_path: Path) -> None:
         pytest.skip("this kernel keeps no account of storage")
     if os.statvfs(tmp_path).f_fsid and after.written_bytes > before.written_bytes:
         assert after.written_bytes - before.written_bytes >= 2**20
+
+
+@linux
+def test_lists_that_are_longer_than_a_page_are_read_to_their_end() -> None:
+    """The kernel gives a page at a time; the list of this process's mappings has many, and hardly changes."""
+    maps = read("/proc/self/maps")
+    assert len(maps) > 16384
+    assert len(maps) == pytest.approx(len(Path("/proc/self/maps").read_bytes()), abs=4000)
 
 
 @linux
