@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.records import CONFIG, INPUT_STAGES, PHASES, STEPS, RunFolder, locked
-from stoker.report.why import MEANINGS, STAGES, gather, why_as_dict
-from stoker.report.why_terminal import print_why
-from stoker.schemas import StepWindow
+from stoker.records import CONFIG, ENVIRONMENT, INPUT_STAGES, PHASES, PROBES, STEPS, RunFolder, locked
+from stoker.report.why import MEANINGS, STAGES, Why, gather, why_as_dict
+from stoker.report.why_terminal import PROBE_WORDS, print_why
+from stoker.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
+
+STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, steps=1, pictures=4, wall_s=10.0, devices=1,
+                                      phases={"compute": 8.0, "idle": 2.0})) + b"\n"  # fmt: skip
 
 
 def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts: int = 1) -> Path:
@@ -34,16 +37,28 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
 
 
 def shown(run: Path, price: float | None = None) -> str:
+    return text_of(gather(run, price))
+
+
+def text_of(why: Why) -> str:
     file = io.StringIO()
-    print_why(gather(run, price), file)
+    print_why(why, file)
     return file.getvalue()
+
+
+def finding(number: int = 1) -> Finding:
+    """One whose words no catalogue changes."""
+    return Finding(cause=f"cause_{number}", severity="critical", title=f"Cause {number}", lost_device_s=880.0,
+                   evidence=[Evidence(text="a number", value=1.0, place="steps.jsonl: phases")], fix="do it",
+                   command="--cache disk", confidence=0.8, verified="10 → 16 img/s")  # fmt: skip
 
 
 def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("cars-1"), price=3.6, end="finished", attempts=2)
+    why = msgspec.structs.replace(gather("cars-1"), findings=[finding()])
     assert (
-        shown(Path("cars-1"))
+        text_of(why)
         == """\
 run    cars-1
 state  finished: what was said
@@ -60,10 +75,11 @@ total        1 h 06 min  100 %  4.00
 The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s, \
 22 %, 0.88 (the device waited for pictures).
 
-critical: The device waits for pictures (14 min 40 s lost, 0.88)
-  input_wait: 880.0 device-seconds, 22.0 % of the run  [steps.jsonl: phases.input_wait]
-  fix: Prepare pictures faster: decoded pictures that are kept (--cache disk), a machine with more cores per device, \
-or pictures stored at no more than twice the canvas
+critical: Cause 1 (14 min 40 s lost, 0.88)
+  a number  [steps.jsonl: phases]
+  fix: do it (--cache disk)
+  confidence: 80 %
+  verified: 10 → 16 img/s
 
 evidence: steps.jsonl, events.jsonl, config.toml in cars-1
 """
@@ -158,6 +174,88 @@ def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
 
 def test_every_phase_of_the_ledger_has_its_words() -> None:
     assert set(MEANINGS) == set(PHASES)
+
+
+def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    why = gather(make_run(Path("run"), end="finished"))
+    for count, said in ((5, None), (6, "1 more: stoker why run --json"), (8, "3 more: stoker why run --json")):
+        text = text_of(msgspec.structs.replace(why, findings=[finding(number) for number in range(count)]))
+        assert text.count("critical: Cause") == 5
+        assert ("more:" in text) == (said is not None)
+        assert (said or "") in text
+    assert "No rule of the diagnosis" in text_of(msgspec.structs.replace(why, findings=[]))
+
+
+def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("run"), end="finished")
+    told = {"machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
+    (run / ENVIRONMENT).write_text(json.dumps(told))
+    text = shown(run)
+    assert "price  0.53 USD per device-hour: list price of g4dn.xlarge, AWS us-east-1, on demand, as of 20" in text
+    assert " lost, 0.064)" in text
+    assert gather(run).price == 0.526
+    (run / ENVIRONMENT).write_text(json.dumps({**told, "machine_type": None}))
+    ranged = gather(run)
+    assert ranged.price == 0
+    assert ranged.rate is not None
+    low, high = (440 * price / 3600 for price in (ranged.rate.low, ranged.rate.high))
+    assert f" lost, {low:.2f}–{high:.2f})" in shown(run)
+    assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
+    assert "price  " not in shown(run, price=5.0)
+    (run / CONFIG).write_text("[run]\nprice = 1.5\n")
+    assert gather(run).price == 1.5
+
+
+def test_experiments_have_their_own_section(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", end="finished")
+    folder = RunFolder(run, 1)
+    numbers = {"before_img_per_s": 10.0, "after_img_per_s": 18.0, "ratio": 1.8, "ratio_low": 1.7, "ratio_high": 1.9}
+    folder.append(PROBES, Probe(t=1.0, attempt=1, what="cached_batch", steps=40, automatic=True, **numbers))
+    nothing = dict.fromkeys(numbers, 0.0)
+    folder.append(PROBES, Probe(t=1.0, attempt=1, what="no_exchange", steps=0, reason="one device", **nothing))
+    folder.close()
+    lines = shown(run).splitlines()
+    at = lines.index("Experiments")
+    assert [" ".join(line.split()) for line in lines[at + 1 : at + 4]] == [
+        "changed img/s before after ratio",
+        "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, by itself",
+        "no exchange of gradients not measured: one device",
+    ]
+    assert [one["what"] for one in why_as_dict(gather(run))["probes"]] == ["cached_batch", "no_exchange"]
+    assert set(PROBE_WORDS) == set(PROBE_KINDS)
+
+
+HALVES = {
+    "an empty event file": {"events.jsonl": b""},
+    "events alone": {"events.jsonl": b'{"t":1.0,"attempt":1,"kind":"started"}\n'},
+    "killed before its first event": {"environment.json": b"{}"},
+    "steps alone": {"steps.jsonl": STEP},
+    "a torn step": {"events.jsonl": b"", "steps.jsonl": STEP + STEP[:30]},
+    "damaged environment": {"events.jsonl": b"", "environment.json": b'{"gpu": [1,', "steps.jsonl": STEP},
+    "no object for environment": {"events.jsonl": b"", "environment.json": b"7", "steps.jsonl": STEP},
+    "odd environment": {
+        "events.jsonl": b"",
+        "environment.json": b'{"gpu":{"gpus":[7]},"cores":"x"}',
+        "steps.jsonl": STEP,
+    },
+    "settings of another version": {"events.jsonl": b"", "config.toml": b"[other]\nx = 1\n", "steps.jsonl": STEP},
+    "samples alone": {"devices.jsonl": b'{"t":1.0,"attempt":1}\n'},
+}
+
+
+@pytest.mark.parametrize("what", HALVES)
+def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
+    for name, content in HALVES[what].items():
+        (tmp_path / name).write_bytes(content)
+    found = gather(tmp_path)
+    text = text_of(found)
+    assert found.state in ("dead", "unknown")
+    assert ("No time is recorded yet" in text) == (b"wall_s" not in HALVES[what].get("steps.jsonl", b""))
+    assert json.loads(json.dumps(why_as_dict(found)))
 
 
 def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:

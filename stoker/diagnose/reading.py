@@ -1,0 +1,336 @@
+"""Reads a run's folder into `Records`: one pass over each file, in bounded memory, whether it lives, ended or died.
+
+The start of an attempt is all up to its first window with steps, and that window too while it is short: caches,
+autotuning and allocators warm up in it. What comes after is steady, and is what shares of time are of; so a short run
+is judged like a long one. Sums of the whole run, which say what was lost, are `totals.py`'s.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker import records
+from stoker.diagnose import postmortem
+from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.seen import Gpu, Records, Silence
+from stoker.schemas import DeviceSample, Event, GpuSample, Probe, Quarantined, StackWindow, StepWindow, TraceWindow
+from stoker.storage.address import is_address
+from stoker.totals import totals
+
+SHOWN = 3
+"""Names and lines that are kept of many."""
+FRAMES = 64
+"""Frames of stacks that are counted; a loop has a few."""
+
+_HOT = 0x08 | 0x20 | 0x40
+_CAPPED = 0x04 | 0x80
+_SET = 0x02
+"""NVML's bits of why a clock is low: hardware, software and hardware thermal slowdown; software power cap and power
+brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
+
+_ENDS = ("finished", "failed", "preempted")
+
+
+def read(run: Path, price: float | None = None) -> Records:
+    """The records of a run, live, dead or finished. price: money per device-hour, instead of the run's own setting."""
+    tables = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
+    reasons = tables.pop("reasons", {})
+    settings: dict[str, Any] = {}
+    for table in tables.values():
+        settings |= table if isinstance(table, dict) else {}
+    seen = Records(
+        totals=totals(run),
+        price=float(settings.get("price", 0.0)) if price is None else price,
+        settings=settings,
+        reasons=frozenset(reasons),
+        from_bucket=is_address(str(settings.get("data", ""))),
+        ours=bool(settings),
+        ended=postmortem.of_run(run),
+    )
+    newest = _read_events(run, seen)
+    settled, last_t = _read_steps(run, seen, newest)
+    _read_devices(run, seen, settled, last_t)
+    paths: set[str] = set()
+    for line in records.read_lines(run, records.QUARANTINE, Quarantined):
+        paths.add(line.path)
+        if len(seen.quarantined) < SHOWN:
+            seen.quarantined.setdefault(line.path, line.error)
+    seen.quarantined_count = len(paths)
+    _read_ranks(run, seen)
+    for trace in records.read_lines(run, records.TRACES, TraceWindow):
+        _add_trace(seen, trace)
+    for folder in (run, *_ranks(run).values()):
+        for stack in records.read_lines(folder, records.STACKS, StackWindow):
+            _add_stacks(seen, stack)
+    for probe in records.read_lines(run, records.PROBES, Probe):
+        if not probe.reason and probe.ratio > 0:
+            seen.probes[probe.what] = probe
+    return seen
+
+
+def _read_events(run: Path, seen: Records) -> Event | None:
+    """The end of the newest attempt, where it has one."""
+    end: Event | None = None
+    learning = seen.learning
+    for event in records.read_lines(run, records.EVENTS, Event):
+        if event.kind in ("started", "resumed"):
+            end = None
+            seen.watched |= "watched" in event.data
+        elif event.kind in _ENDS:
+            end = event
+        elif event.kind == "checkpoint":
+            seen.checkpoints += 1
+        elif event.kind == "checkpoint_failed":
+            seen.checkpoint_failures.append(event.text)
+        elif event.kind == "gpu_fault":
+            seen.gpu_faults.append(event)
+        elif event.kind in records.LEARNING_KINDS:
+            learning.events.setdefault(event.kind, []).append(event)
+        elif event.kind == "evaluated":
+            _add_evaluation(seen, event)
+        elif event.kind == "warning":
+            if "not_finite" in event.data:
+                learning.not_finite = event
+            if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
+                seen.storage_warnings.append(event.text)
+        if event.kind == "note" and isinstance(event.data.get("facts"), dict):
+            seen.facts |= event.data["facts"]
+        workers = event.data.get("workers")
+        if isinstance(workers, int):
+            seen.facts["workers"] = workers
+    return end
+
+
+def _add_evaluation(seen: Records, event: Event) -> None:
+    learning = seen.learning
+    learning.evaluations += 1
+    metrics = event.data.get("metrics")
+    ap = metrics.get("ap") if isinstance(metrics, dict) else None
+    if not isinstance(ap, int | float):
+        return
+    learning.newest_ap = float(ap)
+    if learning.best is None or ap > learning.best[1]:
+        learning.best, learning.evaluations_since_best = (event.t, float(ap), event.step), 0
+    else:
+        learning.evaluations_since_best += 1
+
+
+def _read_steps(run: Path, seen: Records, end: Event | None) -> tuple[dict[int, float], float | None]:
+    """(attempt → the moment its start was over, the moment of the last step)."""
+    settled: dict[int, float] = {}
+    last_t: float | None = None
+    longest_s, attempt = 0.0, 0
+    fetch_s, pictures, wanted = 0.0, 0, seen.facts.get("pictures")
+    for window in records.read_lines(run, records.STEPS, StepWindow):
+        learning = seen.learning
+        if window.attempt != attempt:
+            attempt, last_t, longest_s = window.attempt, None, 0.0
+        if window.memory_peak_bytes is not None:
+            seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
+        if window.starved is not None:
+            seen.starved += window.starved
+            seen.starved_of += window.steps
+        _add_learning(seen, window)
+        if learning.best is not None and window.t > learning.best[0]:
+            learning.device_s_since_best += window.wall_s * window.devices
+        if window.steps > 0:
+            longest_s = max(longest_s, window.wall_s if last_t is None else window.t - last_t)
+            last_t = window.t
+        pictures += window.pictures
+        fetch_s += window.input.get("fetch", 0.0)
+        if isinstance(wanted, int) and seen.first_epoch_fetch_s is None and pictures >= wanted > 0:
+            seen.first_epoch_fetch_s = fetch_s
+        if window.attempt in settled:
+            _add_steady(seen, window)
+        elif window.steps > 0:
+            settled[window.attempt] = window.t
+            if window.wall_s > common("first_window_s") and not seen.watched:
+                _add_steady(seen, window, first=True)
+    if (end is None or end.kind != "finished") and last_t is not None and attempt == seen.totals.attempts:
+        seen.silence = Silence(since_s=0.0, usual_s=longest_s)
+    return settled, last_t
+
+
+def _add_steady(seen: Records, window: StepWindow, *, first: bool = False) -> None:
+    """first: the window also holds the start, which its phases tell apart."""
+    steady, device_s = seen.steady, window.wall_s * window.devices
+    for name, took_s in window.phases.items():
+        if first and name in ("startup", "compile"):
+            device_s -= took_s
+        else:
+            steady.phases[name] = steady.phases.get(name, 0.0) + took_s
+    for name, took_s in window.input.items():
+        steady.input[name] = steady.input.get(name, 0.0) + took_s
+    steady.device_s += max(0.0, device_s)
+    steady.wall_s += max(0.0, device_s) / max(1, window.devices)
+    steady.steps += window.steps
+    if window.pictures:
+        steady.pictures += window.pictures
+        steady.pictured_steps += window.steps
+
+
+def _add_learning(seen: Records, window: StepWindow) -> None:
+    learning = seen.learning
+    learning.skipped += window.skipped
+    learning.rate.add(window.rate)
+    learning.norm.add(window.t, window.grad_norm)
+    loss = window.losses.get("total", next(iter(window.losses.values()), None))
+    if loss is not None:
+        learning.loss.add(window.t, loss)
+        if learning.first_step is None:
+            learning.first_step = window.step - window.steps
+    if window.steps:
+        has = loss is not None and math.isfinite(loss)
+        learning.without_loss = 0 if has else learning.without_loss + 1
+        learning.lost_since_s = 0.0 if has else learning.lost_since_s + window.wall_s * window.devices
+
+
+def _read_devices(run: Path, seen: Records, settled: dict[int, float], last_t: float | None) -> None:
+    newest_t = last_t
+    for sample in records.read_lines(run, records.DEVICES, DeviceSample):
+        seen.samples += 1
+        newest_t = sample.t if newest_t is None else max(newest_t, sample.t)
+        steady = sample.attempt in settled and sample.t > settled[sample.attempt]
+        seen.samples_with_steps += steady
+        _add_extremes(seen, sample)
+        if seen.silence is not None and last_t is not None and sample.t > last_t + seen.silence.usual_s:
+            seen.silence.cpu.add(sample.process_cpu)
+            for gpu in sample.gpus:
+                seen.silence.gpu.add(gpu.utilisation)
+        elif steady:
+            _add_host(seen, sample)
+        for gpu in sample.gpus:
+            _add_gpu(seen.gpus.setdefault(gpu.index, Gpu()), gpu, sample.t, steady=steady)
+    if seen.silence is not None and last_t is not None and newest_t is not None:
+        seen.silence.since_s = newest_t - last_t
+
+
+def _add_extremes(seen: Records, sample: DeviceSample) -> None:
+    """What counts whenever it was: also a start can fill a disk."""
+    host = seen.host
+    if sample.memory_used_bytes is not None and sample.memory_limit_bytes:
+        host.memory_share = max(host.memory_share or 0.0, sample.memory_used_bytes / sample.memory_limit_bytes)
+        host.memory_free = max(0, sample.memory_limit_bytes - sample.memory_used_bytes)
+    if sample.disk_free_bytes is not None:
+        free = sample.disk_free_bytes
+        host.disk_free = free if host.disk_free is None else min(host.disk_free, free)
+    if sample.shm_total_bytes:
+        host.shm_bytes = sample.shm_total_bytes
+        if sample.shm_used_bytes is not None:
+            host.shm = max(host.shm or 0.0, sample.shm_used_bytes / sample.shm_total_bytes)
+    host.oom_kills += sample.oom_kills or 0
+    host.cores = sample.cores if sample.cores is not None else (float(len(sample.cpu)) if sample.cpu else host.cores)
+
+
+def _add_host(seen: Records, sample: DeviceSample) -> None:
+    host = seen.host
+    host.samples += 1
+    if sample.cpu:
+        busy = sum(sample.cpu) / len(sample.cpu)
+        host.busy.add(busy)
+        if sample.process_cpu is not None:
+            host.others.add(max(0.0, busy - sample.process_cpu / len(sample.cpu)))
+    for mean, value in (
+        (host.process_cpu, sample.process_cpu), (host.threads_running, sample.threads_running),
+        (host.psi_cpu, sample.psi_cpu), (host.psi_memory, sample.psi_memory), (host.psi_io, sample.psi_io),
+        (host.received, sample.net_received_bytes_s), (host.swap, sample.swap_used_bytes),
+    ):  # fmt: skip
+        mean.add(value)
+    host.rss.add(sample.t, sample.rss_bytes)
+    host.handles.add(sample.t, sample.handles)
+    host.handles_limit = sample.handles_limit if sample.handles_limit is not None else host.handles_limit
+    if sample.throttled_s is not None and sample.process_cpu is not None:
+        wanted = sample.throttled_s + sample.process_cpu
+        host.withheld.add(sample.throttled_s / wanted if wanted > 0 else 0.0)
+
+
+def _add_gpu(gpu: Gpu, sample: GpuSample, t: float, *, steady: bool) -> None:
+    for number in sample.xids:
+        gpu.xids[number] = gpu.xids.get(number, 0) + 1
+    if sample.ecc_corrected is not None:
+        gpu.corrected = (gpu.corrected[0] if gpu.corrected else sample.ecc_corrected, sample.ecc_corrected)
+    if sample.ecc_uncorrected is not None:
+        gpu.uncorrected = (gpu.uncorrected[0] if gpu.uncorrected else sample.ecc_uncorrected, sample.ecc_uncorrected)
+    if sample.memory_total_bytes:
+        gpu.memory_bytes = sample.memory_total_bytes
+    if not steady:
+        return
+    gpu.utilisation.add(sample.utilisation)
+    if sample.other_processes is not None:
+        gpu.others.add(1.0 if sample.other_processes > 0 else 0.0)
+    gpu.memory.add(t, sample.memory_used_bytes)
+    if sample.memory_used_bytes is not None:
+        gpu.memory_used = max(gpu.memory_used or 0, sample.memory_used_bytes)
+    if sample.utilisation is None or sample.utilisation < CATALOGUE["gpu_hot"].limit("busy"):
+        return
+    gpu.busy += 1
+    reasons = sample.throttle_reasons or 0
+    gpu.hot += bool(reasons & _HOT)
+    gpu.capped += bool(reasons & _CAPPED)
+    gpu.set_low += bool(reasons & _SET)
+    gpu.temperature.add(sample.temperature_c)
+    gpu.sm_active.add(sample.sm_active)
+    gpu.tensor_active.add(sample.tensor_active)
+    if sample.sm_clock_mhz is not None and sample.sm_clock_max_mhz:
+        gpu.clock_missing.add(max(0.0, 1.0 - sample.sm_clock_mhz / sample.sm_clock_max_mhz))
+    generation, width = sample.pcie_generation, sample.pcie_width
+    if generation and width and sample.pcie_generation_max and sample.pcie_width_max:
+        has = width / sample.pcie_width_max * 2.0 ** (generation - sample.pcie_generation_max)
+        gpu.link_missing.add(max(0.0, 1.0 - has))
+        most = f"generation {sample.pcie_generation_max} x{sample.pcie_width_max}"
+        gpu.link = f"generation {generation} x{width} of {most}"
+
+
+def _ranks(run: Path) -> dict[int, Path]:
+    """Folders of the other ranks."""
+    parent = run / records.RANKS
+    if not parent.is_dir():
+        return {}
+    return {int(path.name): path for path in sorted(parent.iterdir()) if path.name.isdecimal()}
+
+
+def _read_ranks(run: Path, seen: Records) -> None:
+    """Who waits least in exchanges is whom the others wait for."""
+    others = _ranks(run)
+    if not others:
+        return
+    waited = {
+        rank: sum(window.phases.get("comm", 0.0) + window.phases.get("straggler", 0.0) for window in windows)
+        for rank, windows in ((rank, _windows(path)) for rank, path in {0: run, **others}.items())
+    }
+    slowest = min(waited, key=lambda rank: waited[rank])
+    rest = [took_s for rank, took_s in waited.items() if rank != slowest]
+    seen.slowest_rank = (slowest, waited[slowest], sum(rest) / len(rest))
+
+
+def _windows(path: Path) -> Iterator[StepWindow]:
+    return records.read_lines(path, records.STEPS, StepWindow)
+
+
+def _add_trace(seen: Records, trace: TraceWindow) -> None:
+    found = seen.traces
+    if trace.wall_s <= 0:
+        return
+    found.windows += 1
+    found.steps += trace.steps
+    found.wall_s += trace.wall_s
+    found.busy_s += min(trace.busy_s, trace.wall_s)
+    found.comm_s += trace.comm_s
+    found.copy_s += trace.copy_s
+    found.launches += trace.launches
+    found.kernel_s.add(trace.kernel_median_s)
+    found.tensor_cores.add(trace.tensor_core_share)
+    for gap in trace.gaps[:1]:
+        if found.longest_gap is None or gap.took_s > found.longest_gap[0]:
+            found.longest_gap = (gap.took_s, gap.host)
+
+
+def _add_stacks(seen: Records, window: StackWindow) -> None:
+    found = seen.stacks
+    found.samples += window.samples
+    for kind, share in window.main.items():
+        found.main[kind] = found.main.get(kind, 0.0) + share * window.samples
+    for frame, share in window.frames.items():
+        if frame in found.frames or len(found.frames) < FRAMES:
+            found.frames[frame] = found.frames.get(frame, 0.0) + share * window.samples

@@ -1,0 +1,50 @@
+"""Rules of "communication": exchanges, the ranks that hold them up, and the link to the host."""
+
+from stoker.diagnose.catalogue import CATALOGUE
+from stoker.diagnose.rules.data_loading import STACKS_LEAST
+from stoker.diagnose.rules.finding import found, is_long_enough, of_phase, percent, stacks
+from stoker.diagnose.seen import Records
+from stoker.schemas import Evidence, Finding
+
+
+def straggler(seen: Records) -> Finding | None:
+    named = None
+    if seen.slowest_rank is not None:
+        rank, own_s, others_s = seen.slowest_rank
+        text = (
+            f"rank {rank} is the slow one: it waited {own_s:,.1f} s for the others, they {others_s:,.1f} s on average"
+        )
+        named = Evidence(text=text, value=float(rank), place="ranks/*/steps.jsonl: phases.comm")
+    return of_phase(seen, "straggler", "straggler", more=[named], confidence=None if named else 0.6)
+
+
+def communication_bound(seen: Records) -> Finding | None:
+    if seen.seconds("comm") > 0:
+        return of_phase(seen, "communication_bound", "comm")
+    traces = seen.traces
+    if traces.wall_s > 0 and traces.comm_s > 0:
+        share = traces.comm_s / traces.wall_s
+        text = f"nothing but exchanges ran in {percent(share)} of {traces.steps} traced steps"
+        evidence = [Evidence(text=text, value=share, place="traces.jsonl: comm_s")]
+        return found(seen, "communication_bound", share, evidence, lost_s=share * seen.seconds("compute"),
+                     estimate="the traced share of the time in steps")  # fmt: skip
+    if seen.stacks.samples < STACKS_LEAST or not is_long_enough(seen):
+        return None
+    share = seen.stacks.share("comm")
+    return found(seen, "communication_bound", share, [stacks(seen, "an exchange", "comm")],
+                 lost_s=share * seen.steady.device_s, estimate="the share of the main thread's stacks")  # fmt: skip
+
+
+def pcie_degraded(seen: Records) -> Finding | None:
+    cause = CATALOGUE["pcie_degraded"]
+    rows = [(gpu.link_missing.value, index, gpu.link) for index, gpu in seen.gpus.items()
+            if gpu.link_missing.value is not None and gpu.link_missing.count >= cause.limit("samples")]  # fmt: skip
+    if not rows:
+        return None
+    missing, index, link = max(rows)
+    text = f"the link of GPU {index} is {link} while it works"
+    evidence = [Evidence(text=text, value=missing, place="devices.jsonl: gpus.pcie_generation, pcie_width")]
+    return found(seen, cause.id, missing, evidence)
+
+
+RULES = (straggler, communication_bound, pcie_degraded)

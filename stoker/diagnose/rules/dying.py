@@ -1,0 +1,59 @@
+"""Rules about a job that is about to die, or hangs: progress, storage, bad records. Errors of GPUs are in `gpus.py`."""
+
+from stoker.diagnose.catalogue import CATALOGUE
+from stoker.diagnose.reading import SHOWN
+from stoker.diagnose.rules.finding import found
+from stoker.diagnose.seen import Records
+from stoker.schemas import Evidence, Finding
+
+
+def hung(seen: Records) -> Finding | None:
+    """No step for far longer than any took before, and nothing computes; or for so long that it does not matter."""
+    cause, silence = CATALOGUE["hung"], seen.silence
+    if silence is None or silence.since_s < cause.limit("least_s") or silence.usual_s <= 0:
+        return None
+    cpu, gpu = silence.cpu.value, silence.gpu.value
+    idle = cpu is not None and cpu < cause.limit("idle_cpu") and (gpu is None or gpu < cause.limit("idle_gpu"))
+    if not idle and silence.since_s < cause.limit("spinning_s"):
+        return None
+    text = f"no step for {silence.since_s:,.0f} s; the longest before took {silence.usual_s:.1f} s"
+    evidence = [Evidence(text=text, value=silence.since_s, place="steps.jsonl: t, steps; devices.jsonl: t")]
+    if cpu is not None:
+        text = f"the process used {cpu:.2f} cores meanwhile"
+        evidence.append(Evidence(text=text, value=cpu, place="devices.jsonl: process_cpu"))
+    return found(seen, cause.id, silence.since_s / silence.usual_s, evidence, lost_s=silence.since_s * seen.devices,
+                 estimate="all since the last step")  # fmt: skip
+
+
+def checkpoints_failed(seen: Records) -> Finding | None:
+    failed = seen.checkpoint_failures
+    evidence = [Evidence(text=text, place="events.jsonl: checkpoint_failed") for text in failed[:SHOWN]]
+    return found(seen, "checkpoints_failed", len(failed), evidence)
+
+
+def disk_nearly_full(seen: Records) -> Finding | None:
+    free = seen.host.disk_free
+    if free is None:
+        return None
+    text = f"at least {free / 2**20:,.0f} MiB were free"
+    evidence = [Evidence(text=text, value=float(free), place="devices.jsonl: disk_free_bytes")]
+    return found(seen, "disk_nearly_full", free, evidence)
+
+
+def storage_errors(seen: Records) -> Finding | None:
+    said = seen.storage_warnings
+    evidence = [Evidence(text=text, place="events.jsonl: warning") for text in said[-SHOWN:]]
+    return found(seen, "storage_errors", len(said), evidence)
+
+
+def quarantined_pictures(seen: Records) -> Finding | None:
+    count = seen.quarantined_count
+    evidence = [Evidence(text=f"{count:,} pictures", value=float(count), place="quarantine.jsonl")]
+    evidence += [
+        Evidence(text=f"{path}: {error}", place="quarantine.jsonl")
+        for path, error in list(seen.quarantined.items())[:SHOWN]
+    ]
+    return found(seen, "quarantined_pictures", count, evidence)
+
+
+RULES = (hung, checkpoints_failed, disk_nearly_full, storage_errors, quarantined_pictures)

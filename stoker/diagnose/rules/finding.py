@@ -1,0 +1,112 @@
+"""How a rule says what it found: the catalogue's words and thresholds, the rule's numbers and their places."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.seen import Records
+from stoker.schemas import Evidence, Finding
+
+
+def found(
+    seen: Records,
+    cause_id: str,
+    measured: float | None,
+    evidence: Iterable[Evidence | None],
+    *,
+    lost_s: float | None = None,
+    estimate: str = "",
+    threshold: float | None = None,
+    more_fix: str = "",
+    command: str | None = None,
+    patch: dict[str, Any] | None = None,
+    confidence: float | None = None,
+) -> Finding | None:
+    """The finding of a cause, where what was measured reaches its threshold; None elsewhere, and without a measure.
+
+    lost_s: device-seconds that it took, never more than the run has. estimate: how they were guessed; empty: a clock
+    measured them. threshold: another least value than the catalogue's. more_fix: said behind the fix.
+    """
+    if measured is None:
+        return None
+    cause = CATALOGUE[cause_id]
+    severity = cause.severity(measured)
+    if severity is None or (threshold is not None and measured < threshold):
+        return None
+    lines = [line for line in evidence if line is not None]
+    if lost_s is not None:
+        lost_s = min(max(0.0, lost_s), seen.totals.device_s)
+        if estimate:
+            lines.append(Evidence(text=f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate}", value=lost_s))
+    return Finding(
+        cause=cause.id,
+        severity=severity,
+        title=cause.title,
+        evidence=lines,
+        lost_device_s=lost_s,
+        lost_money=lost_s * seen.price / 3600 if lost_s is not None and seen.price > 0 else None,
+        fix=cause.fix + more_fix,
+        command=command or cause.command,
+        confidence=cause.confidence if confidence is None else confidence,
+        patch=cause.patch if patch is None else patch,
+    )
+
+
+def is_long_enough(seen: Records) -> bool:
+    """Whether shares of the time after the start say something."""
+    return seen.steady.device_s >= common("steady_s") * seen.devices
+
+
+def share_of(seen: Records, *phases: str) -> float | None:
+    """Of the device time after the start; None in a run that is too short. Exchanges are those of all ranks."""
+    if not is_long_enough(seen):
+        return None
+    if seen.slowest_rank is not None and {"comm", "straggler"} & set(phases):
+        steady_s = seen.totals.device_s - seen.seconds("startup", "compile")
+        return seen.seconds(*phases) / steady_s if steady_s > 0 else None
+    return seen.steady_share(*phases)
+
+
+def of_phase(
+    seen: Records, cause_id: str, *phases: str, more: Iterable[Evidence | None] = (), **options: Any
+) -> Finding | None:
+    """A cause that is as large as its phases: a clock measured them."""
+    evidence = [*(phase(seen, name) for name in phases if seen.seconds(name) > 0), *more]
+    return found(seen, cause_id, share_of(seen, *phases), evidence, lost_s=seen.seconds(*phases), **options)
+
+
+def phase(seen: Records, name: str) -> Evidence:
+    share = seen.share(name)
+    text = f"{name}: {seen.seconds(name):,.1f} device-seconds, {percent(share)} of the run"
+    later = share_of(seen, name)
+    if later is not None and abs(later - share) >= 0.01:
+        text += f", {percent(later)} of the time after its start"
+    return Evidence(text=text, value=share, place=f"steps.jsonl: phases.{name}")
+
+
+def counter(text: str, value: float | None, place: str) -> Evidence | None:
+    """A line of devices.jsonl's numbers; None where nobody recorded it. `{}` of the text is the value in percent."""
+    if value is None:
+        return None
+    return Evidence(text=text.format(percent(value)), value=value, place=f"devices.jsonl: {place}")
+
+
+def stacks(seen: Records, what: str, *kinds: str) -> Evidence | None:
+    """Where the main thread was, by samples of its stack, and in which of its own lines most."""
+    if not seen.stacks.samples:
+        return None
+    share = seen.stacks.share(*kinds)
+    text = f"the main thread was in {what} in {percent(share)} of {seen.stacks.samples} samples"
+    frames = sorted(seen.stacks.frames.items(), key=lambda item: -item[1])[:2]
+    if frames:
+        text += "; most often at " + ", ".join(frame for frame, _ in frames)
+    return Evidence(text=text, value=share, place="stacks.jsonl: main, frames")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.995 or share > 1 else "100 %"
+
+
+def attempts(seen: Records) -> Evidence:
+    count = seen.totals.attempts
+    return Evidence(text=f"{count} attempts", value=float(count), place="events.jsonl: attempt")
