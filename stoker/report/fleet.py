@@ -13,10 +13,20 @@ from pathlib import Path
 import msgspec
 
 from stoker import records
-from stoker.diagnose import postmortem, rules
+from stoker.diagnose import rules
+from stoker.diagnose.deaths import DEATHS
 from stoker.errors import StokerError, UsageError
 from stoker.prices import Price
-from stoker.report.why import MEANINGS, last_sign, open_records, productive_share, rate_of, read_environment, state_of
+from stoker.report.why import (
+    MEANINGS,
+    last_sign,
+    open_records,
+    productive_share,
+    rate_of,
+    read_environment,
+    state_of,
+    was_watched,
+)
 from stoker.schemas import Event, Finding, StepWindow
 from stoker.storage.address import expand, is_address, parse
 from stoker.storage.runs import shown
@@ -208,8 +218,8 @@ def _read(run: str, price: float | None) -> _One:
     findings = rules.judge(seen)
     events = list(records.read_lines(path, records.EVENTS, Event))
     state, _ = state_of(path, events, last_sign(path))
-    ended = postmortem.explain(seen.ended) if seen.ended is not None else []
-    is_known = productive_share(totals, watched=seen.watched) is not None
+    ended = [finding for finding in findings if finding.cause in DEATHS]  # what ended it comes first
+    is_known = productive_share(totals, watched=was_watched(events)) is not None
     lost_s = totals.device_s - totals.phases.get("compute", 0.0) if is_known else 0.0
     losses = {name: took_s for name, took_s in totals.phases.items() if name != "compute"} if is_known else {}
     money = Money()

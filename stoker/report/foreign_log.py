@@ -9,8 +9,9 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
+from stoker.diagnose.ended import Ended
 from stoker.diagnose.output import OUTPUT_BYTES, read_output
-from stoker.diagnose.postmortem import Ended, explain
+from stoker.diagnose.postmortem import explain
 from stoker.errors import UsageError
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_parts

@@ -5,7 +5,7 @@ compared in `compare.py`, many are added up in `fleet.py`; a log that is no run 
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,6 +207,11 @@ def rate_of(price: float | None, settings: Mapping[str, Any], environment: Mappi
         return prices.given(price, "--price")
     own = settings.get("run", {}).get("price", 0.0)
     return prices.given(float(own), "the run's own setting") or prices.of_environment(environment)
+
+
+def was_watched(events: Sequence[Event]) -> bool:
+    """Whether the run is a job that stoker did not write."""
+    return any("watched" in event.data for event in events)
 
 
 def productive_share(totals: Totals, *, watched: bool) -> float | None:

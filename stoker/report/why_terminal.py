@@ -18,7 +18,7 @@ from stoker.schemas import Evidence, Finding, Probe
 
 FINDINGS_SHOWN = 5
 """The rest is counted."""
-PROBES = {
+PROBE_WORDS = {
     "cached_batch": "one batch, kept on the device",
     "twice_the_batch": "twice the batch",
     "no_exchange": "no exchange of gradients",
@@ -139,7 +139,7 @@ def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:
     yield Text("Experiments", "bold")
     made = table("changed", "img/s before", "after", "ratio", "", right=(1, 2, 3))
     for one in probes:
-        what = PROBES.get(one.what, one.what)
+        what = PROBE_WORDS.get(one.what, one.what)
         if one.reason:
             made.add_row(plain_text(what), "", "", "", plain_text(f"not measured: {one.reason}"))
         else:

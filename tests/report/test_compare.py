@@ -1,0 +1,132 @@
+"""`stoker why A --compare B`: what changed, the largest difference first; of a run and itself, nothing."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.errors import UsageError
+from stoker.report.compare import Comparison, compare, flat
+from stoker.report.compare_terminal import print_comparison
+from tests.report.runs import write_run
+
+MACHINE = {"hostname": "one", "packages": {"torch": "2.14.0", "numpy": None}, "cores": 8, "memory_limit_bytes": 2**34,
+           "gpu": {"driver": "550.1", "gpus": [{"name": "Tesla T4", "uuid": "GPU-1"}] * 2},
+           "variables": {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "argv": ["stoker", "train", "a"]}  # fmt: skip
+
+
+def shown(found: Comparison) -> str:
+    file = io.StringIO()
+    print_comparison(found, file)
+    return file.getvalue()
+
+
+def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nthreads = 4\n", ap=0.3)
+    found = compare(run, run)
+    assert found.statement == ["Nothing that is recorded differs."]
+    assert (found.settings, found.environment, found.gone, found.new) == ([], [], [], [])
+    assert all(row.before_s == row.after_s for row in found.phases)
+
+
+def test_what_changed_and_the_largest_difference_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), phases={"compute": 600.0, "input_wait": 400.0}, environment=MACHINE, ap=0.3,
+              settings="[run]\nthreads = 1\nprice = 3.6\n[reasons]\nthreads = 'x'\n")  # fmt: skip
+    other = {**MACHINE, "packages": {"torch": "2.15.0"}, "argv": ["stoker", "train", "b"],
+             "variables": {"OMP_NUM_THREADS": "1", "MASTER_PORT": "99", "NCCL_DEBUG": "INFO"}}  # fmt: skip
+    write_run(Path("b"), phases={"compute": 600.0, "input_wait": 20.0}, environment=other, ap=0.31,
+              settings="[run]\nthreads = 8\nprice = 3.6\n")  # fmt: skip
+    assert (
+        shown(compare("a", "b"))
+        == """\
+first   a
+second  b
+
+The second took 38 % less time per step: 10 s → 6.2 s.
+The largest difference is input_wait: 4 s → 0.2 s per step.
+AP 0.300 → 0.310.
+Findings gone: input_bound.
+Of settings, 1 value changed: threads.
+Of machine and versions, 2 values changed: packages.torch, variables.NCCL_DEBUG.
+
+time, s per step
+phase       first  second  change  share
+input_wait      4     0.2    −3.8   40 %  3.2 %
+compute         6       6       0   60 %   97 %
+total          10     6.2    −3.8  100 %  100 %
+img/s         1.6    2.58
+AP          0.300   0.310
+
+settings
+threads  1  8
+
+machine and versions
+packages.torch        2.14.0  2.15.0
+variables.NCCL_DEBUG  n/a     INFO
+"""
+    )
+    found = compare("a", "b")
+    assert found.prices == pytest.approx((2.0, 1.24))
+    backwards = compare("b", "a")
+    assert (backwards.new, backwards.gone) == (["input_bound"], [])
+    assert backwards.statement[0] == "The second took 1.61 times as much time per step: 6.2 s → 10 s."
+
+
+def test_another_batch_is_compared_by_pictures(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", phases={"compute": 100.0}, pictures=800)
+    b = write_run(tmp_path / "b", phases={"compute": 150.0}, pictures=1600)
+    found = compare(a, b)
+    assert found.per == "1,000 pictures"
+    assert found.total_s == pytest.approx((125.0, 93.75))
+    assert "25 % less time per 1,000 pictures" in found.statement[0]
+
+
+def test_the_same_time_spent_differently(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", phases={"compute": 60.0, "input_wait": 40.0})
+    b = write_run(tmp_path / "b", phases={"compute": 60.0, "sync": 40.0})
+    assert compare(a, b).statement[0] == "Both took the same time per step, 1 s, spent differently."
+
+
+def test_more_devices_are_compared_per_device(tmp_path: Path) -> None:
+    """A step that takes a second on each device takes a second."""
+    a = write_run(tmp_path / "a", phases={"compute": 100.0}, devices=1)
+    b = write_run(tmp_path / "b", phases={"compute": 800.0}, devices=8)
+    assert compare(a, b).total_s == pytest.approx((1.0, 1.0))
+
+
+def test_runs_without_a_step_or_any_record(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", windows=0, end="failed", said="no data")
+    found = compare(a, b)
+    assert found.statement[0] == "Only the first did a step, so times cannot be compared."
+    assert "The first is finished, the second failed." in found.statement
+    assert found.phases == []
+    assert shown(found)
+    assert compare(b, b).statement == ["Nothing that is recorded differs."]
+
+
+def test_the_json_holds_the_same(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", environment=MACHINE), write_run(tmp_path / "b", phases={"compute": 1.0})
+    found = compare(a, b)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Comparison) == found
+    assert json.loads(msgspec.json.encode(found))["settings"] == []
+
+
+def test_what_is_another_in_every_run_is_not_compared() -> None:
+    told = flat(MACHINE)
+    assert told["gpu"] == "2 × Tesla T4"
+    assert told["memory_limit_bytes"] == "16.0 GiB"
+    assert "GPU-1" not in str(told)
+    assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(told)
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", settings='[run]\nx = "\\u001b[2Jgone"\n')
+    assert "\x1b" not in shown(compare(a, write_run(tmp_path / "b")))
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run"):
+        compare(write_run(tmp_path / "a"), tmp_path / "nothing")

@@ -1,0 +1,252 @@
+"""`stoker why --all`: the sums are those of the runs, whatever lies between them; damaged ones are named, not fatal."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.diagnose import rules
+from stoker.diagnose.rules import Records
+from stoker.errors import UsageError
+from stoker.records import EVENTS, PHASES, STEPS, RunFolder
+from stoker.report import fleet as fleet_module
+from stoker.report.fleet import WORST, Fleet, survey
+from stoker.report.fleet_terminal import print_fleet
+from stoker.report.html import render_fleet, write_fleet
+from stoker.report.page import fleet as fleet_page
+from stoker.report.why import gather
+from stoker.schemas import Finding
+from tests.report.runs import START_T, write_run
+
+T4 = {"hostname": "node-1", "machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
+
+
+def shown(fleet: Fleet) -> str:
+    file = io.StringIO()
+    print_fleet(fleet, file)
+    return file.getvalue()
+
+
+def only(seen: Records) -> list[Finding]:
+    """Findings whose words no catalogue changes: one for the time of `input_wait`, and what ended a run."""
+    died = [(seen.totals.device_s, "no_last_word", "It died", None)] if seen.ended is not None else []
+    waited_s = seen.totals.phases.get("input_wait", 0.0)
+    lost = [(waited_s, "input_bound", "It waits", waited_s)] if waited_s else []
+    return [Finding(cause=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
+            for _, cause, title, lost_s in died + lost]  # fmt: skip
+
+
+def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rules, "judge", only)
+    waits = {"compute": 1350.0, "input_wait": 450.0}
+    write_run(Path("runs/a"), phases=waits, environment=T4, settings="[run]\nprice = 2.0\n")
+    write_run(Path("runs/team/x/b"), phases={"compute": 1800.0}, start_t=START_T + 40 * 86400, environment=T4)
+    write_run(Path("runs/c"), phases={"compute": 900.0, "eval": 900.0}, end=None)
+    write_run(Path("runs/d"), windows=0, end="failed", said="CUDA out of memory. Tried to allocate 2 GiB")
+    Path("runs/bad").mkdir()
+    Path("runs/bad", EVENTS).write_text('{"t": "yesterday"}\n')
+    Path("runs/notes").mkdir()
+    text, _, unread = shown(survey("runs")).partition("could not be read\nruns/")
+    assert unread.startswith("bad: A line of the run's records is not what this stoker writes (Event).")
+    assert (
+        text
+        == """\
+folder   runs
+runs     4: 1 dead, 1 failed, 2 finished; 1 run could not be read
+time     3 device-hours
+cost     2.53, of 2 runs with a price, 1 of them by the list prices of their machines
+trained  75 % of 3 device-hours
+trend    62 % in 2026-05 → 100 % in 2026-07
+
+phase       device-hours  share  cost  runs
+compute             2.25   75 %  2.03     3  the device worked on optimizer steps
+eval                 0.5   17 %   n/a     1  evaluation
+input_wait          0.25  8.3 %  0.50     1  the device waited for pictures
+total                  3  100 %
+
+findings (they overlap with the phases and each other)
+cause         device-hours  share  cost  runs
+input_bound           0.25  8.3 %  0.50     1  It waits
+no_last_word                                2  It died
+
+month    device-hours  trained  cost  runs
+2026-05             2     62 %  2.00     2
+2026-07             1    100 %  0.53     1
+
+host     device-hours  trained  cost  runs
+node-1              2     88 %  2.53     2
+unknown             1     50 %   n/a     2
+
+most device time lost
+run     lost hours  of  cost  largest loss
+runs/c         0.5   1   n/a  eval          It died
+runs/a        0.25   1  0.50  input_wait    It waits
+
+ended before their time
+cause         runs
+no_last_word     2  It died  runs/c, runs/d
+
+"""
+    )
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.dictionaries(st.sampled_from(PHASES), st.floats(0.1, 5000.0), min_size=1),
+        st.integers(0, 3),
+        st.integers(1, 4),
+        st.floats(0.0, 9.0),
+        st.integers(0, 400),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(runs=RUNS)
+def test_the_sums_are_those_of_the_runs(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[dict[str, float], int, int, float, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    for number, (phases, windows, devices, price, day) in enumerate(runs):
+        write_run(folder / ("deep/" * number) / str(number), phases=phases, windows=windows, devices=devices,
+                  start_t=START_T + day * 86400, settings=f"[run]\nprice = {price}\n")  # fmt: skip
+    whys = [gather(path.parent) for path in folder.rglob(EVENTS)]
+    fleet = survey(folder)
+    assert fleet.runs == len(whys) == len(runs)
+    device_s = sum(why.device_s for why in whys)
+    for of in (fleet.months, fleet.hosts, fleet.phases):
+        assert sum(row.device_s for row in of) == pytest.approx(device_s)
+    for row in fleet.phases:
+        mine = [one.device_s for why in whys for one in why.phases if one.phase == row.name]
+        assert row.device_s == pytest.approx(sum(mine))
+        assert row.runs == len(mine)
+    for row in fleet.findings:
+        mine = [one.lost_device_s or 0.0 for why in whys for one in why.findings if one.cause == row.name]
+        assert (row.device_s, row.runs) == (pytest.approx(sum(mine)), len(mine))
+    assert fleet.money.low == pytest.approx(sum(why.device_s * why.price / 3600 for why in whys))
+    assert sum(row.money.low for row in fleet.months) == pytest.approx(fleet.money.low)
+    assert (fleet.device_s, fleet.measured_s) == (pytest.approx(device_s), pytest.approx(device_s))
+    assert msgspec.json.decode(msgspec.json.encode(fleet), type=Fleet) == fleet
+
+
+def test_only_the_worst_ten_are_kept_in_order(tmp_path: Path) -> None:
+    for number in range(WORST + 5):
+        write_run(tmp_path / f"{number:02d}", phases={"compute": 1.0, "idle": 10.0 + number % 12})
+    fleet = survey(tmp_path)
+    lost = [row.lost_s for row in fleet.worst]
+    assert len(lost) == WORST
+    assert (
+        lost
+        == sorted(lost, reverse=True)
+        == pytest.approx(sorted((20.0 + 2 * (n % 12) for n in range(15)), reverse=True)[:10])
+    )
+
+
+DAMAGE = {
+    "binary.steps": (STEPS, b"\xff\x00\xfe" * 100 + b"\n"),
+    "torn.steps": (STEPS, b'{"t": 1.0, "attempt": 1, "st'),
+    "empty.events": (EVENTS, b""),
+    "wrong.steps": (STEPS, b'{"t": 1.0}\n'),
+    "settings": ("config.toml", b"[run\nprice = "),
+    "settings.wrong": ("config.toml", b'run = 3\ndata = "x"\n'),
+    "price.wrong": ("config.toml", b"[run]\nprice = []\n"),
+    "environment": ("environment.json", b"{"),
+    "environment.wrong": ("environment.json", b"[1, 2]"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_run_is_read_or_named_and_never_hides_the_others(tmp_path: Path, how: str) -> None:
+    write_run(tmp_path / "good")
+    run = write_run(tmp_path / "hurt", phases={"compute": 1.0})
+    name, content = DAMAGE[how]
+    (run / name).write_bytes(content)
+    fleet = survey(tmp_path)
+    assert fleet.runs + fleet.damaged_runs == 2
+    assert fleet.device_s in (2000.0, 2002.0)
+    if fleet.damaged:
+        assert fleet.damaged[0].run.endswith("hurt")
+        assert fleet.damaged[0].error
+        assert fleet.device_s == 2000.0
+    assert shown(fleet)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root everything can be listed, so os.walk is told otherwise by its own scandir."""
+    write_run(tmp_path / "good")
+    (tmp_path / "shut").mkdir()
+    real = fleet_module.os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(fleet_module.os, "scandir", scandir)
+    fleet = survey(tmp_path)
+    assert fleet.runs == 1
+    assert [one.run for one in fleet.damaged] == [str(tmp_path / "shut")]
+
+
+def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> None:
+    """Nobody knows how much of its time was work, so it is neither a loss nor work."""
+    write_run(tmp_path / "own", phases={"compute": 100.0})
+    run = write_run(tmp_path / "watched", phases={"unattributed": 500.0}, end=None)
+    folder = RunFolder(run, 1)
+    folder.event("finished", "exit code 0", watched={"output": "read"})
+    folder.close()
+    fleet = survey(tmp_path)
+    assert (fleet.device_s, fleet.measured_s, fleet.compute_s) == (1200.0, 200.0, 200.0)
+    assert fleet.productive_share == 1.0
+    assert [row.name for row in fleet.phases] == ["compute"]
+    assert fleet.worst == []
+    assert "device-hours more were watched from outside" in shown(fleet)
+
+
+def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Path) -> None:
+    for name in ("a", "b/c"):
+        write_run(tmp_path / name)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    seen: list[int] = []
+    survey(tmp_path, progress=seen.append)
+    assert seen == [1, 2]
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:
+    assert survey(write_run(tmp_path / "run")).runs == 1
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    for folder in ("empty", "nothing"):
+        with pytest.raises(UsageError, match=folder):
+            survey(tmp_path / folder)
+
+
+def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>'
+    write_run(tmp_path / "a", environment={**T4, "hostname": evil}, phases={"compute": 60.0, "input_wait": 40.0})
+    write_run(tmp_path / "<b>", end=None)
+    fleet = survey(tmp_path)
+    page = render_fleet(fleet)
+    assert evil not in page
+    assert "&lt;script&gt;alert" in page
+    assert "<b></td>" not in page
+    assert "input_wait" in page
+    for name, _ in fleet_page.SECTIONS:
+        assert f'id="{name}"' in page
+    assert "list prices" in page
+    place = write_fleet(fleet)
+    assert place == tmp_path / "runs-report.html"
+    assert write_fleet(fleet, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
+        place.stat().st_size, abs=100
+    )
+
+
+def test_the_page_of_runs_without_time(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", windows=0, end=None)
+    assert "No time is recorded." in render_fleet(survey(tmp_path)) or "no_last_word" in render_fleet(survey(tmp_path))

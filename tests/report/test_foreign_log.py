@@ -1,0 +1,77 @@
+"""`stoker why LOGFILE`: what a log says, and what it cannot."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.diagnose.output import OUTPUT_BYTES
+from stoker.errors import UsageError
+from stoker.report.foreign_log import LogWhy, explain_log, print_log_why
+
+
+def shown(found: LogWhy) -> str:
+    file = io.StringIO()
+    print_log_why(found, file)
+    return file.getvalue()
+
+
+def test_a_log_that_names_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = Path("job.log")
+    log.write_text(
+        "step 1\nTraceback (most recent call last):\n  File a\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+    )
+    assert (
+        shown(explain_log(log))
+        == """\
+job.log: a log and no recorded run; 4 lines, 95 B
+
+critical: The GPU's memory did not suffice
+  torch.OutOfMemoryError: CUDA out of memory.  [job.log:4]
+  fix: A smaller batch or picture, mixed precision, gradients of several parts added up; and nothing else on the GPU
+
+Not known from a log alone:
+  its exit code or signal, and whether it has ended at all
+  whether the kernel killed it for memory, and what GPU, memory and disk did meanwhile
+  where its time went
+The next time, `stoker watch -- COMMAND` records the job, and this answer has numbers.
+"""
+    )
+
+
+@pytest.mark.parametrize("text", ["", "step 1 loss=0.3\nstep 2 loss=0.2\n", "\n\n"])
+def test_a_log_that_says_nothing_of_an_end_is_not_given_one(tmp_path: Path, text: str) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(text)
+    found = explain_log(log)
+    assert found.findings == []
+    assert "Nothing in it is known to end a job." in shown(found)
+
+
+@pytest.mark.parametrize(("text", "cause"), [
+    ("step 5 loss=0.5\nstep 6 loss=nan\n", "diverged"),
+    ("Traceback (most recent call last):\n  File x\nValueError: odd\n", "ended_by_error"),
+    ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed.\n", "loader_worker_killed"),
+])  # fmt: skip
+def test_what_other_logs_end_with(tmp_path: Path, text: str, cause: str) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(text)
+    assert explain_log(log).findings[0].cause == cause
+
+
+def test_any_bytes_will_do_and_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    last = b"RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    log.write_bytes((b"\xff\x00\x1b[2J" * 200 + b"\n") * (OUTPUT_BYTES // 1000) + last)
+    found = explain_log(log)
+    assert found.findings
+    assert any("1.0 MiB" in one for one in found.not_known)
+    assert "\x1b" not in shown(found)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=LogWhy) == found
+
+
+def test_a_log_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        explain_log(tmp_path / "none.log")

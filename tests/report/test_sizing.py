@@ -1,0 +1,109 @@
+"""Advice on the machine's size: each rule speaks where its numbers say so, and is silent where one is missing."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stoker.report.sizing import RULES, Load, advise, load_of
+from stoker.report.why import gather
+from stoker.totals import totals
+from tests.report.runs import GIB, write_run
+
+BASE = Load(devices=1, shares={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
+SPEAKS: dict[str, Load] = {
+    "more_cores": dataclasses.replace(
+        BASE, shares={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch=0.1
+    ),
+    "local_disk": dataclasses.replace(BASE, shares={"compute": 0.5, "input_wait": 0.5}, fetch=0.9, from_bucket=True),
+    "smaller_gpu": dataclasses.replace(
+        BASE, shares={"compute": 0.4, "input_wait": 0.6}, cores=4.0, used_cores=3.9, memory=0.2, fetch=0.9
+    ),
+    "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, memory=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
+    "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
+    "fewer_gpus": dataclasses.replace(BASE, devices=8, shares={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
+    "spot": dataclasses.replace(BASE, save_every_s=300.0, start_s=60.0),
+}
+"""Kind → numbers at which its rule speaks."""
+
+
+def kinds(load: Load) -> set[str]:
+    return {one.kind for one in advise(load)}
+
+
+def test_every_rule_has_a_load_at_which_it_speaks() -> None:
+    assert {rule.__name__ for rule in RULES} == set(SPEAKS)
+
+
+@pytest.mark.parametrize("kind", SPEAKS)
+def test_a_rule_speaks_with_numbers_that_can_be_looked_up(kind: str) -> None:
+    said = next(one for one in advise(SPEAKS[kind]) if one.kind == kind)
+    assert said.evidence
+    assert any(evidence.place.partition(":")[0].endswith(".jsonl") for evidence in said.evidence)
+    assert said.fix
+
+
+@pytest.mark.parametrize("kind", SPEAKS)
+@pytest.mark.parametrize("field", ["cores", "used_cores", "fetch", "memory", "sm_active", "save_every_s", "start_s"])
+def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str) -> None:
+    load = SPEAKS[kind]
+    if getattr(load, field) is None or (kind, field) in {
+        ("more_cores", "fetch"), ("smaller_gpu", "fetch"),  # what is not known to be bytes may be decoding
+    }:  # fmt: skip
+        return
+    assert kind not in kinds(dataclasses.replace(load, **{field: None}))
+
+
+def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> None:
+    assert kinds(BASE) == set()
+    assert kinds(Load(devices=0, shares={})) == set()
+    well = dataclasses.replace(BASE, sm_active=0.7, memory=0.8, cores=16.0, used_cores=6.0, fetch=0.2)
+    assert kinds(well) == set()
+
+
+def test_the_opposites_are_never_said_together() -> None:
+    for load in SPEAKS.values():
+        assert not {"larger_gpu", "smaller_gpu"} <= kinds(load)
+        assert not {"larger_gpu", "shared_gpu"} <= kinds(load)
+
+
+def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
+    """Half of the time is waiting, so twice the cores would be as fast as the device."""
+    (said,) = (one for one in advise(SPEAKS["more_cores"]) if one.kind == "more_cores")
+    assert "About 8 cores (4 → 8 for each device)" in said.fix
+
+
+@pytest.mark.parametrize(("gpu", "sm", "memory", "slice_"), [
+    ("NVIDIA A100-SXM4-40GB", 0.1, 0.1, "MIG slice 1g"), ("NVIDIA H100 80GB HBM3", 0.2, 0.1, "MIG slice 2g"),
+    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First a larger --batch"),
+])  # fmt: skip
+def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
+    load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, memory=memory)
+    (said,) = advise(load)
+    assert slice_ in said.fix
+    assert ("MIG" in said.fix) == ("MIG" in slice_)
+
+
+def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
+    """Samples before the first window, as a start writes them, do not count in the means."""
+    run = write_run(tmp_path / "run", phases={"compute": 60.0, "input_wait": 40.0}, windows=1, samples=80, start_t=1e9,
+                    stages={"decode": 30.0, "queue": 10.0}, sample={"process_cpu": 3.9, "cores": 4.0},
+                    gpu={"sm_active": 0.3, "memory_used_bytes": 3 * GIB, "memory_total_bytes": 15 * GIB})  # fmt: skip
+    load = load_of(run, totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
+    assert (load.used_cores, load.cores, load.sm_active) == pytest.approx((3.9, 4.0, 0.3))
+    assert (load.memory, load.fetch, load.gpu_name) == (0.2, 0.0, "Tesla T4")
+    assert [one.kind for one in gather(run).advice] == ["more_cores", "smaller_gpu"]
+
+
+def test_few_samples_say_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cores": 4.0}, gpu={"sm_active": 0.1})
+    load = load_of(run, totals(run), {})
+    assert (load.used_cores, load.sm_active, load.cores) == (None, None, None)
+
+
+def test_devices_that_do_not_train_are_not_counted(tmp_path: Path) -> None:
+    """A sample shows all GPUs of a machine where the run uses one."""
+    run = write_run(tmp_path / "run", samples=60, devices=2, gpu={"sm_active": 0.1})
+    one = dataclasses.replace(totals(run), devices=1)
+    assert load_of(run, one, {}).sm_active is None
+    assert load_of(run, totals(run), {}).sm_active == pytest.approx(0.1)
