@@ -110,7 +110,8 @@ def open_folder(
             write_whole(path / CONFIG, to_toml(config, reasons).encode())
         folder = RunFolder(path, last_attempt(path) + 1)
         stack.callback(folder.close)
-        write_whole(path / ENVIRONMENT, json.dumps(describe(), indent=2).encode())
+        environment = describe(folders={"run": path, "data": config.data.data})
+        write_whole(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
         folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
     except OSError as error:
         place = path or name or RUNS
