@@ -53,12 +53,13 @@ class Moment(NamedTuple):
 
 
 def window(
-    moments: Iterable[Moment], *, since_s: float, t: float, attempt: int, step: int, steps: int
+    moments: Iterable[Moment], *, since_s: float, began_t: float, attempt: int, step: int, steps: int
 ) -> TraceWindow | None:
     """The line of traces.jsonl; None where the device did nothing.
 
     since_s: when the host began to issue the first of the `steps`. What was issued before is not counted; the window
-    begins when the device has done it, and ends with the last work. So each step has the gap before it.
+    begins when the device has done it, and ends with the last work. So each step has the gap before it. began_t: Unix
+    time of second 0.
     """
     host: list[Moment] = []
     device: list[Moment] = []
@@ -82,7 +83,7 @@ def window(
     busy_s = _length(busy)
     in_kernels_s = sum(kernel.took_s for kernel in kernels)
     return TraceWindow(
-        t=t,
+        t=began_t + end_s,
         attempt=attempt,
         step=step,
         steps=steps,

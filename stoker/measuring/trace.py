@@ -217,7 +217,7 @@ class _Digesting(threading.Thread):
     def _line(self) -> None:
         opened = self._opened
         base_ns = opened.counts_from_ns
-        line = window(moments(opened.profiler, base_ns), since_s=0.0, t=time.time(), attempt=self._folder.attempt,
+        line = window(moments(opened.profiler, base_ns), since_s=0.0, began_t=base_ns / 1e9, attempt=self._folder.attempt,
                       step=self._step, steps=opened.steps - 1)  # fmt: skip
         if line is None:
             self._fail("the profiler saw no work of the device (CUPTI is missing or not permitted?)")

@@ -15,7 +15,7 @@ def course(*rows: tuple[Kind, str, float, float] | tuple[Kind, str, float, float
 
 
 def line(moments: list[Moment], since_s: float = 0.0) -> TraceWindow:
-    found = window(moments, since_s=since_s, t=1.0, attempt=1, step=54, steps=4)
+    found = window(moments, since_s=since_s, began_t=1000.0, attempt=1, step=54, steps=4)
     assert found is not None
     return found
 
@@ -46,7 +46,7 @@ def test_the_window_begins_where_the_device_ends_what_was_issued_before_it() -> 
             ("call", "cudaLaunchKernel", 0.5, 0.1, 2), ("kernel", "conv", 7, 2, 2),
         )
     )  # fmt: skip
-    assert (found.wall_s, found.busy_s, found.launches) == (4, 2, 1)
+    assert (found.wall_s, found.busy_s, found.launches, found.t) == (4, 2, 1, 1009)
     assert [gap.took_s for gap in found.gaps] == [2]
 
 
@@ -78,7 +78,7 @@ def test_tensor_cores_are_known_by_the_names_of_their_kernels() -> None:
 
 def test_without_work_of_the_device_there_is_no_line() -> None:
     host = course(("op", "aten::conv2d", 0, 3))
-    assert window(host, since_s=0, t=1, attempt=1, step=4, steps=4) is None
+    assert window(host, since_s=0, began_t=1, attempt=1, step=4, steps=4) is None
 
 
 def test_a_line_stays_short() -> None:
