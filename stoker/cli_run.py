@@ -18,6 +18,7 @@ def why(
     compare: str | None = None,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     price: float | None = None,
+    probe: bool = False,
     json: bool = False,
 ) -> None:
     """Says where the time of a run went, live or finished, largest loss first; of two, what changed; of many, the sums.
@@ -33,6 +34,9 @@ def why(
     price
         Money per device-hour; 0: none is shown. Default: the price that the run was given, else the list price of its
         machine on GCP or AWS.
+    probe
+        First repeats steps of a run that has ended with one thing changed at a time (its pictures ready, twice the
+        batch, compiled, a loader thread more or fewer) and measures the speed: some minutes, on this machine.
     json
         Print everything as JSON.
     """
@@ -49,6 +53,10 @@ def why(
     elif Path(str(run)).is_file():
         _explain_log(Path(str(run)), json=json)
     else:
+        if probe:
+            from stoker.report.probing import probe as experiment
+
+            experiment(str(run), lambda text: print(text, file=sys.stderr))
         _why(str(run), price, json=json)
 
 

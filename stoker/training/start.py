@@ -145,27 +145,7 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows, mosaic=config.data.mosaic)
     quarantine = _quarantine_reporter(folder, say)
-    data = config.data
-    form = Form.of(data.canvas, data.resize, crop=data.crop, zoom=data.zoom)
-    loader = Loader(
-        index,
-        rows,
-        device=device,
-        batch=config.run.batch,
-        canvas=config.data.canvas,
-        resize=config.data.resize,
-        crop=config.data.crop,
-        zoom=config.data.zoom,
-        overlap=config.data.overlap,
-        boxes=slots,
-        seed=config.run.seed,
-        threads=config.run.threads,
-        max_bad=config.data.max_bad,
-        on_quarantine=quarantine,
-        on_tuned=lambda text: say("note", text),
-        cache=open_cache(config.run.cache, index, rows, form, say),
-        decoder=config.run.decoder,
-    )
+    loader = training_loader(config, index, device, slots=slots, say=say, on_quarantine=quarantine)
     job = Job(
         folder=folder,
         config=config,
@@ -190,6 +170,39 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     )
     restore(job, loaded, say)
     return job
+
+
+def training_loader(
+    config: Config,
+    index: Index,
+    device: Device,
+    *,
+    slots: int,
+    say: Say,
+    on_quarantine: Callable[[Quarantine], None] | None = None,
+) -> Loader:
+    """The stream of training samples, from its beginning."""
+    data, rows = config.data, index.rows("train")
+    form = Form.of(data.canvas, data.resize, crop=data.crop, zoom=data.zoom)
+    return Loader(
+        index,
+        rows,
+        device=device,
+        batch=config.run.batch,
+        canvas=data.canvas,
+        resize=data.resize,
+        crop=data.crop,
+        zoom=data.zoom,
+        overlap=data.overlap,
+        boxes=slots,
+        seed=config.run.seed,
+        threads=config.run.threads,
+        max_bad=data.max_bad,
+        on_quarantine=on_quarantine,
+        on_tuned=lambda text: say("note", text),
+        cache=open_cache(config.run.cache, index, rows, form, say),
+        decoder=config.run.decoder,
+    )
 
 
 def start_model(config: Config, index: Index, device: Device, say: Say | None) -> models.Detector:

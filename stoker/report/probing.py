@@ -1,0 +1,77 @@
+"""`stoker why RUN --probe`: has experiments done on a run that has ended, by a program that knows how to train.
+
+The program is `training/probe.py`, a process of its own, so that nothing here imports torch; what it prints becomes
+lines of probes.jsonl, which the diagnosis reads. The experiment that a run does by itself is `training/full_ring.py`.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from stoker import records
+from stoker.diagnose.alive import is_held, lease_holder
+from stoker.errors import StokerError, UsageError
+from stoker.records import PROBES, RunFolder
+from stoker.report.why_terminal import PROBE_WORDS
+from stoker.schemas import Probe
+from stoker.storage.address import is_address
+
+
+def probe(run: str, note: Callable[[str], None]) -> None:
+    """Does all experiments and adds them to the run's records; note: gets a line when each is done.
+
+    Raises UsageError for a run that lives, is in a bucket, or was not trained by stoker, and StokerError with the
+    program's own message where it fails.
+    """
+    if is_address(run):
+        raise UsageError("Experiments need the run's folder.", place=run, fix="copy the run here, and name the copy")
+    path = records.open_run(run)
+    if not (path / records.CONFIG).exists():
+        cause = f"it has no {records.CONFIG}: stoker watched or measured it, and cannot repeat its steps"
+        raise UsageError("Experiments are for runs of `stoker train`.", place=path, cause=cause)
+    if is_held(path) or lease_holder(path) is not None:
+        fix = "wait for its end; a run that waits for pictures does one experiment by itself"
+        raise UsageError("The run is live: experiments would take its device.", place=path, fix=fix)
+    folder = RunFolder(path, records.last_attempt(path))
+    try:
+        for found in _experiments(path):
+            folder.append(PROBES, found)
+            note(in_words(found))
+    finally:
+        folder.close()
+
+
+def in_words(found: Probe) -> str:
+    """An experiment in a sentence."""
+    what = PROBE_WORDS.get(found.what, found.what)
+    if found.reason:
+        return f"{what}: not tried: {found.reason}"
+    return (
+        f"{what}: {found.ratio:.2f} × as fast ({found.ratio_low:.2f} to {found.ratio_high:.2f}), "
+        f"{found.after_img_per_s:,.1f} instead of {found.before_img_per_s:,.1f} img/s, {found.steps} steps each"
+    )
+
+
+def _experiments(path: Path) -> Iterator[Probe]:
+    """Each as soon as it is done."""
+    command = [sys.executable, "-m", "stoker.training.probe", str(path)]
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield msgspec.json.decode(line, type=Probe)
+        if process.wait() != 0:
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            raise StokerError(
+                "The experiments could not be done.",
+                place=path,
+                cause=f"exit code {process.returncode}: {last[0]}",
+                fix=f"see all it says: {sys.executable} -m stoker.training.probe {path}",
+            )

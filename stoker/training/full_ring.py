@@ -1,0 +1,110 @@
+"""The experiment that a run does by itself, once: how fast are its steps when their pictures are there?
+
+Where the ledger says that pictures were waited for, the training pauses a few times until the loader's ring is full and
+times the steps that follow. They are ordinary steps on the pictures whose turn it is: nothing is computed that training
+would not have, no result changes, and the price is the pause (the ledger's `idle`), kept below 1 % of the run's time.
+Other changes are tried after the run, by a program of its own: `probe.py`.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from stoker.measuring.ledger import Ledger
+from stoker.records import PROBES
+from stoker.schemas import StepWindow
+from stoker.training.probe import summed_up
+
+if TYPE_CHECKING:
+    from stoker.training.start import Job, Say
+
+ROUNDS = 8
+"""Pauses, each with as many steps before and behind it as the ring holds batches."""
+BUDGET = 0.01
+"""Share of the run's time that the pauses may take."""
+FROM_SHARE = 0.05
+"""Share of time in waiting for pictures from which there is a question; the diagnosis speaks from there on, too."""
+AFTER_S = 20.0
+"""Seconds of steps after which the loader has tuned itself, and the shares mean something."""
+LONGEST_PAUSE_S = 10.0
+_LOOK_S = 0.002
+
+
+class FullRing:
+    """`seen` takes the run's windows, `before_step` is called before each step; between them they do the experiment."""
+
+    def __init__(self, job: "Job", ledger: Ledger, say: "Say") -> None:
+        self._job, self._ledger, self._say = job, ledger, say
+        self._done = False
+        self._wall_s = self._wait_s = 0.0
+        self._pairs: list[tuple[float, float]] = []
+        self._before_s: float | None = None
+        self._began: tuple[float, int] | None = None
+        """When the steps that are being timed began, and at which step."""
+        self._paused_s = 0.0
+
+    def seen(self, window: StepWindow) -> None:
+        """A window of the run; those without steps (the start, an evaluation) do not count."""
+        if window.steps and "startup" not in window.phases:
+            self._wall_s += window.wall_s
+            self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
+
+    def interrupted(self) -> None:
+        """Something else than steps took time: what is being timed does not count."""
+        self._began = self._before_s = None
+
+    def before_step(self, progress: float) -> None:
+        """progress: share of the length that is done, 0 … 1."""
+        if self._done or self._wall_s < AFTER_S:
+            return
+        if not self._pairs and self._began is None and not self._is_worth_it(progress):
+            return
+        depth = self._job.loader.stats().depth
+        if self._began is None:
+            self._began = self._now()
+            return
+        since_s, since = self._began
+        if self._job.step - since < depth:
+            return
+        now_s, step = self._now()
+        took_s = (now_s - since_s) / (step - since) / self._job.config.run.batch
+        if self._before_s is None:
+            self._before_s = took_s
+            self._pause(depth)
+            self._began = self._now()
+            return
+        self._pairs.append((self._before_s, took_s))
+        self._before_s, self._began = None, (now_s, step)
+        if len(self._pairs) == ROUNDS:
+            self._conclude(depth)
+
+    def _is_worth_it(self, progress: float) -> bool:
+        """Whether there is a question, and its price is within the budget of the run as long as it will be."""
+        steps_s = self._job.trained_s / max(1, self._job.step)
+        share = self._wait_s / self._wall_s
+        price_s = ROUNDS * self._job.loader.stats().depth * steps_s
+        return share >= FROM_SHARE and 0 < progress < 1 and price_s <= BUDGET * self._job.trained_s / progress
+
+    def _now(self) -> tuple[float, int]:
+        with self._ledger.phase("idle"):
+            self._job.device.wait()
+        return time.perf_counter(), self._job.step
+
+    def _pause(self, depth: int) -> None:
+        """Waits until every place of the ring is ready; one that does not fill in time is timed as it is."""
+        began_s, batch = time.perf_counter(), self._job.config.run.batch
+        with self._ledger.phase("idle"):
+            while self._job.loader.stats().ready < depth * batch and time.perf_counter() - began_s < LONGEST_PAUSE_S:
+                time.sleep(_LOOK_S)
+        self._paused_s += time.perf_counter() - began_s
+
+    def _conclude(self, depth: int) -> None:
+        self._done = True
+        found = summed_up(
+            "cached_batch", self._pairs, steps=ROUNDS * depth, attempt=self._job.folder.attempt, automatic=True
+        )
+        self._job.folder.append(PROBES, found)
+        self._say(
+            "note",
+            f"tried: with its pictures ready a step is {found.ratio:.2f} × as fast ({found.ratio_low:.2f} to "
+            f"{found.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
+        )

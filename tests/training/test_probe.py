@@ -1,0 +1,137 @@
+"""Experiments: what they say of speeds that are known, on a real run, and of runs that cannot be tried."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stoker
+from stoker.errors import UsageError
+from stoker.measuring.ledger import Ledger
+from stoker.records import PROBES, RunFolder, locked, read_lines
+from stoker.report.probing import in_words, probe
+from stoker.schemas import PROBE_KINDS, Probe, StepWindow
+from stoker.training import full_ring
+from stoker.training.full_ring import FullRing
+from stoker.training.probe import summed_up
+
+speeds = st.floats(1e-4, 10)
+
+
+@given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
+def test_the_ratio_lies_in_its_interval_and_is_of_speeds(pairs: list[tuple[float, float]]) -> None:
+    found = summed_up("cached_batch", pairs, steps=8, attempt=1)
+    assert found.ratio_low <= found.ratio <= found.ratio_high
+    assert min(a / b for a, b in pairs) <= found.ratio_low
+    faster = summed_up("cached_batch", [(a, b / 2) for a, b in pairs], steps=8, attempt=1)
+    assert faster.ratio == pytest.approx(2 * found.ratio)
+    assert faster.after_img_per_s == pytest.approx(2 * found.after_img_per_s)
+
+
+@dataclasses.dataclass
+class Machine:
+    """A training on a clock of its own: a step takes a second, and a batch that is not ready three more."""
+
+    now_s: float = 0.0
+    ready: int = 0
+    depth: int = 4
+
+    def train(self, path: Path, steps: int, *, total: int, wait_s: float, evaluate_every: int = 0) -> FullRing:
+        folder = RunFolder(path, attempt=1)
+        path.mkdir(exist_ok=True)
+        stats = lambda: SimpleNamespace(depth=self.depth, ready=8 * self.ready)  # noqa: E731
+        job: Any = SimpleNamespace(
+            step=0, trained_s=0.0, folder=folder, device=SimpleNamespace(wait=lambda: None),
+            config=SimpleNamespace(run=SimpleNamespace(batch=8)), loader=SimpleNamespace(stats=stats),
+        )  # fmt: skip
+        ledger = Ledger(
+            SimpleNamespace(mark=lambda: self.now_s, resolve=lambda mark: mark), started_s=0.0, now=self.now
+        )
+        ring = FullRing(job, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
+        for _ in range(steps):
+            ring.before_step(job.step / total)
+            waits = 0.0 if self.ready else wait_s
+            self.ready = max(0, self.ready - 1)
+            self.now_s += 1.0 + waits
+            job.step, job.trained_s = job.step + 1, job.trained_s + 1.0 + waits
+            phases = {"compute": 1.0, "input_wait": waits}
+            ring.seen(StepWindow(t=self.now_s, attempt=1, step=job.step, steps=1, pictures=8, wall_s=1.0 + waits,
+                                 devices=1, phases=phases))  # fmt: skip
+            if evaluate_every and job.step % evaluate_every == 0:
+                self.now_s += 1000.0
+                ring.interrupted()
+        folder.close()
+        return ring
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, _: float) -> None:
+        self.now_s, self.ready = self.now_s + 3.0, self.ready + 1
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(full_ring, "time", SimpleNamespace(perf_counter=made.now, sleep=made.sleep))
+    monkeypatch.setattr(full_ring, "LONGEST_PAUSE_S", 60.0)
+    return made
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 7])
+def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
+    machine: Machine, tmp_path: Path, evaluate_every: int
+) -> None:
+    machine.train(tmp_path, 400, total=100_000, wait_s=3.0, evaluate_every=evaluate_every)
+    if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
+        assert not list(read_lines(tmp_path, PROBES, Probe))
+        return
+    (found,) = read_lines(tmp_path, PROBES, Probe)
+    assert found.automatic
+    assert found.ratio == pytest.approx(4.0)
+    assert (found.before_img_per_s, found.after_img_per_s) == pytest.approx((2.0, 8.0))
+
+
+def test_a_short_run_and_one_that_never_waits_are_left_alone(machine: Machine, tmp_path: Path) -> None:
+    machine.train(tmp_path / "short", 400, total=1000, wait_s=3.0)
+    machine.train(tmp_path / "fast", 400, total=100_000, wait_s=0.01)
+    assert not (tmp_path / "short" / PROBES).exists()
+    assert not (tmp_path / "fast" / PROBES).exists()
+
+
+def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, attempt=1)
+    folder.event("started")
+    with pytest.raises(UsageError, match=r"runs of `stoker train`"):
+        probe(str(tmp_path), print)
+    (tmp_path / "config.toml").write_text("")
+    with locked(tmp_path), pytest.raises(UsageError, match="live"):
+        probe(str(tmp_path), print)
+    folder.close()
+
+
+@pytest.mark.slow
+def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = stoker.train("demo", for_="3", batch=4, canvas=(64, 64), eval_every="0", threads=2, run="run").run
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    said: list[str] = []
+    probe("run", said.append)
+    found = list(read_lines(run, PROBES, Probe))
+    assert [one.what for one in found] == list(PROBE_KINDS)
+    assert [one.what for one in found if one.reason] == ["no_exchange", "compiled"]
+    assert all(one.before_img_per_s > 0 and one.steps >= 6 for one in found if not one.reason)
+    assert said == [in_words(one) for one in found]
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert stoker_why(run)["probes"]
+
+
+def stoker_why(run: Path) -> dict[str, Any]:
+    from stoker.report.why import gather, why_as_dict
+
+    return json.loads(json.dumps(why_as_dict(gather(run))))
