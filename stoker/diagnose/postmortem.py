@@ -89,7 +89,9 @@ def _by_force(ended: Ended, matches: list[_Match]) -> Finding | None:
     if asked and _hangs(ended):
         return _finding("hang", [*_stood(ended), *told])
     if number == _SIGKILL:
-        return _finding("killed", told + _unknown(ended, matches))
+        not_memory = "the kernel counted no kill for memory in the job's cgroup: somebody else sent it"
+        counted = [Evidence(text=not_memory, value=0.0, place=ended.place)] if ended.oom_kills == 0 else []
+        return _finding("killed", told + counted + _unknown(ended, matches))
     if number == _SIGTERM or ended.exit_code == _PREEMPTED:
         return _finding("preempted", told)
     if number == _SIGINT:

@@ -216,7 +216,7 @@ def _last(function: str) -> str:
 
 def _by_line(frame: Frame) -> str | None:
     """By the text of its line where it is the job's own."""
-    if not is_own(frame):
+    if not is_own(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
         return None
     text = linecache.getline(frame.file, frame.line)
     return next((kind for kind, pattern in _LINES if pattern.search(text)), None)

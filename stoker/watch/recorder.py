@@ -20,10 +20,12 @@ from stoker.errors import writing
 from stoker.measuring.environment import describe_job, masked
 from stoker.measuring.kernel import kernel_lines
 from stoker.measuring.witness import Witness
-from stoker.records import ENVIRONMENT, OUTPUT, STEPS, RunFolder, make_run, recording
+from stoker.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
+from stoker.schemas import StepWindow
 from stoker.watch import stacks
+from stoker.watch.inside import Inside, Seen
 from stoker.watch.meter import Meter
-from stoker.watch.output import Lines, parse
+from stoker.watch.output import Lines, Reader
 from stoker.watch.processes import Tree
 
 RUNS = Path("runs")
@@ -33,7 +35,7 @@ STACKS_TIER, INSIDE_TIER = "stacks of the job", "inside the job"
 TIERS = {
     "driver, kernel and output": "recorded",
     STACKS_TIER: stacks.RECORDED,
-    INSIDE_TIER: "not recorded: this stoker does not look there; what no line of the output says is unattributed",
+    INSIDE_TIER: "not recorded: no process of the job has trained so far",
 }
 """What is known of a watched job, by how it was learned; an event of the run has it. What turns out not to be recorded
 is said by another event, with all of them."""
@@ -115,11 +117,18 @@ class Output(Protocol):
 class Recorder:
     """Writes what is seen of a job into its run's folder.
 
-    output: of the job; default: what the keeper writes into output.log.
+    output: of the job; default: what the keeper writes into output.log. cells: the folder of the hook's (`inside.py`);
+    None: the job has no hook.
     """
 
     def __init__(
-        self, folder: RunFolder, command: list[str], *, tiers: Mapping[str, str] = TIERS, output: Output | None = None
+        self,
+        folder: RunFolder,
+        command: list[str],
+        *,
+        tiers: Mapping[str, str] = TIERS,
+        output: Output | None = None,
+        cells: Path | None = None,
     ) -> None:
         self._folder = folder
         self._name = job_name(command)
@@ -128,6 +137,7 @@ class Recorder:
         self._tier_lock = threading.Lock()
         self._began_s = time.monotonic()
         self._tree: Tree | None = None
+        self._cells = cells
         log = folder.path / OUTPUT
         self._output = output or Tail(log, log.stat().st_size if log.exists() else 0)  # an attempt before wrote that
 
@@ -154,10 +164,10 @@ class Recorder:
                 self._folder.event("note", f"{name}: {said}", watched=dict(self._tiers))
 
     def ended(self, code: int | None) -> None:
-        """code: as of `subprocess`, the negative number of a signal; None: nobody could know."""
+        """code: as of `subprocess`, the negative number of a signal; None: the kernel did not tell."""
         data = self._context()
         if code is None:
-            self._folder.event("failed", f"{self._name} ended; its exit code is not known", **data)
+            self._folder.event("finished", f"{self._name} ended; its exit code is not known", exit_code=None, **data)
             return
         data["exit_code"] = code if code >= 0 else 128 - code
         if code < 0:
@@ -201,15 +211,16 @@ class Recorder:
         environment = json.loads((self._folder.path / ENVIRONMENT).read_bytes())
         devices = max(1, len(environment["gpu"]["gpus"]))
         meter = Meter(attempt=self._folder.attempt, devices=devices, start_s=time.time())
-        lines, said, spins = Lines(), False, False
+        inside = Inside(self._cells, devices=devices, now_s=time.monotonic()) if self._cells is not None else None
+        lines, reader, said, spins = Lines(), Reader(), False, False
         look_s = heard_s = time.monotonic()
         while True:
             last = self._stop.wait(POLL_S)
             for data in self._output.read():
                 heard_s = time.monotonic()
-                _add(meter, lines.feed(data))
+                _add(meter, reader, lines.feed(data))
             if last:
-                _add(meter, lines.feed(b"", final=True))
+                _add(meter, reader, lines.feed(b"", final=True))
             if meter.not_finite is not None and not said:
                 said = True
                 self._folder.event("warning", f"the job says that {meter.not_finite}", step=meter.step)
@@ -221,17 +232,40 @@ class Recorder:
                     spins = True
                     text = f"the job has said nothing for {SPINS_S:.0f} s and reads {empty[0]}, a file of zero bytes"
                     self._folder.event("warning", text, empty_inputs=empty)
+            if inside is not None:
+                inside.look()
             now_s = time.time()
             open_s = now_s - meter.start_s
-            if last or (open_s >= WINDOW_S and meter.has_news()) or open_s >= SILENCE_S:
-                self._folder.append(STEPS, meter.window(now_s))
+            news = meter.has_news() or (inside is not None and inside.has_news())
+            if last or (open_s >= WINDOW_S and news) or open_s >= SILENCE_S:
+                self._write(meter, now_s, inside)
+            if inside is not None and (last or inside.trains()):
+                self.tier(INSIDE_TIER, inside.said())
             if last:
                 return
 
+    def _write(self, meter: Meter, now_s: float, inside: Inside | None) -> None:
+        """A window: rank 0's, and beside it those of the job's other processes."""
+        ranks = [] if inside is None else inside.cut(time.monotonic(), now_s - meter.start_s)
+        window = meter.window(now_s, ranks[0] if ranks else None)
+        self._folder.append(STEPS, window)
+        for seen in ranks[1:]:
+            name = f"{RANKS}/{seen.rank:04d}"
+            (self._folder.path / name).mkdir(parents=True, exist_ok=True)
+            self._folder.append(f"{name}/{STEPS}", _window_of(seen, window))
 
-def _add(meter: Meter, lines: list[str]) -> None:
+
+def _window_of(seen: Seen, first: StepWindow) -> StepWindow:
+    """Of another rank, in the same time as rank 0's."""
+    return StepWindow(
+        t=first.t, attempt=first.attempt, step=seen.step, steps=seen.steps, pictures=seen.pictures, wall_s=first.wall_s,
+        devices=seen.devices, phases=seen.phases, rate=seen.rate,
+    )  # fmt: skip
+
+
+def _add(meter: Meter, reader: Reader, lines: list[str]) -> None:
     for line in lines:
-        if (progress := parse(line)) is not None:
+        if (progress := reader.read(line)) is not None:
             meter.add(progress)
 
 

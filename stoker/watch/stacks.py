@@ -39,7 +39,7 @@ COST_MOST = 0.025
 PROCESSES_MOST = 8
 """Python processes that are sampled, the busiest ones."""
 FRAMES_MOST = 5
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Time between looks for the first Python process of a job; then once in a window."""
 FAILURES_MOST = 5
 """Failed samples of a process in a row after which it is left alone until the next look."""

@@ -1,0 +1,112 @@
+"""What a stack says of a training thread: stacks as py-spy told them of real jobs, and what no stack may say."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.watch.frames import HELPER, KINDS, ROWS, Frame, classify, innermost_own, is_own
+
+SITE = "/venv/lib/python3.11/site-packages/"
+LIB = "/usr/lib/python3.11/"
+JOB = Frame("<module>", "/job/train.py", 9)
+
+
+def stack(*frames: str) -> list[Frame]:
+    """Of `file: function` below site-packages (`lib:` the standard library), the innermost first; the job's is last."""
+    found = []
+    for text in frames:
+        file, _, function = text.rpartition(": ")
+        found.append(Frame(function, LIB + file[4:] if file.startswith("lib:") else SITE + file, 1))
+    return [*found, JOB]
+
+
+LOADER = ("torch/utils/data/dataloader.py: _MultiProcessingDataLoaderIter._next_data",
+          "torch/utils/data/dataloader.py: _BaseDataLoaderIter.__next__")  # fmt: skip
+FETCH = ("torch/utils/data/_utils/fetch.py: _MapDatasetFetcher.fetch", *LOADER)
+MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/module.py: Module._wrapped_call_impl")
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        (("lib:threading.py: Condition.wait", "lib:multiprocessing/queues.py: Queue.get", *LOADER), "input_wait"),
+        (FETCH, "input_wait"),
+        (("PIL/ImageFile.py: ImageFile.load", "PIL/Image.py: Image.convert", *FETCH), "decode"),
+        (("torchvision/io/image.py: decode_jpeg", *FETCH), "decode"),
+        ((*MODULE, "torchvision/transforms/v2/_container.py: Compose.forward", *FETCH), "input_wait"),
+        (("PIL/Image.py: Image.resize",), "decode"),
+        (("tensorflow/python/data/ops/iterator_ops.py: OwnedIterator._next_internal",), "input_wait"),
+        (("keras/src/trainers/data_adapters/py_dataset_adapter.py: PyDatasetAdapter._standard_iterator",
+          "keras/src/trainers/epoch_iterator.py: EpochIterator.enumerate_epoch"), "input_wait"),
+        (("tensorflow/python/eager/execute.py: quick_execute",), "other"),
+        (("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE), "compute"),
+        (("torch/autograd/graph.py: _engine_run_backward", "torch/_tensor.py: Tensor.backward"), "compute"),
+        (("torch/optim/sgd.py: sgd", "torch/optim/optimizer.py: Optimizer.profile_hook_step.<locals>.wrapper"),
+         "compute"),
+        (("torch/cuda/__init__.py: synchronize",), "sync"),
+        (("torch/amp/grad_scaler.py: GradScaler._maybe_opt_step", "torch/amp/grad_scaler.py: GradScaler.step"), "sync"),
+        (("torch/distributed/distributed_c10d.py: barrier", "torch/distributed/c10d_logger.py: wrapper"), "comm"),
+        (("torch/_tensor.py: Tensor.cpu", "torch/serialization.py: _save", "torch/serialization.py: save"),
+         "checkpoint"),
+        (("torch/_inductor/scheduler.py: Scheduler.fuse_nodes", "torch/_dynamo/convert_frame.py: _compile", *MODULE),
+         "compile"),
+        (("torch/_inductor/output_code.py: CompiledFxGraph.__call__", "torch/_dynamo/eval_frame.py: _fn", *MODULE),
+         "compute"),
+        (("torch/utils/data/_utils/worker.py: _worker_loop", "lib:multiprocessing/process.py: Process.run", *LOADER),
+         HELPER),
+        (("lib:multiprocessing/connection.py: wait", "torch/multiprocessing/spawn.py: ProcessContext.join"), HELPER),
+        (("lib:selectors.py: select", "lib:subprocess.py: Popen.communicate"), HELPER),
+        (("torch/nn/functional.py: <module>", "lib:importlib/__init__.py: import_module"), "other"),
+        (("somewhere/library.py: loop",), "python"),
+        ((), "python"),
+    ],
+)  # fmt: skip
+def test_what_frameworks_do(frames: tuple[str, ...], kind: str) -> None:
+    assert classify(stack(*frames), active=True) == kind
+
+
+def test_a_thread_that_sleeps_in_the_jobs_own_code_is_idle() -> None:
+    assert classify([JOB], active=False) == "idle"
+    assert classify([], active=True) == "other"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("print(loss.item())", "sync"),
+        ("shown = boxes.cpu().numpy()", "sync"),
+        ("picture = cv2.imread(path)", "decode"),
+        ("loss.backward()", "compute"),
+        ("items = [1]", "python"),
+        ("best = max(items, key=cpu_time)", "python"),
+    ],
+)
+def test_a_c_function_is_known_by_the_line_that_calls_it(line: str, kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{line}\n")
+    assert classify([Frame("train", str(script), 2)], active=True) == kind
+    in_loader = [Frame("Data.__getitem__", str(script), 2), *stack(*FETCH)]
+    assert classify(in_loader, active=True) == ("decode" if kind == "decode" else "input_wait")
+
+
+def test_own_frames_are_named_by_their_place_in_the_jobs_folder() -> None:
+    inside = Frame("Trainer.step.<locals>.closure", "/job/src/loop.py", 12)
+    frames = [Frame("Module._call_impl", SITE + "torch/nn/modules/module.py", 7), inside, JOB]
+    assert innermost_own(frames, "/job") == "closure (src/loop.py:12)"
+    assert innermost_own(frames) == "closure (job/src/loop.py:12)"
+    assert innermost_own(frames[:1], "/job") is None
+    assert [is_own(Frame("f", file, 1)) for file in (LIB + "x.py", "<string>", "<frozen os>", "", "train.py")] == [
+        False, False, False, False, True
+    ]  # fmt: skip
+
+
+@given(st.lists(st.builds(Frame, st.text(max_size=20), st.text(max_size=40), st.integers(0, 10**6)), max_size=8),
+       st.booleans())  # fmt: skip
+def test_no_stack_makes_it_fail(frames: list[Frame], active: bool) -> None:
+    assert classify(frames, active=active) in (*KINDS, HELPER)
+
+
+def test_every_kind_of_the_table_is_one() -> None:
+    assert {row.kind for row in ROWS} <= {*KINDS, HELPER}

@@ -1,0 +1,148 @@
+"""Stacks of real jobs by py-spy: what is written, of which processes, and what is said where it cannot be."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.measuring.witness import Witness
+from stoker.records import STACKS, RunFolder, read_lines
+from stoker.schemas import StackWindow
+from stoker.watch import stacks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
+
+WAITS = """
+import sys
+def wait_for_input():
+    sys.stdin.readline()
+print("ready", flush=True)
+wait_for_input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
+    for name, value in (("WINDOW_S", 0.3), ("EVERY_S", 0.02), ("LOOK_S", 0.02), ("COST_MOST", 100.0)):
+        monkeypatch.setattr(stacks, name, value)
+
+
+def job(code: str, folder: Path, **variables: str) -> "subprocess.Popen[bytes]":
+    script = folder / "train.py"
+    script.write_text(code)
+    process = subprocess.Popen([sys.executable, "-S", script], cwd=folder, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, env={**os.environ, **variables})  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def until(what: Iterator[bool]) -> None:
+    for is_so in what:
+        if is_so:
+            return
+        time.sleep(0.01)
+
+
+def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
+    """(the lines of at least one window, what was said)"""
+    folder, told = RunFolder(run, 4), []
+    with stacks.Stacks(folder, pid, witness=Witness(folder), tell=told.append):
+        until(bool(told) or (run / name).exists() for _ in range(3000))
+    folder.close()
+    return list(read_lines(run, name, StackWindow)), told
+
+
+@pytest.mark.parametrize(("rank", "name"), [("0", STACKS), ("3", f"ranks/0003/{STACKS}")])
+def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
+    process = job(WAITS, tmp_path, RANK=rank)
+    lines, told = sampled(process.pid, tmp_path, name)
+    process.communicate(b"\n")
+    assert told == []
+    window = lines[0]
+    assert (window.attempt, window.pid) == (4, process.pid)
+    assert window.main == {"idle": 1.0}
+    assert window.frames == {"wait_for_input (train.py:4)": 1.0}
+    assert window.samples >= 1
+    assert window.active_threads == 0.0
+
+
+def test_a_job_without_python_is_said_to_be_none(tmp_path: Path) -> None:
+    folder, told = RunFolder(tmp_path, 1), []
+    process = subprocess.Popen(["sleep", "60"])
+    with stacks.Stacks(folder, process.pid, witness=Witness(folder), tell=told.append):
+        pass
+    process.kill()
+    process.wait()
+    folder.close()
+    assert told == ["not recorded: no Python process of the job was seen"]
+
+
+def test_without_py_spy_the_tier_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "program", lambda: None)
+    lines, told = sampled(os.getpid(), tmp_path)
+    assert (lines, told) == ([], ["not recorded: py-spy is not installed"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs to become somebody else")
+def test_a_process_that_may_not_be_read_is_left_alone_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = tmp_path / "py-spy"
+    spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.program()} "$@"\n')
+    spy.chmod(0o755)
+    monkeypatch.setattr(stacks, "program", lambda: str(spy))
+    process = job(WAITS, tmp_path)
+    lines, told = sampled(process.pid, tmp_path)
+    process.communicate(b"\n")
+    assert lines == []
+    assert len(told) == 1
+    assert told[0].startswith("not recorded: reading another process is not permitted here (")
+
+
+LOADER = """
+import time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, i):
+        time.sleep({wait})
+        return torch.rand(64)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range({layers})])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("ready", flush=True)
+for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers={workers}):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"wait": 0.05, "layers": 1, "workers": 2}, "input_wait"),
+        ({"wait": 0.0, "layers": 1500, "workers": 0}, "compute"),
+    ],
+)
+def test_real_torch_jobs_wait_or_compute(
+    settings: dict[str, float], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "WINDOW_S", 3.0)  # also beyond the start of the workers
+    script = LOADER.format(**settings)
+    (tmp_path / "loader.py").write_text(script)
+    process = subprocess.Popen([sys.executable, tmp_path / "loader.py"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    lines, told = sampled(process.pid, tmp_path)
+    process.kill()
+    process.communicate()
+    assert told == []
+    assert {line.pid for line in lines} == {process.pid}, "workers are no trainers"
+    assert max(lines[0].main, key=lambda name: lines[0].main[name]) == kind
+    assert lines[0].main[kind] > 0.6
