@@ -6,6 +6,7 @@ from typing import TextIO
 from rich.console import RenderableType
 from rich.text import Text
 
+from stoker.prices import CURRENCY
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_parts, table
 from stoker.report.fleet import Fleet, Money, Sum
@@ -41,7 +42,8 @@ def summary(fleet: Fleet) -> Iterator[tuple[str, str]]:
     yield "time", f"{hours(fleet.device_s)} device-hours"
     if fleet.money.runs:
         by_list = f", {fleet.listed_runs:,} of them by the list prices of their machines" if fleet.listed_runs else ""
-        yield "cost", f"{paid(fleet.money)}, of {fmt.plural(fleet.money.runs, 'run')} with a price{by_list}"
+        currency = f" {CURRENCY}" if fleet.listed_runs == fleet.money.runs else ""
+        yield "cost", f"{paid(fleet.money)}{currency}, of {fmt.plural(fleet.money.runs, 'run')} with a price{by_list}"
     if fleet.productive_share is None:
         yield "trained", "not known: no clock was inside these jobs"
         return

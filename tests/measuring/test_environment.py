@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.measuring import environment, place
-from stoker.measuring.environment import container, describe, masked
+from stoker.measuring.environment import container, describe, machine_type, masked
 
 HIDDEN = "hunter2"
 
@@ -95,3 +95,12 @@ def test_without_torch_it_tells_the_rest() -> None:
         "told = describe(); assert told['torch'] is None and told['cores'] >= 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_machine_is_called_as_told_or_as_its_firmware_says(tmp_path: Path) -> None:
+    assert machine_type({}, tmp_path) is None
+    firmware = tmp_path / "sys/class/dmi/id"
+    firmware.mkdir(parents=True)
+    (firmware / "product_name").write_text("g4dn.xlarge\n")
+    assert machine_type({}, tmp_path) == "g4dn.xlarge"
+    assert machine_type({"STOKER_MACHINE_TYPE": " n1-standard-8 "}, tmp_path) == "n1-standard-8"

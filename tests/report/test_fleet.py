@@ -19,6 +19,7 @@ from stoker.report.html import render_fleet, write_fleet
 from stoker.report.page import fleet as fleet_page
 from stoker.report.why import gather
 from stoker.schemas import Finding
+from tests import browser
 from tests.report.runs import START_T, write_run
 
 T4 = {"hostname": "node-1", "machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
@@ -250,3 +251,21 @@ def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> Non
 def test_the_page_of_runs_without_time(tmp_path: Path) -> None:
     write_run(tmp_path / "a", windows=0, end=None)
     assert "No time is recorded." in render_fleet(survey(tmp_path)) or "no_last_word" in render_fleet(survey(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
+def test_a_browser_shows_the_page_without_error_request_or_overflow(tmp_path: Path) -> None:
+    for number in range(14):
+        wait = 30.0 * number
+        write_run(tmp_path / f"team-{number % 3}/a-run-with-quite-a-long-name-{number}", start_t=START_T + 9e5 * number,
+                  phases={"compute": 600.0, "input_wait": wait, "eval": 20.0}, environment=T4,
+                  end=None if number % 5 == 0 else "finished")  # fmt: skip
+    path = write_fleet(survey(tmp_path), tmp_path / "page.html")
+    with browser.browser() as tab:
+        for width, dark in ((1280, False), (390, True)):
+            tab.open(path, width=width, dark=dark, mobile=width < 600)
+            assert tab.value("document.querySelectorAll('.chart .plot-container').length") == 3
+            assert tab.value("document.documentElement.scrollWidth") == width
+        assert tab.errors == []
+        assert {url for url in tab.requests if not url.startswith("data:")} == {path.as_uri()}

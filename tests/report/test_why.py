@@ -9,6 +9,7 @@ import pytest
 
 from stoker.errors import UsageError
 from stoker.records import CONFIG, ENVIRONMENT, INPUT_STAGES, PHASES, PROBES, STEPS, RunFolder, locked
+from stoker.report import format as fmt
 from stoker.report.why import MEANINGS, STAGES, Why, gather, why_as_dict
 from stoker.report.why_terminal import PROBE_WORDS, print_why
 from stoker.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
@@ -203,7 +204,7 @@ def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch
     assert ranged.price == 0
     assert ranged.rate is not None
     low, high = (440 * price / 3600 for price in (ranged.rate.low, ranged.rate.high))
-    assert f" lost, {low:.2f}–{high:.2f})" in shown(run)
+    assert f" lost, {fmt.money(low)}–{fmt.money(high)})" in shown(run)
     assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
     assert "price  " not in shown(run, price=5.0)
     (run / CONFIG).write_text("[run]\nprice = 1.5\n")
