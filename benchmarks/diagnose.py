@@ -8,9 +8,10 @@ is right without one. Where the injector knows how much time it took, the loss t
 it. Cells that this machine does not permit are n/a, with the reason. What is finished is kept in a file (`--partial`)
 beside the result: the same command with the same seed goes on there, as long as the catalogue is the same.
 
-The causes are in `diagnose_causes.py`, the faults in `diagnose_inside.py` and `diagnose_outside.py`, the jobs in
-`diagnose_job.py` and `diagnose_keras.py`, the counting in `diagnose_score.py`. Jobs that leave a core alone run two at
-a time, the others alone, so that none is the fault of another.
+The causes are in `diagnose_causes.py` and `diagnose_plans.py`, the faults in `diagnose_inside.py`,
+`diagnose_outside.py` and `diagnose_driver.py`, the jobs in `diagnose_job.py`, `diagnose_keras.py` and
+`diagnose_beside.py`, the counting in `diagnose_score.py`. Jobs that rest run two at a time, the others alone, so that
+none is the fault of another.
 """
 
 import argparse
@@ -30,12 +31,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import cv2
 import diagnose_outside as outside
 import msgspec
-from diagnose_causes import CAUSES, KINDS, Case, Cause, Plan
-from diagnose_data import draw_all
-from diagnose_score import NONE, Outcome, cells, confusion, share, wilson
+import numpy as np
+from diagnose_causes import CAUSES, KINDS, Cause
+from diagnose_data import data_set, draw_all
+from diagnose_plans import BATCH, Case, Machine, Plan
+from diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, share, wilson
 from report import Bar, Report, options, publish
+
+from stoker.totals import totals
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -44,7 +50,8 @@ HEALTHY_RUNS = 6
 """Of each kind, in the whole benchmark: the bar of healthy runs needs more than three."""
 SECONDS = 8.0
 TIMEOUT_S = 90.0
-CORES = 2.0
+SCRIPTS = {"measure": "diagnose_job.py", "watch": "diagnose_job.py", "keras": "diagnose_keras.py",
+           "simulated": "diagnose_beside.py"}  # fmt: skip
 QUICK = ("healthy", "slow_storage", "slow_decode", "python_bound", "evaluation", "quota", "memory_kill", "small_shm")
 STRONG_GOAL, WEAK_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.90, 0.75, 0.95, 0.15
 
@@ -89,6 +96,29 @@ class Bench:
         self.base, self.arguments = base, arguments
         self._lock = threading.Lock()
         self._count = 0
+        self.machine = Machine()
+
+    def calibrate(self) -> None:
+        """Measures what a step, an evaluation and a pixel take here, for faults that are made to measure."""
+        encoded = data_set(self.base, "png600") / "train" / "train-0.png"
+        began = time.perf_counter()
+        for _ in range(10):
+            cv2.imdecode(np.fromfile(encoded, np.uint8), cv2.IMREAD_COLOR)
+        decode_s = (time.perf_counter() - began) / 10 / 600**2
+        folder = self.base / "calibration"
+        folder.mkdir()
+        plan = Plan(("--eval-every", "40"), data="long_val", stretch=1.5)
+        self._run(CAUSES["healthy"], "stoker", plan, folder)
+        sums = totals(folder / "run")
+        sizes = [path.stat().st_size for path in (self.base / "bucket" / "train").glob("*.jpg")]
+        evaluations = -(-sums.steps // 40)
+        self.machine = Machine(
+            step_s=sums.phases["compute"] / sums.steps,
+            decode_s=decode_s,
+            evaluation_s=sums.phases["eval"] / evaluations,
+            picture_bytes=sum(sizes) / len(sizes),
+        )
+        print(self.machine, file=sys.stderr)
 
     def outcome(self, task: Task) -> Outcome:
         cause, level = CAUSES[task.cause], level_of(task, self.arguments.seed)
@@ -102,7 +132,9 @@ class Bench:
             "accepts": tuple(sorted(cause.accepts)),
         }  # fmt: skip
         try:
-            plan = cause.plan(Case(task.kind, level, folder))
+            seed = random.Random(f"{self.arguments.seed}/{task}").randrange(2**32)
+            case = Case(task.kind, level, task.strength == "strong", folder, self.machine, seed)
+            plan = cause.plan(case)
             told |= self._run(cause, task.kind, plan, folder)
         except outside.NotPermitted as error:
             told |= {"named": None, "reason": str(error)}
@@ -115,7 +147,7 @@ class Bench:
     def _run(self, cause: Cause, kind: str, plan: Plan, folder: Path) -> dict[str, Any]:
         run, log = folder / "run", folder / "job"
         with plan.around() as around:
-            command = self._command(cause, kind, plan, run, log)
+            command = self._command(kind, plan, run, log)
             variables = {
                 **os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "PYTHONPATH": str(ROOT),
                 "STOKER_CACHE_DIR": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "torch",
@@ -137,14 +169,14 @@ class Bench:
                     job.wait()
             facts = around.facts() if around.facts is not None else {}
             injected_s = around.injected_s() if around.injected_s is not None else None
-        inner = folder / "job.0.json"
-        if inner.exists():
-            facts |= json.loads(inner.read_text())
-            if cause.name == "straggler":
-                facts |= json.loads((folder / "job.1.json").read_text())
+        for rank, before in ((0, ""), (1, "rank 1 ")):
+            said = folder / f"job.{rank}.json"
+            if said.exists():
+                facts |= {before + name: value for name, value in json.loads(said.read_text()).items()}
         if injected_s is None:
             injected_s = known_s(cause.name, facts)
-        grave = [finding for finding in findings if finding["severity"] != "info"]
+        ignored = self.arguments.ignore
+        grave = [found for found in findings if found["severity"] != "info" and found["cause"] not in ignored]
         return {
             "named": grave[0]["cause"] if grave else NONE,
             "named_s": grave[0].get("lost_device_s") if grave else None,
@@ -154,18 +186,22 @@ class Bench:
             "facts": facts,
         }
 
-    def _command(self, cause: Cause, kind: str, plan: Plan, run: Path, log: Path) -> list[str]:
+    def _command(self, kind: str, plan: Plan, run: Path, log: Path) -> list[str]:
         python = sys.executable
         if kind == "stoker":
-            data = plan.data if plan.data.startswith("gs://") else str(self.base / "ours" / plan.data)
+            data = plan.data
+            if not data.startswith("gs://"):
+                with self._lock:
+                    data = str(data_set(self.base, data))
+            steps = max(30, round(self.arguments.seconds / self.machine.step_s / plan.stretch))
             return [
                 python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
-                "--canvas", "96", "96", "--eager", "--for", str(self.arguments.steps),
-                *defaults(plan.options, ("--batch", "8"), ("--eval-every", "0"), ("--checkpoint-every", "0")),
+                "--canvas", "96", "96", "--eager", "--for", str(steps),
+                *defaults(plan.options, ("--batch", str(BATCH)), ("--eval-every", "0"), ("--checkpoint-every", "0")),
                 *plan.options,
             ]  # fmt: skip
-        seconds = str(cause.seconds or self.arguments.seconds)
-        script = HERE / ("diagnose_keras.py" if kind == "keras" else "diagnose_job.py")
+        seconds = str(self.arguments.seconds)
+        script = HERE / SCRIPTS[kind]
         job = [python, str(script), "--data", str(self.base / "pictures"), "--log", str(log), "--seconds", seconds]
         job += plan.options
         if kind == "measure":
@@ -185,18 +221,20 @@ class Bench:
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30,
         )  # fmt: skip
-        if done.returncode:
-            raise subprocess.SubprocessError(f"stoker why: {done.stderr.strip()[-300:]}")
+        if done.returncode:  # a wrong answer too
+            return [{"cause": NO_ANSWER, "severity": "critical", "title": done.stderr.strip()[-300:]}]
         found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
         return found
 
 
 def known_s(cause: str, facts: dict[str, float]) -> float | None:
     """What the job's own clocks say the fault took."""
-    if cause == "one_loader_thread":
+    if cause in ("one_loader", "slow_decode"):
         return facts.get("waited_s")
     if cause == "slow_link":
-        return facts.get("comm_s")
+        return facts["comm_s"] + facts["rank 1 comm_s"]
+    if cause == "straggler":
+        return facts["rank 1 injected_s"]
     return facts.get("injected_s")
 
 
@@ -204,17 +242,21 @@ def defaults(given: tuple[str, ...], *pairs: tuple[str, str]) -> list[str]:
     return [word for pair in pairs if pair[0] not in given for word in pair]
 
 
+def rests(task: Task) -> bool:
+    """Whether the job leaves most of a core to another one."""
+    return CAUSES[task.cause].rests and (task.strength == "strong" or task.kind == "simulated")
+
+
 def run_all(bench: Bench, todo: list[Task], keep: Path | None) -> list[Outcome]:
-    """As many at a time as the cores are enough for, in order as far as that allows."""
+    """One after the other; two at a time of those that rest."""
     done: list[Outcome] = []
-    waiting, running = list(todo), dict[Future[Outcome], float]()
+    waiting, running = list(todo), dict[Future[Outcome], bool]()
     with ThreadPoolExecutor(2) as pool:
         while waiting or running:
-            free = CORES - sum(running.values())
-            fits = next((task for task in waiting if CAUSES[task.cause].cores <= free and len(running) < 2), None)
-            if fits is not None:
+            fits = next((task for task in waiting if not running or (rests(task) and all(running.values()))), None)
+            if fits is not None and len(running) < 2:
                 waiting.remove(fits)
-                running[pool.submit(bench.outcome, fits)] = CAUSES[fits.cause].cores
+                running[pool.submit(bench.outcome, fits)] = rests(fits)
                 continue
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
@@ -230,7 +272,7 @@ def run_all(bench: Bench, todo: list[Task], keep: Path | None) -> list[Outcome]:
 def show(outcome: Outcome, count: int, of: int) -> None:
     verdict = "n/a  " if outcome.named is None else "right" if outcome.right else "WRONG"
     off = "" if outcome.off is None else f", {100 * outcome.off:+.0f} %"
-    said = outcome.reason if outcome.named is None else outcome.named
+    said = outcome.reason if outcome.named is None else ", ".join((outcome.named, *outcome.others))
     print(
         f"{count}/{of} {verdict} {outcome.cause} {outcome.strength} {outcome.kind} #{outcome.run} "
         f"level {outcome.level:.3g}: {said}{off} ({outcome.took_s:.0f} s)",
@@ -262,7 +304,12 @@ def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[O
 
 def run(arguments: argparse.Namespace) -> Report:
     outside.own_mounts()
-    mark = {"seed": arguments.seed, "catalogue": catalogue_hash(), "seconds": arguments.seconds}
+    mark = {
+        "seed": arguments.seed,
+        "catalogue": catalogue_hash(),
+        "seconds": arguments.seconds,
+        "ignored": list(arguments.ignore),
+    }
     print(f"seed {arguments.seed}; catalogue {mark['catalogue']}", file=sys.stderr)
     asked = tasks(arguments)
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
@@ -271,7 +318,11 @@ def run(arguments: argparse.Namespace) -> Report:
     folder = Path(tempfile.mkdtemp(prefix="stoker-diagnose-"))
     try:
         draw_all(folder)
-        done += run_all(Bench(folder, arguments), [task for task in asked if task not in finished], partial)
+        bench = Bench(folder, arguments)
+        todo = [task for task in asked if task not in finished]
+        if any(task.kind == "stoker" for task in todo):
+            bench.calibrate()
+        done += run_all(bench, todo, partial)
     finally:
         if arguments.keep:
             print(f"kept in {folder}", file=sys.stderr)
@@ -311,8 +362,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--strengths", nargs="+", choices=("weak", "strong"))
     made.add_argument("--runs", type=int, help="of each cell")
     made.add_argument("--seconds", type=float, default=SECONDS, help="of a job's loop")
-    made.add_argument("--steps", type=int, default=150, help="of `stoker train`")
     made.add_argument("--partial", type=Path, metavar="FILE", help="finished runs, to go on after an interruption")
+    made.add_argument("--ignore", nargs="+", default=(), metavar="ID", help="findings not to count; not for publishing")
     made.add_argument("--keep", action="store_true", help="keep the folders of the runs")
     return made
 

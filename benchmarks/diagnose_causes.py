@@ -1,43 +1,21 @@
 """The causes that `diagnose.py` injects, as data: in which jobs, how large, how made, which names are right.
 
 Kinds of jobs: `stoker` (`stoker train` on drawn pictures), `measure` (a plain PyTorch loop in `stoker.measure`),
-`watch` (the same loop, unchanged, under `stoker watch`), `keras` (a Keras fit under `stoker watch`). A level is drawn
-within `weak` or `strong`; `unit` says of what. `accepts` are the ids of the catalogue that are right.
-Causes that need a GPU run a plain job beside a simulated driver, and are named so.
+`watch` (the same loop, unchanged, under `stoker watch`), `keras` (a Keras fit under `stoker watch`), `simulated` (a job
+under `stoker watch`, beside a driver that is simulated). A level is drawn within `weak` or `strong`; `unit` says of
+what. `accepts` are the ids of the catalogue that are right. How each fault is made is in `diagnose_plans.py`.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-import diagnose_outside as outside
-from diagnose_outside import Around
+import diagnose_driver as driver
+import diagnose_plans as plans
+from diagnose_plans import Case, Plan
 
 Range = tuple[float, float]
-KINDS = ("stoker", "measure", "watch", "keras")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is asked for. folder: the job's own."""
-
-    kind: str
-    level: float
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One job with its fault. options: of the job's command; around: the fault outside it."""
-
-    options: tuple[str, ...] = ()
-    around: Callable[[], AbstractContextManager[Around]] = outside.nothing
-    variables: dict[str, str] = field(default_factory=dict)
-    data: str = "plain"
-    """Which of the drawn data sets."""
-    live_s: float | None = None
-    """The job does not end by itself: it is asked about after so long, while it lives, and then killed."""
+KINDS = ("stoker", "measure", "watch", "keras", "simulated")
+REAL = KINDS[:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,208 +25,138 @@ class Cause:
     weak: Range
     strong: Range
     unit: str
-    accepts: frozenset[str]
+    accepts: tuple[str, ...]
     plan: Callable[[Case], Plan]
-    """What is run."""
     known: bool = False
-    """The injector says how much time it took."""
-    cores: float = 1.0
-    """That the job keeps busy: others run beside it only where they do not take them."""
-    simulated: bool = False
-    seconds: float | None = None
-    """Of the loop, where it is not the usual."""
+    """The injector of a plain job says how much time it took."""
+    rests: bool = False
+    """Strong, the job leaves most of a core alone: another such one may run beside it."""
 
 
-SHARE_WEAK, SHARE_STRONG = (0.14, 0.25), (0.40, 0.65)
-"""Of the loop's time, that a fault takes."""
+WEAK, STRONG = (0.14, 0.25), (0.40, 0.65)
+SHARE = "share of the loop's time"
+FEW_WEAK, FEW_STRONG = (0.34, 0.42), (0.50, 0.65)
+"""One loader keeps a core busy and the loop part of another; where it waits less than this, no core of two is idle."""
+
+_ROWS = (
+    Cause(
+        name="healthy", kinds=KINDS, weak=(0, 0), strong=(0, 0), unit="", accepts=(), plan=plans.healthy,
+    ),
+    Cause(
+        name="slow_storage", kinds=REAL, weak=WEAK, strong=STRONG, unit=SHARE, accepts=("slow_storage",),
+        plan=plans.slow_storage, known=True, rests=True,
+    ),
+    Cause(
+        name="slow_decode", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
+        accepts=("slow_decode", "pictures_too_large"), plan=plans.slow_decode, known=True,
+    ),
+    Cause(
+        name="one_loader", kinds=("stoker", "measure", "watch"), weak=FEW_WEAK, strong=FEW_STRONG, unit=SHARE,
+        accepts=("too_few_threads",), plan=plans.one_loader, known=True,
+    ),
+    Cause(
+        name="python_bound", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
+        accepts=("python_bound",), plan=plans.inside("python_bound"), known=True,
+    ),
+    Cause(
+        name="tiny_batch", kinds=("stoker", "measure", "watch"), weak=(2, 2), strong=(1, 1), unit="pictures",
+        accepts=("batch_too_small",), plan=plans.tiny_batch,
+    ),
+    Cause(
+        name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("host_waits",),
+        plan=plans.inside("host_wait"), known=True, rests=True,
+    ),
+    Cause(
+        name="leak", kinds=("measure", "watch", "keras"), weak=(20, 40), strong=(80, 150), unit="MB/s",
+        accepts=("host_memory_leak",), plan=plans.inside("leak"),
+    ),
+    Cause(
+        name="memory_kill", kinds=("measure", "watch"), weak=(400, 700), strong=(100, 200), unit="MB of room",
+        accepts=("host_memory_killed",), plan=plans.memory_kill,
+    ),
+    Cause(
+        name="disk_full", kinds=("stoker", "measure", "watch"), weak=(4, 8), strong=(0.5, 1.5), unit="MB of room",
+        accepts=("disk_full", "checkpoints_failed", "disk_nearly_full"), plan=plans.disk_full,
+    ),
+    Cause(
+        name="small_shm", kinds=("measure", "watch"), weak=(900, 1500), strong=(32, 128), unit="kB",
+        accepts=("shared_memory_full",), plan=plans.small_shm,
+    ),
+    Cause(
+        name="straggler", kinds=("measure",), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("straggler",),
+        plan=plans.inside("straggler", "--ranks", "2"), known=True,
+    ),
+    Cause(
+        name="slow_link", kinds=("measure",), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("communication_bound",),
+        plan=plans.slow_link, known=True,
+    ),
+    Cause(
+        name="evaluation", kinds=("stoker", "measure", "keras"), weak=WEAK, strong=STRONG, unit=SHARE,
+        accepts=("evaluation_heavy",), plan=plans.evaluation, known=True,
+    ),
+    Cause(
+        name="slow_checkpoint", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
+        accepts=("checkpoint_heavy", "checkpoint_disk_slow"), plan=plans.slow_checkpoint, known=True, rests=True,
+    ),
+    Cause(
+        name="compile", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("recompiles",),
+        plan=plans.inside("compile"), known=True,
+    ),
+    Cause(
+        name="oversubscription", kinds=("measure", "watch"), weak=(10, 14), strong=(24, 48), unit="threads",
+        accepts=("threads_oversubscribed",), plan=plans.oversubscription,
+    ),
+    Cause(
+        name="quota", kinds=("stoker", "measure", "watch"), weak=(0.6, 0.75), strong=(0.25, 0.4), unit="cores",
+        accepts=("cpu_quota",), plan=plans.quota,
+    ),
+    Cause(
+        name="neighbours", kinds=("measure", "watch"), weak=(2, 2), strong=(4, 6), unit="busy processes",
+        accepts=("cpu_contention",), plan=plans.neighbours,
+    ),
+    Cause(
+        name="divergence", kinds=REAL, weak=(2, 5), strong=(100, 1000), unit="rate",
+        accepts=("loss_not_finite", "diverged", "rate_too_high", "rate_lowered", "loss_spikes", "steps_skipped"),
+        plan=plans.rate,
+    ),
+    Cause(
+        name="low_rate", kinds=("stoker", "measure", "watch"), weak=(1e-7, 9e-7), strong=(1e-9, 1e-8), unit="rate",
+        accepts=("rate_too_low",), plan=plans.rate,
+    ),
+    Cause(
+        name="hang", kinds=("measure", "watch"), weak=(0, 0), strong=(1, 1), unit="1: the exchange has a time limit",
+        accepts=("hung", "collective_timeout"), plan=plans.hang,
+    ),
+    Cause(
+        name="loader_crash", kinds=("measure", "watch"), weak=(9, 9), strong=(11, 11), unit="signal",
+        accepts=("loader_worker_killed",), plan=plans.inside("loader_crash", "--workers", "1"),
+    ),
+    Cause(
+        name="bad_pictures", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
+        accepts=("quarantined_pictures", "too_many_bad_pictures"), plan=plans.bad_pictures,
+    ),
+)  # fmt: skip
 
 
-def inside(fault: str, *more: str) -> Callable[[Case], Plan]:
-    """A fault of the job's own code."""
-    return lambda case: Plan(("--fault", fault, "--level", f"{case.level:.4g}", *more))
+def _simulated(name: str, wrong: driver.Wrong, weak: Range, strong: Range, unit: str, *accepts: str) -> Cause:
+    return Cause(
+        name=f"{name} (simulated)", kinds=("simulated",), weak=weak, strong=strong, unit=unit, accepts=accepts,
+        plan=plans.simulated(wrong), rests=True,
+    )  # fmt: skip
 
 
-def _slow_storage(case: Case) -> Plan:
-    if case.kind == "stoker":
-        # One step on one of these cores takes STEP_S and eight pictures; the link gives them in STEP_S / (1 - share).
-        per_step = 8 * BUCKET_PICTURE_BYTES
-        rate = per_step * (1 - case.level) / STOKER_STEP_S
-        return Plan(
-            around=lambda: outside.object_server(
-                case.folder.parent / "bucket", "pictures", bytes_per_s=rate, latency_s=0.005
-            ),
-            data="gs://pictures",
-        )
-    return Plan(
-        ("--fault", "slow_storage", "--level", f"{case.level:.4g}"),
-        around=lambda: outside.slow_files(case.folder, "/pictures/"),
-    )
+_SIMULATED = (
+    _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "share of the seconds", "gpu_hot"),
+    _simulated("power limit", driver.power_capped, (0.33, 0.4), (0.5, 0.65), "of the clock", "gpu_power_capped"),
+    _simulated("low clock", driver.clock_low, (0.38, 0.45), (0.55, 0.75), "of the clock", "gpu_clock_low"),
+    _simulated("slow PCIe", driver.pcie_degraded, (1, 1), (2, 4), "halvings", "pcie_degraded"),
+    _simulated("ECC errors", driver.memory_errors, (30, 100), (1000, 5000), "a second", "gpu_memory_errors"),
+    _simulated("Xid", driver.xid, (0, 0), (1, 1), "1: number 79, 0: 31", "gpu_errors", "gpu_fault"),
+    _simulated("others on the GPU", driver.others, (0.3, 0.5), (0.8, 1), "share of the seconds", "gpu_shared"),
+    _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "gpu_underfilled"),
+    _simulated("no tensor cores", driver.no_tensor_cores, (0.005, 0.015), (0, 0), "of the time",
+               "tensor_cores_unused"),
+    _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_grows"),
+)  # fmt: skip
 
-
-STOKER_STEP_S = 0.047
-"""Of `stoker train` with the settings of `diagnose.py`; set anew by its first healthy run."""
-BUCKET_PICTURE_BYTES = 20_000
-
-
-def _slow_decode(case: Case) -> Plan:
-    if case.kind == "stoker":
-        return Plan(data="large" if case.level >= SHARE_STRONG[0] else "medium")
-    return inside("slow_decode")(case)
-
-
-def _one_thread(case: Case) -> Plan:
-    if case.kind == "stoker":
-        return Plan(("--threads", "1"), data="large" if case.level >= SHARE_STRONG[0] else "medium")
-    return inside("one_loader_thread", "--workers", "1")(case)
-
-
-def _tiny_batch(case: Case) -> Plan:
-    return Plan(("--batch", str(int(case.level)), *(() if case.kind == "stoker" else ("--side", "32", "--width", "8"))))
-
-
-def _leak(case: Case) -> Plan:
-    return inside("leak")(case)
-
-
-def _memory_kill(case: Case) -> Plan:
-    """level: bytes above what the job needs, in millions; it takes 100 million a second."""
-    needs = 900e6
-    return Plan(
-        ("--fault", "leak", "--level", "150"),
-        around=lambda: outside.memory_limit(int(needs + case.level * 1e6)),
-    )
-
-
-def _disk_full(case: Case) -> Plan:
-    disk = case.folder / ("run" if case.kind == "stoker" else "disk")
-    more = () if case.kind == "stoker" else ("--fault", "disk_full", "--disk", str(disk))
-    return Plan(more, around=lambda: outside.small_disk(disk, int(case.level * 1e6)))
-
-
-def _small_shm(case: Case) -> Plan:
-    options = ("--fault", "small_shm", "--workers", "1", "--batch", "16")
-    return Plan(options, around=lambda: outside.small_shm(int(case.level * 1000)))
-
-
-def _slow_link(case: Case) -> Plan:
-    """A payload of a million numbers: 4 MB that both ranks send over one loopback; a step computes 80 ms."""
-    payload, step_s = 1_000_000, 0.08
-    rate = 2 * 4 * payload / (step_s * case.level / (1 - case.level))
-    options = ("--ranks", "2", "--payload", str(payload))
-    return Plan(options, around=lambda: outside.slow_link(rate))
-
-
-def _evaluation(case: Case) -> Plan:
-    if case.kind == "stoker":
-        return Plan(("--eval-every", "10" if case.level >= SHARE_STRONG[0] else "45"), data="long_val")
-    return inside("evaluation")(case)
-
-
-def _slow_checkpoint(case: Case) -> Plan:
-    if case.kind == "stoker":
-        # Each checkpoint is written in the background; the next one waits for it.
-        return Plan(
-            ("--checkpoint-every", "10"),
-            around=lambda: outside.slow_files(
-                case.folder, "/checkpoints/", STOKER_STEP_S * 10 * case.level / (1 - case.level) / 3
-            ),
-        )
-    (case.folder / "slow").mkdir()
-    return Plan(
-        ("--fault", "slow_checkpoint", "--level", f"{case.level:.4g}"),
-        around=lambda: outside.slow_files(case.folder, "/slow/"),
-    )
-
-
-def _oversubscribed(case: Case) -> Plan:
-    threads = str(int(case.level))
-    return Plan(variables={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "100000", "MKL_NUM_THREADS": threads})
-
-
-def _quota(case: Case) -> Plan:
-    return Plan(around=lambda: outside.cpu_quota(case.level))
-
-
-def _rate(case: Case) -> Plan:
-    more = ("--clip", "0", "--warmup", "1") if case.kind == "stoker" and case.level > 1e-3 else ()
-    return Plan(("--rate", f"{case.level:.3g}", *more))
-
-
-def _hang(case: Case) -> Plan:
-    options = ("--fault", "hang", "--ranks", "2", "--level", f"{case.level:.4g}")
-    if case.level >= 1:  # gloo gives up
-        return Plan((*options, "--timeout", "6"))
-    return Plan((*options, "--timeout", "600"), live_s=24.0)
-
-
-def _loader_crash(case: Case) -> Plan:
-    if case.kind == "stoker":
-        return Plan(data="broken" if case.level >= 1 else "one_broken")
-    return inside("loader_crash", "--workers", "1")(case)
-
-
-def _straggler(case: Case) -> Plan:
-    return inside("straggler", "--ranks", "2")(case)
-
-
-def _neighbours(case: Case) -> Plan:
-    return Plan(around=lambda: outside.busy_neighbours(int(case.level)))
-
-
-CAUSES: dict[str, Cause] = {
-    cause.name: cause
-    for cause in (
-        Cause(name="healthy", kinds=KINDS, weak=(0, 0), strong=(0, 0), unit="", accepts=frozenset(),
-              plan=lambda _: Plan(), cores=2),
-        Cause(name="slow_storage", kinds=("stoker", "measure", "watch", "keras"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"slow_storage", "input_bound"}),
-              plan=_slow_storage, known=True, cores=1),
-        Cause(name="slow_decode", kinds=("stoker", "measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"input_bound"}), plan=_slow_decode, known=True, cores=2),
-        Cause(name="one_loader_thread", kinds=("stoker", "measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"input_bound"}), plan=_one_thread, known=True, cores=2),
-        Cause(name="python_bound", kinds=("measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"python_bound"}), plan=inside("python_bound"), known=True,
-              cores=2),
-        Cause(name="tiny_batch", kinds=("stoker", "watch"), weak=(2, 2.99), strong=(1, 1), unit="pictures",
-              accepts=frozenset({"batch_too_small"}), plan=_tiny_batch, cores=2),
-        Cause(name="host_wait", kinds=("measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"host_waits"}), plan=inside("host_wait"), known=True,
-              cores=1),
-        Cause(name="leak", kinds=("measure", "watch"), weak=(20, 40), strong=(80, 150), unit="MB/s",
-              accepts=frozenset({"host_memory_leak"}), plan=_leak, cores=2),
-        Cause(name="memory_kill", kinds=("watch", "measure"), weak=(400, 700), strong=(100, 200), unit="MB of room",
-              accepts=frozenset({"host_memory_killed"}), plan=_memory_kill, cores=2),
-        Cause(name="disk_full", kinds=("stoker", "watch"), weak=(4, 8), strong=(0.5, 1.5), unit="MB",
-              accepts=frozenset({"disk_full", "checkpoints_failed"}), plan=_disk_full, cores=2),
-        Cause(name="small_shm", kinds=("measure", "watch"), weak=(900, 1500), strong=(32, 128), unit="kB",
-              accepts=frozenset({"shared_memory_full"}), plan=_small_shm, cores=2),
-        Cause(name="straggler", kinds=("measure",), weak=SHARE_WEAK, strong=SHARE_STRONG, unit="share of the loop",
-              accepts=frozenset({"straggler", "slow_rank"}), plan=_straggler, known=True, cores=2),
-        Cause(name="slow_link", kinds=("measure",), weak=SHARE_WEAK, strong=SHARE_STRONG, unit="share of the loop",
-              accepts=frozenset({"communication_bound"}), plan=_slow_link, known=True, cores=2),
-        Cause(name="evaluation", kinds=("stoker", "measure", "keras"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"evaluation_heavy"}), plan=_evaluation, known=True, cores=2),
-        Cause(name="slow_checkpoint", kinds=("stoker", "measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"checkpoint_heavy"}), plan=_slow_checkpoint, known=True,
-              cores=1),
-        Cause(name="compile", kinds=("measure", "watch"), weak=SHARE_WEAK, strong=SHARE_STRONG,
-              unit="share of the loop", accepts=frozenset({"recompiles"}), plan=inside("compile"), known=True, cores=2),
-        Cause(name="oversubscription", kinds=("measure", "watch"), weak=(6, 10), strong=(16, 32), unit="threads",
-              accepts=frozenset({"threads_oversubscribed"}), plan=_oversubscribed, cores=2),
-        Cause(name="quota", kinds=("stoker", "measure", "watch"), weak=(0.6, 0.75), strong=(0.25, 0.4), unit="cores",
-              accepts=frozenset({"cpu_quota", "cpu_contention"}), plan=_quota, cores=1),
-        Cause(name="neighbours", kinds=("measure", "watch"), weak=(2, 2.99), strong=(4, 6), unit="busy processes",
-              accepts=frozenset({"cpu_contention"}), plan=_neighbours, cores=2),
-        Cause(name="divergence", kinds=("stoker", "measure", "watch"), weak=(2, 5), strong=(100, 1000), unit="rate",
-              accepts=frozenset({"diverged", "rate_too_high", "rate_lowered", "loss_spikes"}), plan=_rate, cores=2),
-        Cause(name="low_rate", kinds=("stoker", "measure", "watch"), weak=(3e-7, 3e-6), strong=(1e-9, 1e-8),
-              unit="rate", accepts=frozenset({"rate_too_low"}), plan=_rate, cores=2),
-        Cause(name="hang", kinds=("measure", "watch"), weak=(0.1, 0.9), strong=(1, 1), unit="1: until the limit",
-              accepts=frozenset({"collective_timeout", "hung"}), plan=_hang, cores=2),
-        Cause(name="loader_crash", kinds=("stoker", "measure", "watch"), weak=(0.1, 0.9), strong=(1, 1),
-              unit="1: the process", accepts=frozenset({"loader_worker_killed", "loader_worker_failed", "bad_pictures",
-                                                        "ended_by_error", "quarantined_pictures"}),
-              plan=_loader_crash, cores=2),
-    )
-}  # fmt: skip
+CAUSES: dict[str, Cause] = {cause.name: cause for cause in (*_ROWS, *_SIMULATED)}

@@ -9,15 +9,26 @@ from PIL import Image
 COUNT, SIDE = 64, 96
 
 
+SETS = {"plain": (8, 0), "long_val": (64, 0), "one_broken": (8, 1), "broken": (8, 24)}
+"""Data sets for `stoker train`: validation pictures, and training pictures that end in their middle."""
+
+
 def draw_all(folder: Path) -> None:
-    """pictures/ for plain jobs; ours/NAME for `stoker train`; bucket/ for what it reads from a bucket."""
+    """pictures/ for plain jobs; bucket/ for what `stoker train` reads from a bucket."""
     draw_plain(folder / "pictures")
-    for name, side, kind, val, broken in (
-        ("plain", 128, "jpg", 8, 0), ("medium", 480, "png", 8, 0), ("large", 1000, "png", 8, 0),
-        ("long_val", 128, "jpg", 64, 0), ("one_broken", 128, "jpg", 8, 1), ("broken", 128, "jpg", 8, 24),
-    ):  # fmt: skip
-        draw_ours(folder / "ours" / name, side=side, kind=kind, val=val, broken=broken)
     draw_ours(folder / "bucket", side=192, kind="jpg", val=8, broken=0)
+
+
+def data_set(folder: Path, name: str) -> Path:
+    """ours/NAME, drawn when it is not there: one of SETS, or `pngN` of N pixels a side."""
+    place = folder / "ours" / name
+    if not place.exists():
+        if name in SETS:
+            val, broken = SETS[name]
+            draw_ours(place, side=128, kind="jpg", val=val, broken=broken)
+        else:
+            draw_ours(place, side=int(name.removeprefix("png")), kind="png", val=8, broken=0, count=32)
+    return place
 
 
 def draw_plain(folder: Path) -> None:
@@ -30,12 +41,12 @@ def draw_plain(folder: Path) -> None:
         Image.fromarray(noise.astype(np.uint8)).save(folder / f"{n % 4}-{n}.jpg", quality=90)
 
 
-def draw_ours(folder: Path, *, side: int, kind: str, val: int, broken: int) -> None:
+def draw_ours(folder: Path, *, side: int, kind: str, val: int, broken: int, count: int = COUNT) -> None:
     """A COCO data set of coloured rectangles on noise; the first `broken` training pictures end in their middle."""
-    for split, count, offset in (("train", COUNT, 0), ("valid", val, 10_000)):
+    for split, pictures, offset in (("train", count, 0), ("valid", val, 10_000)):
         (folder / split).mkdir(parents=True)
         images, annotations = [], []
-        for n in range(count):
+        for n in range(pictures):
             lots = np.random.default_rng(offset + n)
             pixels = lots.integers(0, 60, (side, side, 3), np.uint8)
             for _ in range(int(lots.integers(1, 4))):

@@ -86,8 +86,8 @@ class SlowFiles:
 
 
 def large_jpeg() -> bytes:
-    """A picture of 2 megapixels with some texture: about 20 ms of decoding."""
-    noise = Image.effect_noise((1600, 1200), 60).convert("RGB")
+    """A picture with some texture, of which decoding takes a millisecond or two."""
+    noise = Image.effect_noise((480, 360), 60).convert("RGB")
     target = io.BytesIO()
     noise.save(target, "JPEG", quality=90)
     return target.getvalue()

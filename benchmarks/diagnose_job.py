@@ -35,9 +35,7 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, folder: Path, side: int, fault: str, debt: Debt) -> None:
         self._paths = sorted(folder.glob("*.jpg"))
         self._side, self._fault, self._debt = side, fault, debt
-        self._large = large_jpeg() if fault in ("slow_decode", "one_loader_thread") else b""
-        self.decode_s = 0.0
-        """What one sample has to cost in a process of its own."""
+        self._large = large_jpeg() if fault in ("slow_decode", "one_loader") else b""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -45,21 +43,18 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
         path = self._paths[place % len(self._paths)]
         picture = simplejpeg.decode_jpeg(path.read_bytes())[: self._side, : self._side]
-        if self._fault == "slow_decode":
-            self._debt.pay(lambda: decode_picture(self._large))
-        elif self._fault == "one_loader_thread":
-            ends = time.perf_counter() + COST.value
-            while time.perf_counter() < ends:
+        if self._large:
+            ends = time.thread_time() + COST.value
+            while time.thread_time() < ends:
                 decode_picture(self._large)
         elif self._fault == "small_shm" and place % 64 >= 48:
             picture = np.repeat(np.repeat(picture, 8, 0), 8, 1)[::8, ::8]
         elif self._fault == "loader_crash" and CRASH.value:
-            if CRASH.value == 1:
-                os.kill(os.getpid(), signal.SIGSEGV)
-            raise ValueError(f"{path}: box with a negative width")
+            os.kill(os.getpid(), CRASH.value)
         return torch.from_numpy(picture.copy()).permute(2, 0, 1), int(path.stem.split("-")[0])
 
 
+# Shared with the loader's processes.
 COST = torch.multiprocessing.get_context("fork").Value("d", 0.0)
 CRASH = torch.multiprocessing.get_context("fork").Value("i", 0)
 
@@ -109,6 +104,8 @@ class Job:
             self.compiled = torch.compile(self.model, dynamic=False, backend="aot_eager")
         self.sizes = iter(range(24, 10_000))
         self.waited_s = self.comm_s = 0.0
+        self.over = False
+        self.kept_at = time.perf_counter()
 
     def run(self) -> None:
         began, said = time.perf_counter(), 0.0
@@ -119,9 +116,7 @@ class Job:
                 self.waited_s += waited_s
             self.before_step()
             with self.measure.step():
-                healthy = time.perf_counter()
-                loss = self.step(images, labels)
-                healthy_s = time.perf_counter() - healthy
+                loss, healthy_s = self.step(images, labels)
             if steps > WARM_STEPS:
                 self.debt.owe(healthy_s)
             self.after_step(steps, healthy_s)
@@ -133,12 +128,16 @@ class Job:
             self.debt.write(
                 steps=steps, waited_s=self.waited_s, comm_s=self.comm_s, healthy_step_s=healthy_s, loop_s=now - began
             )
-            if now - began > self.asked.seconds:
+            if self.over:
+                break
+            self.over = now - began > self.asked.seconds
+            if self.over and "WORLD_SIZE" not in os.environ:
                 break
             asked_at = time.perf_counter()
         self.debt.write(least_s=0.0, loop_s=time.perf_counter() - began)
 
-    def step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+        """The loss, and how long it computed."""
         began = time.perf_counter()
         normalised = images.float() / 127.5 - 1
         while True:
@@ -147,9 +146,10 @@ class Job:
             loss.backward()
             if "WORLD_SIZE" not in os.environ or time.perf_counter() - began > STEP_S:
                 break
+        took_s = time.perf_counter() - began
         self.exchange()
         self.optimizer.step()
-        return float(loss.detach())
+        return float(loss.detach()), took_s
 
     def exchange(self) -> None:
         """Mean of the gradients of all ranks."""
@@ -160,8 +160,9 @@ class Job:
                 time.sleep(self.debt.owed_s)
         began = time.perf_counter()
         flat = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
-        flat = torch.cat([flat, torch.zeros(int(self.asked.payload))]) if self.asked.payload else flat
+        flat = torch.cat([flat, torch.zeros(int(self.asked.payload)), torch.tensor([float(self.over)])])
         torch.distributed.all_reduce(flat)
+        self.over = bool(flat[-1])  # all end with the same step
         self.comm_s += time.perf_counter() - began
         place = 0
         for p in self.model.parameters():
@@ -181,10 +182,13 @@ class Job:
         if fault == "slow_storage" and self.slow is not None and steps > WARM_STEPS:
             self.slow.each(max(0.0, debt.owed_s) / asked.batch)
             debt.paid(self.slow.stalled_s() - debt.total_s)
-        elif fault == "one_loader_thread" and steps > WARM_STEPS:
+        elif fault == "one_loader" and steps > WARM_STEPS:
             COST.value = healthy_s / (1 - asked.level) / asked.batch
+        elif fault == "slow_decode" and steps > WARM_STEPS:  # on two cores, one of which also trains
+            COST.value = healthy_s * (1 + asked.level) / (1 - asked.level) / asked.batch
         elif fault == "leak":
-            size = int(asked.level * 1e6 * healthy_s)
+            now = time.perf_counter()
+            size, self.kept_at = int(asked.level * 1e6 * (now - self.kept_at)), now
             self.kept.append(bytearray(os.urandom(4096) * (size // 4096)))
         elif fault == "evaluation" and steps % 20 == 0:
             with self.measure.phase("eval"):
@@ -199,9 +203,9 @@ class Job:
             torch.save(self.model.state_dict(), asked.disk / f"checkpoint-{steps}.pt")
         elif fault == "compile" and self.compiled is not None:
             debt.pay(self.other_shape)
-        elif fault == "loader_crash" and steps == 30:
-            CRASH.value = 1 if asked.level >= 1 else 2
-        elif fault == "hang" and steps == 30 and self.rank == 1:
+        elif fault == "loader_crash" and steps == 12:
+            CRASH.value = int(asked.level)
+        elif fault == "hang" and steps == 12 and self.rank == 1:
             if asked.level >= 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600.0)

@@ -40,12 +40,13 @@ class Fault(keras.callbacks.Callback):
         self._slow = SlowFiles() if asked.fault == "slow_storage" else None
         self._began = self._batch_began = 0.0
         self._steps = 0
+        self._kept: list[bytes] = []
 
-    def on_train_batch_begin(self, _batch: int, _logs: object = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:  # noqa: ARG002 (Keras calls it so)
         self._batch_began = time.perf_counter()
         self._began = self._began or self._batch_began
 
-    def on_train_batch_end(self, _batch: int, _logs: object = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:  # noqa: ARG002 (Keras calls it so)
         self._steps += 1
         now = time.perf_counter()
         if self._steps > WARM_STEPS:
@@ -54,10 +55,12 @@ class Fault(keras.callbacks.Callback):
                 self._slow.each(max(0.0, self._debt.owed_s) / self._asked.batch)
                 self._debt.paid(self._slow.stalled_s() - self._debt.total_s)
         self._debt.write(steps=self._steps, loop_s=now - self._began)
+        if self._asked.fault == "leak":
+            self._kept.append(os.urandom(4096) * int(self._asked.level * 1e6 * (now - self._batch_began) / 4096))
         if now - self._began > self._asked.seconds:
             self.model.stop_training = True
 
-    def on_train_end(self, _logs: object = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:  # noqa: ARG002
         self._debt.write(least_s=0.0)
 
 

@@ -193,38 +193,18 @@ def object_server(files: Path, bucket: str, *, bytes_per_s: float | None, latenc
             server.kill()
 
 
-Answers = dict[str, float | int | str]
-"""Of the stub driver: key → value, as `tests/measuring/nvml_stub.c` reads them."""
-
-
 @contextlib.contextmanager
-def driver(folder: Path, answers: Callable[[float], Answers], *, every_s: float = 0.25) -> Iterator[Around]:
-    """NVIDIA's library with one GPU whose counters are answers(seconds since the start): simulated."""
+def driver(folder: Path, scene: str) -> Iterator[Around]:
+    """NVIDIA's library, simulated: it says what the scene does, second by second from the start on."""
     stub = HERE.parent / "tests" / "measuring" / "nvml_stub.c"
-    target = folder / "driver" / "libnvidia-ml.so.1"
-    target.parent.mkdir()
-    _compiled(stub, target, "-Wl,-soname,libnvidia-ml.so.1")
-    told, over, began = folder / "driver" / "answers", threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        lines = ["-1 count 1", "-1 driver 570.00", "-1 cuda 12080"]
-        lines += [f"0 {key} {value}" for key, value in answers(time.monotonic() - began).items()]
-        new = told.with_suffix(".new")
-        new.write_text("\n".join(lines) + "\n")
-        new.replace(told)
-
-    def follow() -> None:
-        while not over.wait(every_s):
-            tell()
-
-    tell()
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield Around(variables={"LD_LIBRARY_PATH": str(target.parent), "NVML_STUB": str(told)})
-    finally:
-        over.set()
-        thread.join()
+    library = folder.parent / "driver" / "libnvidia-ml.so.1"
+    library.parent.mkdir(exist_ok=True)
+    _compiled(stub, library, "-lpthread")
+    told = folder / "scene"
+    told.write_text(scene)
+    yield Around(variables={
+        "LD_LIBRARY_PATH": str(library.parent), "NVML_STUB": str(told), "NVML_STUB_START": str(time.time()),
+    })  # fmt: skip
 
 
 def own_mounts() -> None:

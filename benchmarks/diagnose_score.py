@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-NONE, FAILED = "nothing", "n/a"
+NONE, NO_ANSWER = "nothing", "no answer"
 Z95 = 1.96
 
 
