@@ -75,7 +75,7 @@ class Tracer:
         self._wanted = (chrome or not device.is_cpu) and not nvtx_is_on(device)
         self._asked = False
         self._started_s = self._ended_s = now()
-        self._due_s = self._started_s + FIRST_S
+        self._due_s = self._started_s + (0.0 if chrome else FIRST_S)
         self._cost_s = 0.0
         self._taken = 0
         self._steps = 0

@@ -186,7 +186,6 @@ class Training:
 
     def go_back(self, failed_at: int) -> None:
         """Begins again from the last sound state, at a lower rate."""
-        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("recovery"):
             go_back(self.job, failed_at, self.rate, self.say)
@@ -297,9 +296,7 @@ class Training:
 
     def show(self, window: StepWindow) -> None:
         done = self.progress()
-        left = None
-        if 0 < done < 1 and self.job.trained_s > 0:
-            left = self.job.trained_s * (1 - done) / done
+        left = self.job.trained_s * (1 - done) / done if 0 < done < 1 else None
         memory = self.job.device.memory()
         self.screen.progress(window, done=min(1.0, done), total_steps=self.job.total_steps, eta_s=left,
                              memory=(memory.peak, memory.total))  # fmt: skip
@@ -310,7 +307,6 @@ class Training:
         unscored: what the continued run shall score first; else a score that is under way is waited for.
         """
         job = self.job
-        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("checkpoint"):
             job.writer.wait()
@@ -333,7 +329,6 @@ class Training:
         """Runs the averaged weights over the validation split. How good they are is found out beside training, or at
         once where that is asked for, could end the run, or lacks the memory."""
         job = self.job
-        self.tracer.abandon()
         self.take_in()
         with self.ledger.phase("eval"):
             found = find_boxes(job, self.heed_signals)
@@ -352,7 +347,9 @@ class Training:
         self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
 
     def take_in(self) -> None:
-        """Lets the run know the newest score, when it is there; a signal meanwhile saves the training at once."""
+        """Before something else than steps: lets the run know the newest score, when it is there; a signal meanwhile
+        saves the training at once."""
+        self.tracer.abandon()
         with self.ledger.phase("eval"):
             self.scorer.take_in(self.heed_signals)
 

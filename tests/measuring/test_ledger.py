@@ -307,6 +307,42 @@ def test_marks_are_bounded_when_the_device_lags_without_end_and_steps_are_counte
     assert not world.open
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("name", sorted(SAYABLE - {"host"}))
+def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: bool) -> None:
+    """Fifty steps, and the same with 0.3 s more in one phase: inside the step, between steps, and learnt afterwards."""
+
+    def course(delay_s: float, where: str) -> collections.Counter[str]:
+        world = World(on_host=on_host)
+        ledger = world.ledger()
+        spent: collections.Counter[str] = collections.Counter()
+        for _ in range(50):
+            with ledger.phase("input_wait"):
+                world.host(0.25)
+            with ledger.phase(name):
+                world.host(delay_s if where == "between" else 0.0)
+            with ledger.compute():
+                world.host(0.0625)
+                with ledger.phase(name):
+                    world.host(delay_s if where == "inside" else 0.0)
+                world.device(0.5)
+                if where == "afterwards":
+                    began_s = world.now()
+                    world.host(delay_s)
+                    ledger.charge(name, began_s, world.now())
+            world.host(max(0.0, world.device_free_s - world.now_s))  # the device ends in the step's own time
+            if (account := ledger.window()) is not None:
+                spent.update(account.phases)
+        last = ledger.finish()
+        spent.update({} if last is None else last.phases)
+        return spent
+
+    for where in ("between", "inside") if not on_host else ("between", "inside", "afterwards"):
+        usual, delayed = course(0.0, where), course(0.25, where)
+        more = {phase: delayed[phase] - usual[phase] for phase in PHASES if delayed[phase] != usual[phase]}
+        assert more == {name: pytest.approx(50 * 0.25)}, where
+
+
 def test_what_is_kept_between_windows_is_bounded() -> None:
     world = World()
     ledger = world.ledger()

@@ -199,6 +199,16 @@ def test_a_cpu_is_traced_only_when_asked_and_only_as_a_chrome_trace(tmp_path: Pa
     assert (kind, path.name in text, "steps 1,002 to 1,006" in text) == ("note", True, True)
 
 
+def test_chrome_traces_of_a_run_begin_when_it_is_steady_and_go_on_within_the_budget(tmp_path: Path) -> None:
+    run = Run(tmp_path, CPU, chrome=True)
+    run.steps(FIRST_STEP + STEPS + 1, 0.1)
+    run.settle()
+    assert len(list((tmp_path / TRACE_FILES).iterdir())) == 1
+    run.steps(int(EVERY_S / 0.1) + STEPS + 1, 0.1)
+    run.tracer.close()
+    assert len(list((tmp_path / TRACE_FILES).iterdir())) == 2
+
+
 def test_chrome_traces_are_bounded(tmp_path: Path) -> None:
     run = Run(tmp_path, CPU)
     for _ in range(KEPT + 3):

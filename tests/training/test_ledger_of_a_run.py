@@ -3,6 +3,10 @@
 The truth is measured around the delayed call itself, by the same clock, so a busy machine changes both alike.
 """
 
+import gzip
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +17,22 @@ import pytest
 
 from stoker.config import Config, from_fields
 from stoker.data.loader import Loader
-from stoker.records import EVENTS, STEPS, read_lines
+from stoker.measuring import trace
+from stoker.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.schemas import Event, StepWindow
 from stoker.totals import totals
-from stoker.training import checkpoint, loop, scoring
+from stoker.training import checkpoint, loop, scoring, start
 from tests.drawn import draw
 
-DELAYS = {"input_wait": 0.05, "eval": 1.5, "checkpoint": 0.4}
+DELAYS = {
+    "input_wait": 0.05,
+    "eval": 1.5,
+    "checkpoint": 0.4,
+    "startup": 2.0,
+    "compile": 2.0,
+    "idle": 2.0,
+    "recovery": 0.2,
+}
 
 
 def delayed(
@@ -124,3 +137,75 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
     assert sum(window.steps for window in between) == 4
     assert all(window.t < line.t for window in between)
     assert sum(window.phases.get("eval", 0.0) for window in between) == 0
+
+
+@pytest.mark.slow
+def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also those of a profiler, and of steps that a crash lost and that are done again."""
+    data = draw(tmp_path / "data")
+    spent: dict[str, float] = {}
+    step, augment = loop.Training.step, loop.augment_batch
+
+    def dying(self: loop.Training) -> None:
+        if self.job.step == 17:
+            raise RuntimeError("dies here")
+        if self.job.step == 5:
+            self.tracer.ask()
+        step(self)
+
+    class SlowProfile(trace.profile):
+        def __enter__(self) -> Any:
+            return delayed(spent, "idle", super().__enter__)()
+
+        def __exit__(self, *args: Any) -> Any:
+            return delayed(spent, "idle", super().__exit__)(*args)
+
+    monkeypatch.setattr(trace, "profile", SlowProfile)
+    monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
+    monkeypatch.setattr(loop, "compile_now", delayed(spent, "compile", lambda *_: None))
+    losses_of = loop.losses_of
+    monkeypatch.setattr(loop, "losses_of", lambda model, *, eager: losses_of(model, eager=eager or True))
+    monkeypatch.setattr(loop.Training, "step", dying)
+    config = settings(data).replace(checkpoint_every="10", eval_every="0", for_="24", eager=False)
+    with pytest.raises(RuntimeError, match="dies here"):
+        loop.train(config, run=str(tmp_path / "run"))
+    monkeypatch.setattr(loop.Training, "step", step)
+    slow = delayed(spent, "recovery", augment)
+    monkeypatch.setattr(
+        loop, "augment_batch", lambda *args: (slow if spent.get("recovery", 0) < 1.3 else augment)(*args)
+    )
+    result = loop.train(config, run=str(tmp_path / "run"))
+    summed = totals(result.run)
+    assert summed.attempts == 2
+    assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
+    for phase in ("compile", "idle"):
+        assert spent[phase] >= 2 * DELAYS[phase]
+        assert summed.phases[phase] == pytest.approx(spent[phase], rel=0.05), phase
+    # Seven steps, and the share of the others that is their own work.
+    usual = summed.phases["compute"] / (summed.steps - 7)
+    assert spent["recovery"] >= 7 * DELAYS["recovery"]
+    assert summed.phases["recovery"] == pytest.approx(spent["recovery"] + 7 * usual, rel=0.2)
+    assert summed.phases.get("unattributed", 0.0) <= 0.03 * summed.wall_s
+    assert sum(summed.phases.values()) == pytest.approx(summed.device_s)
+
+
+@pytest.mark.slow
+def test_a_signal_has_the_next_steps_of_a_running_training_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = draw(tmp_path / "data")
+    step = loop.Training.step
+
+    def signalled(self: loop.Training) -> None:
+        step(self)
+        if self.job.step == 8:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    monkeypatch.setattr(loop.Training, "step", signalled)
+    config = settings(data).replace(eval_every="0", checkpoint_every="0", for_="20")
+    result = loop.train(config, run=str(tmp_path / "run"))
+    assert result.steps == 20, "it goes on"
+    (path,) = (result.run / TRACE_FILES).iterdir()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "aten::convolution_backward" for event in events) > 5 * 10
+    assert path.stat().st_size < 2**20
+    assert not (result.run / TRACES).exists(), "a CPU has no kernels"
+    assert any(TRACE_FILES in event.text for event in read_lines(result.run, EVENTS, Event))
