@@ -16,39 +16,45 @@ class Session:
     """Between `open` and `close`; outside of that, every call does nothing. settings: those of `stoker.measure`."""
 
     def __init__(self, run: str | None, settings: dict[str, Any]) -> None:
-        self.measure: Measure | None = None
+        self._measure: Measure | None = None
         self._run, self._settings = run, settings
         self._parts: dict[str, contextlib.ExitStack] = {}
 
     def open(self, *, first_step: int) -> Measure:
         """first_step: optimizer steps that are done, by the framework's own count."""
-        self.close(RuntimeError("a later training began, and nobody told of the end of this one"))
         self._parts = {}
-        settings = {"first_step": first_step} | self._settings
-        self.measure = measure(self._run, **settings).__enter__()
-        return self.measure
+        asked = {"first_step": first_step} | self._settings
+        self._measure = measure(self._run, **asked).__enter__()
+        self._measure.gives_way = True
+        return self._measure
+
+    @property
+    def measure(self) -> Measure | None:
+        """None outside of a training, and when another one has taken its place."""
+        return None if self._measure is None or self._measure.closed else self._measure
 
     def close(self, error: BaseException | None = None) -> None:
         """error: what ended the training."""
-        if self.measure is None:
+        measure = self.measure
+        if measure is None:
             return
         for part in reversed(self._parts.values()):
             part.close()
         self._parts = {}
-        self.measure.close(error)
-        self.measure = None
+        measure.close(error)
 
     def begin(self, part: str) -> None:
         """`step`, `part_of_step`, `input_wait`, or a phase; one that has begun already goes on."""
-        if self.measure is None or part in self._parts:
+        measure = self.measure
+        if measure is None or part in self._parts:
             return
         block: contextlib.AbstractContextManager[None]
         if part == "step":
-            block = self.measure.part_of_step()
+            block = measure.part_of_step()
         elif part == "input_wait":
-            block = self.measure.waiting()
+            block = measure.waiting()
         else:
-            block = self.measure.phase(part)
+            block = measure.phase(part)
         self._parts[part] = contextlib.ExitStack()
         self._parts[part].enter_context(block)
 

@@ -83,6 +83,8 @@ class Measure:
         """Pictures of all steps so far."""
         self.step_count = first_step or 0
         """Optimizer steps so far, those of earlier attempts included."""
+        self.gives_way = False
+        """Whether another measure ends this one: of a framework, which may not have told that its training ended."""
         self._run, self._name, self._price, self._first_step = run, name, price, first_step
         self._device = None if device is None else str(device)
         self._pictures = pictures
@@ -99,12 +101,18 @@ class Measure:
         self._witness: Witness | None = None
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def path(self) -> Path | None:
         """The run's folder; None in a rank that does not know it yet."""
         return self._book.path
 
     def __enter__(self) -> Self:
         global _active, _entered
+        if _active is not None and _active.gives_way:
+            _active.close(RuntimeError("another training began, and nobody told of the end of this one"))
         if _active is not None:
             raise UsageError("stoker.measure is entered already: a process measures one loop at a time.",
                              place=_active.path, fix="leave that block first")  # fmt: skip

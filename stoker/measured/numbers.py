@@ -50,7 +50,7 @@ class Logged:
                 self._held.setdefault(name, []).append(value.detach().reshape(()).clone())
                 continue
             try:
-                self._count(name, float(value))
+                self._count(name, float(value.detach() if hasattr(value, "detach") else value))
             except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
                 raise _no_number(given, value) from error
 
