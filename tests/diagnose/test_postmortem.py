@@ -1,9 +1,12 @@
 """What ended a job is found in what it really prints, with the line quoted; what nothing proves is not said."""
 
+import os
 import resource
 import signal
 import subprocess
 import sys
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from hypothesis import strategies as st
 
 from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.deaths import DEATHS, UNEXPLAINED
+from stoker.diagnose.ended import Still
 from stoker.diagnose.output import OUTPUT_BYTES, lines_of, read_output
 from stoker.diagnose.postmortem import Ended, explain, of_run
 from stoker.diagnose.rules import diagnose
-from stoker.records import DEVICES, OUTPUT, RunFolder, locked
-from stoker.schemas import DeviceSample, Finding
+from stoker.records import DEVICES, OUTPUT, STACKS, STEPS, RunFolder, locked
+from stoker.schemas import DeviceSample, Finding, GpuSample, StackWindow, StepWindow
 
 # Cause → lines that such jobs print, as they were seen, stand in a library, or were reported.
 SAID: dict[str, tuple[str, ...]] = {
@@ -52,6 +56,7 @@ SAID: dict[str, tuple[str, ...]] = {
         "tensorflow...ResourceExhaustedError: OOM when allocating tensor with shape[64,640,640,3] and type float on "
         "/job:localhost/replica:0/task:0/device:CPU:0 by allocator mklcpu",
         "MemoryError",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 274877906944 bytes.",
         "OSError: [Errno 12] Cannot allocate memory",
     ),
     "gpu_out_of_memory": (
@@ -328,6 +333,52 @@ def test_a_spinning_job_with_an_empty_shard_and_a_bus_error_with_a_full_shm() ->
         assert explain(Ended(exit_code=-signal.SIGBUS, shm_share=share))[0].cause == cause
 
 
+def test_a_spinning_job_that_was_asked_to_stop() -> None:
+    def first(seconds: float | None, exit_code: int) -> str:
+        still = None if seconds is None else Still(seconds=seconds, place="", cores=1.0)
+        ended = Ended(exit_code=exit_code, empty_inputs=("a.tfrecord",), still=still)
+        return explain(ended)[0].cause
+
+    assert [first(seconds, 143) for seconds in (None, 10.0, 60.0)] == ["preempted", "preempted", "empty_shard"]
+    assert first(60.0, 130) == "empty_shard"
+    assert [first(seconds, 137) for seconds in (None, 10.0, 60.0)] == ["empty_shard", "killed", "empty_shard"]
+
+
+@pytest.mark.parametrize(
+    ("still", "hangs"),
+    [
+        ({"seconds": 400.0, "cores": 0.0}, True),
+        ({"seconds": 400.0, "cores": 0.9}, False),
+        ({"seconds": 400.0, "cores": 2.0, "waits_in": "comm"}, True),  # a collective of NCCL spins
+        ({"seconds": 20.0, "cores": 0.0}, False),
+        ({"seconds": 400.0}, False),
+    ],
+)
+@pytest.mark.parametrize("exit_code", [KILLED, 143, 130])
+def test_a_job_that_was_stopped_while_nothing_moved(still: dict[str, Any], hangs: bool, exit_code: int) -> None:
+    known = Still(place="steps.jsonl:3", frame="wait (train.py:9)", stacks_place="stacks.jsonl:2", **still)
+    (finding,) = explain(Ended(exit_code=exit_code, oom_kills=0, still=known))
+    assert (finding.cause == "hang") is hangs
+    if hangs:
+        assert quoted(finding)[0] == ("no step and no line of output in its last 400 s", "steps.jsonl:3")
+        assert ("the main thread was in wait (train.py:9)", "stacks.jsonl:2") in quoted(finding)
+
+
+def test_errors_that_the_driver_reported() -> None:
+    def causes(*xids: int) -> list[str]:
+        lines = tuple(lines_of(f"Xid {xid} of GPU 0".encode(), "devices.jsonl")[0] for xid in xids)
+        return [f.cause for f in explain(Ended(exit_code=1, output=lines_of(b"ValueError: 7", "log"), xids=lines))]
+
+    assert causes() == causes(43, 45) == ["ended_by_error"], "those two only say that a program ended"
+    assert causes(45, 79) == ["ended_by_error", "gpu_fault"]
+
+
+def test_a_kill_that_the_kernel_did_not_count() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED, oom_kills=0))
+    assert finding.cause == "killed"
+    assert "the kernel counted no kill for memory" in said(finding)
+
+
 @pytest.mark.parametrize("exit_code", [BY_TERM, 143, 75])
 def test_asked_to_stop(exit_code: int) -> None:
     assert died("step 9", exit_code)[0].cause == "preempted"
@@ -432,3 +483,89 @@ def test_a_watched_run_is_judged_by_its_output(tmp_path: Path) -> None:
     folder.event("finished", "train.py ended with exit code 0", exit_code=0)
     folder.close()
     assert [finding.cause for finding in diagnose(tmp_path / "run")] == ["diverged"]
+
+
+def test_only_the_newest_attempt_s_output_counts(tmp_path: Path) -> None:
+    """As watch writes it: where the attempt began, and by what the file is known when it has moved."""
+    run = tmp_path / "run"
+    run.mkdir()
+    before = (
+        b"".join(b"line %d of the attempt before\n" % n for n in range(300)) + SAID["disk_full"][0].encode() + b"\n"
+    )
+    (run / OUTPUT).write_bytes(before)
+    folder = RunFolder(run, 1)
+    folder.event("started", output_offset=0)
+    folder.event("failed", "ended with exit code 1", exit_code=1)
+    folder.close()
+    folder = RunFolder(run, 2)
+    folder.event("resumed", output_offset=len(before), output_head=zlib.crc32(before[:4096]))
+    with (run / OUTPUT).open("ab") as file:
+        file.write(b"ValueError: seven\n")
+    folder.event("failed", "ended with exit code 1", exit_code=1)
+    folder.close()
+
+    def causes() -> list[str]:
+        return [finding.cause for finding in diagnose(run)]
+
+    assert causes() == ["ended_by_error"]
+    ended = of_run(run)
+    assert ended is not None
+    assert [(line.text, line.place) for line in ended.output if line.text] == [("ValueError: seven", "output.log:302")]
+    (run / OUTPUT).rename(run / "output.1.log")
+    (run / OUTPUT).write_bytes(b"and more\n")
+    ended = of_run(run)
+    assert ended is not None
+    assert [line.text for line in ended.output if line.text] == ["ValueError: seven", "and more"]
+    (run / "output.1.log").unlink()  # rotated once more: all that is kept is of this attempt
+    assert causes() == ["ended_by_error"]
+
+
+def test_what_a_watched_job_s_end_carries(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = make_run(run)
+    gpu = GpuSample(index=1, xids=[79])
+    for name in ("a", "b"):
+        folder.append(DEVICES, DeviceSample(t=5.0, attempt=2, gpus=[gpu] if name == "a" else [], shm_used_bytes=99,
+                                            shm_total_bytes=100))  # fmt: skip
+    folder.close()
+    folder = RunFolder(run, 2)
+    kernel = "[9.5] Memory cgroup out of memory: Killed process 812 (python)"
+    folder.event("failed", "x ended by signal 9", exit_code=137, signal=9, kernel=[kernel], pids=[812],
+                 empty_inputs=["/data/a.tfrecord"])  # fmt: skip
+    folder.close()
+    ended = of_run(run)
+    assert ended is not None
+    assert (ended.shm_share, ended.empty_inputs) == (0.99, ("/data/a.tfrecord",))
+    assert [(line.text, line.place) for line in ended.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
+    found = explain(ended)
+    assert [finding.cause for finding in found] == ["host_memory_killed", "gpu_fault"]
+    assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
+
+
+def test_how_long_nothing_had_moved_is_read_from_steps_output_and_stacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    folder = RunFolder(run, 1)
+    folder.event("started", output_offset=0)
+    now_s = time.time()
+    begin_s = now_s - 1000
+    for t, steps in ((begin_s, 5), (now_s - 500, 0)):
+        folder.append(
+            STEPS, StepWindow(t=t, attempt=1, step=5, steps=steps, pictures=0, wall_s=10.0, devices=1, phases={})
+        )
+    for t, cpu in ((begin_s - 1, 1.0), (now_s - 800, 0.01), (now_s - 1, 0.03)):
+        folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=cpu))
+    for t, kind in ((begin_s, "compute"), (now_s - 600, "comm"), (now_s - 590, "comm")):
+        folder.append(STACKS, StackWindow(t=t, attempt=1, pid=1, wall_s=10.0, samples=5, main={kind: 1.0},
+                                          frames={f"{kind} (train.py:3)": 1.0}))  # fmt: skip
+    (run / OUTPUT).write_text("step 5\n")
+    os.utime(run / OUTPUT, (now_s - 900, now_s - 900))
+    folder.event("failed", "x ended by signal 15", exit_code=143, signal=15)
+    folder.close()
+    ended = of_run(run)
+    assert ended is not None
+    assert ended.still is not None
+    assert ended.still.seconds == pytest.approx(900, abs=5)
+    assert ended.still.cores == pytest.approx(0.02)
+    assert (ended.still.waits_in, ended.still.frame) == ("comm", "comm (train.py:3)")
+    assert diagnose(run)[0].cause == "hang"

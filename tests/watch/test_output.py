@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.output import LINE_LENGTH, PARSERS, Lines, Progress, parse
+from stoker.watch.output import LINE_LENGTH, PARSERS, Lines, Progress, Reader, parse
 
 REAL = {
     "INFO:tensorflow:Step 100 per-step time 0.878s": Progress(step=100, step_s=0.878),
@@ -19,6 +19,9 @@ REAL = {
         step=30, of=30, step_s=0.02, losses={"box_loss": 0.0302, "total": 1.1006}
     ),
     "12/30 [==>...........] - ETA: 1s - loss: 1.1 - val_loss: 2.0": Progress(step=12, of=30, losses={"total": 1.1}),
+    "20/20 - 0s - 3ms/step - loss: 0.9181 - mae: 0.8056 - val_loss: 0.1690": Progress(
+        step=20, of=20, step_s=0.003, losses={"total": 0.9181}
+    ),
     "Epoch 2/10": Progress(epoch=2),
     "Epoch: [0]  [ 2/12]  eta: 0:02:07  lr: 0.001367  loss: 5.3214 (5.3149)  loss_box_reg: 0.1 (0.2)  "
     "time: 12.7618  data: 0.0448": Progress(
@@ -132,3 +135,23 @@ def test_lines_that_were_written_over_colours_and_long_ones() -> None:
     assert lines.feed(data) == ["1/3 ━━ 0s", "2/3 x", "3/3 y"]
     assert lines.feed(b"", final=True) == ["z"]
     assert len(Lines().feed(b"a" * 10**6 + b"\n")[0]) == LINE_LENGTH
+
+
+FIT = ["Epoch 1/2", " 1/20 ━━━━ 0s 25ms/step - loss: 1.5", "20/20 ━━━━ 0s 4ms/step - loss: 0.7 - val_loss: 0.6",
+       "Epoch 2/2", "20/20 ━━━━ 0s 4ms/step - loss: 0.5 - val_loss: 0.4"]  # fmt: skip
+EVALUATE = [" 1/40 ━━━━ 0s 3ms/step - loss: 0.05", "40/40 ━━━━ 0s 1ms/step - loss: 0.05"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [
+        (FIT + EVALUATE, [1, 20, 20]),
+        (FIT + EVALUATE + FIT[:3] + EVALUATE, [1, 20, 20, 1, 20]),
+        (FIT[1:3], [1, 20]),  # one epoch, of which Keras says nothing
+        (["Epoch 1/2", "20/20 - 0s - 3ms/step - loss: 0.9", "40/40 - 0s - 1ms/step - loss: 0.08"], [20]),
+    ],
+)
+def test_keras_counts_the_bars_of_training_alone(lines: list[str], steps: list[int]) -> None:
+    reader = Reader()
+    found = [progress for line in lines if (progress := reader.read(line)) is not None]
+    assert [progress.step for progress in found if progress.step is not None] == steps
