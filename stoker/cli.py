@@ -211,10 +211,12 @@ def export(
         print(line)
 
 
-@app.command(sort_key=2, usage="Usage: stoker watch [--run DIR] -- CMD ARGS…")
+@app.command(sort_key=2, usage="Usage: stoker watch [--run DIR] -- CMD ARGS… | stoker watch [--run DIR] --pid N")
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    pid: Annotated[int | None, Parameter(group="Run")] = None,
     run: Annotated[str | None, Parameter(group="Run")] = None,
+    hook: Annotated[bool, Parameter(group="Run", negative="--no-hook")] = True,
 ) -> None:
     """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
 
@@ -222,18 +224,29 @@ def watch(
     when `stoker watch` is killed. Recorded are what driver and kernel say each
     second, and the steps, losses and rates that its output tells: of the TF Object
     Detection API, Keras, torchvision, Ultralytics, Lightning, Hugging Face Trainer,
-    and plain `loss=` or `loss:`. Nothing is loaded into the job. Linux only.
+    and plain `loss=` or `loss:`. Python processes that use torch or Keras are
+    timed from the inside, by `PYTHONPATH` alone; the stacks of all are sampled from
+    outside. With `--pid` the job runs already, and is only looked at: its output is
+    read where it goes into a file, and Ctrl-C ends the watching. Linux only.
 
     Parameters
     ----------
     command
         The job, behind `--`.
+    pid
+        Number of a process that runs already, instead of a command.
     run
         Folder of the run; default `runs/watch-<script or program>-<n>`.
+    hook
+        Time the job from the inside; `--no-hook` leaves its environment as it is.
     """
+    from stoker.errors import UsageError
+    from stoker.watch.attach import attach
     from stoker.watch.watch import watch as watch_job
 
-    sys.exit(watch_job(list(command), run))
+    if pid is not None and command:
+        raise UsageError("--pid is of a job that runs, and behind `--` one is started.", fix="give one of the two")
+    sys.exit(attach(pid, run) if pid is not None else watch_job(list(command), run, hook=hook))
 
 
 @app.command(sort_key=6)

@@ -10,23 +10,30 @@ mapped, and a page that a network storage cannot give back would kill the job.
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stoker.watch.xplane import waited_s
+
 HOOK = Path(__file__).parent / "hook"
 HEAD_BYTES = 1024
+PREFIX = "stoker-watch-"
+FRESH_S = 60.0
+"""A folder younger than this may not be locked yet."""
 
 OF_SLOT = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
     "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
     "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
 }  # fmt: skip
-"""Slot of the hook's clock → phase. `maybe_`: not yet known whether for training."""
+"""Slot of the hook's clock → phase. `maybe_`: not yet known whether for training. `graph`: `phases_of` splits it."""
 
 HOST_ONLY = ("startup", "eval", "checkpoint", "compile")
 """Phases that are the host's to tell also where the device's own clock was read: its events are around steps only."""
@@ -42,6 +49,8 @@ class Cell:
     frameworks: tuple[str, ...]
     slots: tuple[str, ...]
     values: Mapping[str, float]
+    input_share: float | None = None
+    """Of `graph`, the share that waits for input."""
 
     @property
     def rank(self) -> int:
@@ -65,10 +74,16 @@ def phases_of(cell: Cell, now_s: float | None) -> dict[str, float]:
     """Seconds of each phase since the cell's begin. They add up to now_s − begin; now_s: CLOCK_MONOTONIC, what runs
     since the last mark is still running; None: of a process that has ended, up to its last mark."""
     value = cell.values
-    seconds = {slot: value[slot] for slot in OF_SLOT}
+    seconds = {slot: value[slot] for slot in (*OF_SLOT, "graph")}
     running = cell.slots[int(value["now_in"])]
     if now_s is not None and running in seconds:
         seconds[running] += max(0.0, now_s - value["mark"])
+    graph_s, share = seconds.pop("graph"), cell.input_share
+    if share is None:
+        seconds["work"] += graph_s
+    else:
+        seconds["input_wait"] += graph_s * share
+        seconds["compute"] += graph_s * (1 - share)
     phases: dict[str, float] = {}
     for slot, phase in OF_SLOT.items():
         if slot == "after_step" and not value["batches"]:  # no loader was seen: what it does there nobody knows
@@ -133,7 +148,7 @@ class Account:
         self._offset: dict[str, float] = {}
         self._given: dict[str, float] = {}
         self._given_counts = {"steps": 0, "pictures": 0}
-        self._cut_s = begin_s
+        self._cut_s = self._lived_s = begin_s
 
     @property
     def steps(self) -> int:
@@ -142,13 +157,13 @@ class Account:
     def has_news(self) -> bool:
         return self.steps > self._given_counts["steps"]
 
-    def follow(self, cells: list[Cell], gone: list[Cell]) -> None:
+    def follow(self, cells: list[Cell], gone: list[Cell], now_s: float) -> None:
         """cells: living processes of the rank; gone: those that have ended. The one that trains is followed, the first
-        of several, to its end."""
+        of several, to its end: what it was in then, it was in until it was last seen alive."""
         mine = None if self._cell is None else self._cell.name
         for cell in gone:
             if cell.name == mine or (mine is None and cell.values["steps"] and cell.name not in self._done):
-                self._end(cell)
+                self._end(cell, now_s=self._lived_s if cell.name == mine else None)
         current = next((cell for cell in cells if cell.name == mine), None)
         best = min(cells, key=lambda cell: (cell.values["steps"] <= 0, cell.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
@@ -157,7 +172,9 @@ class Account:
             begin_s = best.values["begin"]
             self._offset = phases_of(best, None) if begin_s < self._cut_s else {}
             current = best
-        self._cell = current if current is not None else self._cell
+        self._cell = current
+        if current is not None:
+            self._lived_s = now_s
 
     def _end(self, cell: Cell, now_s: float | None = None) -> None:
         self._past = _sum(self._past, self._own(cell, now_s))
@@ -208,16 +225,21 @@ class Inside:
         self._devices = devices
         self._accounts: dict[int, Account] = {}
         self._cells: dict[str, Cell] = {}
+        self._traces: dict[int, list[float]] = {}
         self._cut_s = now_s
 
     def look(self) -> None:
         """Reads the cells."""
         living: dict[int, list[Cell]] = {}
         gone: dict[int, list[Cell]] = {}
+        now_s = time.monotonic()
+        self._read_traces()
         for path in sorted(self._folder.glob("*.cell")):
             cell = read_cell(path)
             if cell is None:
                 continue
+            if shares := self._traces.get(cell.pid):  # taken at even distances: their mean is that of the time
+                cell = dataclasses.replace(cell, input_share=sum(shares) / len(shares))
             self._cells[cell.name] = cell
             if _lives(cell.pid) and not cell.values["ended"]:
                 living.setdefault(cell.rank, []).append(cell)
@@ -226,7 +248,16 @@ class Inside:
         for rank in (living.keys() | gone.keys()) - self._accounts.keys():
             self._accounts[rank] = Account(self._cut_s)
         for rank, account in self._accounts.items():
-            account.follow(living.get(rank, []), gone.get(rank, []))
+            account.follow(living.get(rank, []), gone.get(rank, []), now_s)
+
+    def _read_traces(self) -> None:
+        """What TensorFlow's profiler recorded in some steps: their seconds in a line of text, then the trace."""
+        for path in self._folder.glob("*.xplane"):
+            head, _, trace = path.read_bytes().partition(b"\n")
+            path.unlink()
+            with contextlib.suppress(ValueError):  # a trace that cannot be read: the share stays what it was
+                share = waited_s(trace) / max(float(head), 1e-9)
+                self._traces.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, share))
 
     def has_news(self) -> bool:
         """Whether a step was done since the last window."""
@@ -286,16 +317,34 @@ def cells_folder(wanted: bool) -> Iterator[Path | None]:
         yield None
         return
     memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{PREFIX}*"):  # by watchers that were killed: the lock went with them
+        with contextlib.suppress(OSError), _locked(left):
+            if left.stat().st_mtime < time.time() - FRESH_S:
+                shutil.rmtree(left, ignore_errors=True)
     try:
-        within = memory if os.access(memory, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="stoker-watch-", dir=within))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         yield None
         return
     try:
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # a process that the job left behind may still write there
+        os.close(held)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where a living watcher has it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def hooked(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

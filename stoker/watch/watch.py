@@ -1,8 +1,9 @@
 """`stoker watch -- CMD…`: starts the job, passes signals on, waits, and ends as the job ended.
 
-The job keeps session, process group, terminal, stdin, directory and environment; only its stdout and stderr are a pipe
-of ours, or a terminal of ours where they were a terminal. `keeper.py` empties that, `recorder.py` reads what it writes
-into output.log. Whatever fails in the recording, the job goes on. Linux only: it needs to know who sent a signal.
+The job keeps session, process group, terminal, stdin, directory and environment, but for two variables by which its
+Python processes load the hook (`hook/`, `inside.py`); its stdout and stderr are a pipe of ours, or a terminal of ours
+where they were a terminal. `keeper.py` empties that, `recorder.py` reads what it writes into output.log. Whatever fails
+in the recording, the job goes on. Linux only: it needs to know who sent a signal.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ from pathlib import Path
 from stoker.errors import StorageError, UsageError
 from stoker.records import OUTPUT
 from stoker.watch import keeper
-from stoker.watch.recorder import Recorder, open_run_folder
+from stoker.watch.inside import cells_folder, hooked
+from stoker.watch.recorder import INSIDE_TIER, TIERS, Recorder, open_run_folder
 
 FORWARDED = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Those that a job is asked things by."""
@@ -31,18 +33,23 @@ DRAIN_S = 1.0
 """When the log has not grown for so long after the job's end, a process that the job left behind holds its output."""
 
 
-def watch(command: list[str], run: str | None = None) -> int:
+def watch(command: list[str], run: str | None = None, *, hook: bool = True) -> int:
     """Runs a job to its end and returns its exit code; where a signal ended it, ends this process by the same one.
 
-    run: folder of the run; default runs/watch-NAME-N. A program that does not start is 127 (not found) or 126, as in a
-    shell. Raises UsageError, StorageError when the run's folder cannot be used: the job is not started then.
+    run: folder of the run; default runs/watch-NAME-N. hook: whether its Python processes are timed from the inside. A
+    program that does not start is 127 (not found) or 126, as in a shell. Raises UsageError, StorageError when the run's
+    folder cannot be used: the job is not started then.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError("`stoker watch` runs on Linux only.", cause="it needs to know who sent a signal")
     if not command:
         raise UsageError("Which job should be watched?", fix="stoker watch -- python train.py")
-    with open_run_folder(run, command) as (folder, lock):
-        recorder = Recorder(folder, command)
+    tiers = TIERS if hook else {**TIERS, INSIDE_TIER: "not recorded: --no-hook"}
+    with open_run_folder(run, command, tiers=tiers) as (folder, lock), cells_folder(hook) as cells:
+        recorder = Recorder(folder, command, tiers=tiers, cells=cells)
+        environment = dict(os.environ) if cells is None else hooked(os.environ, cells)
+        if hook and cells is None:
+            recorder.tier(INSIDE_TIER, "not recorded: there is no room for a few kilobytes in /dev/shm or /tmp")
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it was ignored, nobody could be waited for
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED | {signal.SIGCHLD})
         streams = _streams()
@@ -55,7 +62,7 @@ def watch(command: list[str], run: str | None = None) -> int:
             if any(not os.read(written, 1) for _ in streams):
                 raise StorageError("The process that carries the job's output did not start.", place=keeper.__file__)
             try:
-                job = _start_job(command, streams, mask)
+                job = _start_job(command, streams, mask, environment)
             except OSError as error:
                 code = 127 if error.errno == errno.ENOENT else 126
                 recorder.failed_to_start(error, code)
@@ -134,10 +141,12 @@ def _copy_high(handle: int) -> int:
     return fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
-def _start_job(command: list[str], streams: list[Stream], mask: set[int | signal.Signals]) -> int:
+def _start_job(
+    command: list[str], streams: list[Stream], mask: set[int | signal.Signals], environment: dict[str, str]
+) -> int:
     actions = [(os.POSIX_SPAWN_DUP2, slave, target) for _, slave, targets in streams for target in targets]
     return os.posix_spawnp(
-        command[0], command, os.environ, file_actions=actions, setsigmask=mask, setsigdef=PYTHON_IGNORES
+        command[0], command, environment, file_actions=actions, setsigmask=mask, setsigdef=PYTHON_IGNORES
     )
 
 

@@ -10,6 +10,7 @@ that is mapped; it needs no thread, no write and no lock, and is there after a S
 thread; what others do is not counted. Workers of a loader never have a cell.
 """
 
+import atexit
 import json
 import mmap
 import os
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 
 SLOTS = (
     "begin", "mark", "now_in", "ended", "rank", "world", "steps", "batches", "pictures", "epochs", "rate",
-    "first_step", "device", "busy", "device_comm", "syncs", "input_share",
+    "first_step", "device", "busy", "device_comm", "syncs",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
-    "maybe_wait", "maybe_work",
+    "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
-"""The last twelve are seconds that add up to mark − begin (CLOCK_MONOTONIC, the same in all processes of a machine).
-`now_in`: number of the slot that runs. `device`: 1 where `busy` and `device_comm` are seconds on the device's clock."""
+"""The last thirteen are seconds that add up to mark − begin (CLOCK_MONOTONIC, the same in all processes of a machine).
+`now_in`: number of the slot that runs. `device`: 1 where `busy` and `device_comm` are seconds on the device's clock.
+`graph`: steps of TensorFlow that fetch their batches themselves."""
 
-FIRST_PHASE = SLOTS.index("startup")
 (BEGIN, MARK, NOW_IN, ENDED, RANK, WORLD, STEPS, BATCHES, PICTURES, EPOCHS, RATE, FIRST_STEP, DEVICE, BUSY, DEVICE_COMM,
- SYNCS, INPUT_SHARE, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
- MAYBE_WORK) = range(len(SLOTS))  # fmt: skip
+ SYNCS, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
+ MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
 HEAD_BYTES, CELL_BYTES = 1024, 4096
 UNPROVEN = 3
@@ -108,6 +109,7 @@ class Clock:
             for place, value in enumerate(self.values):
                 cell[place] = value
             self.values = cell
+            atexit.register(self._finish)
         except Exception as error:  # noqa: BLE001 (no room, no folder: this process is not timed)
             self.on = False
             say("cell", error)
@@ -133,7 +135,7 @@ class Clock:
         if len(self._stack) == 1:
             self._go(slot)
 
-    def _move(self, source: int, target: int) -> None:
+    def move(self, source: int, target: int) -> None:
         self.values[target] += self.values[source]
         self.values[source] = 0.0
 
@@ -160,7 +162,7 @@ class Clock:
         """evaluates: gradients are off."""
         try:
             self.mark()
-            self._move(AFTER_STEP, HOST)
+            self.move(AFTER_STEP, HOST)
             if source is not self._judged:
                 self._judged = None
             if source.trains is None and (evaluates or source.unproven >= UNPROVEN):
@@ -212,8 +214,8 @@ class Clock:
         source.trains = False
         if source in self._open:
             self._open.remove(source)
-        self._move(MAYBE_WAIT, EVAL)
-        self._move(MAYBE_WORK, EVAL)
+        self.move(MAYBE_WAIT, EVAL)
+        self.move(MAYBE_WORK, EVAL)
         self._base(EVAL)
 
     def _count(self, source: Source) -> None:
@@ -238,8 +240,8 @@ class Clock:
                 source.unproven = 0
             if self._stack[0] in (MAYBE_WORK, EVAL):
                 self.mark()
-                self._move(MAYBE_WAIT, INPUT_WAIT)
-                self._move(MAYBE_WORK, COMPUTE)
+                self.move(MAYBE_WAIT, INPUT_WAIT)
+                self.move(MAYBE_WORK, COMPUTE)
                 self._base(COMPUTE)
             self._open.clear()
         except Exception as error:  # noqa: BLE001
@@ -265,7 +267,7 @@ class Clock:
                 values[STEPS] += steps
                 if isinstance(rate, float):
                     values[RATE] = rate
-            self._move(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
+            self.move(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
             if not self._stepped:
                 self._stepped = True
                 values[FIRST_STEP] = self._last
@@ -279,6 +281,14 @@ class Clock:
                 self.marks.pause()
         except Exception as error:  # noqa: BLE001
             self.fail("step", error)
+
+    def _finish(self) -> None:
+        """The program has ended: what Python still clears away is of no phase."""
+        if self.on:
+            self._stack = [WORK]
+            self.mark()
+            self._slot = WORK
+            self.values[NOW_IN] = WORK
 
     def fail(self, where: str, error: BaseException) -> None:
         """No more is counted: numbers that may be wrong are worse than none."""
