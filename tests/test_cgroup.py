@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stoker.cgroup import Cgroup, host_cores, host_memory
+from stoker.cgroup import Cgroup, Memory, host_cores, host_memory, usable_cores
 
 GIB = 2**30
 
@@ -119,3 +119,48 @@ def test_this_machine_has_cores_and_memory() -> None:
 def test_processes_killed_for_memory_are_counted(membership: str, files: dict[str, str], tmp_path: Path) -> None:
     assert cgroup(tmp_path, membership, files).oom_kills() == 2
     assert Cgroup(tmp_path / "none", tmp_path / "membership").oom_kills() is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "told"),
+    [
+        (
+            "0::/job\n",
+            {
+                "cgroup.controllers": "memory\n", "job/memory.max": f"{GIB}\n", "job/memory.current": "5000\n",
+                "job/memory.stat": "anon 1\nfile 3000\ninactive_file 2000\nshmem 1000\n",
+                "job/memory.swap.current": "700\n",
+            },
+            Memory(limit=GIB, used=3000, page_cache=2000, swap=700),
+        ),
+        (
+            "0::/job\n",
+            {"cgroup.controllers": "memory\n", "job/memory.max": f"{GIB}\n", "job/memory.current": "5000\n"},
+            Memory(limit=GIB, used=5000, page_cache=0, swap=None),
+        ),
+        (
+            "4:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": f"{GIB}\n", "memory/job/memory.usage_in_bytes": "5000\n",
+                "memory/job/memory.stat": "cache 1\ntotal_cache 3000\ntotal_inactive_file 2000\ntotal_shmem 1000\n"
+                "total_swap 700\n",
+            },
+            Memory(limit=GIB, used=3000, page_cache=2000, swap=700),
+        ),
+    ],
+    ids=["version 2", "version 2 without swap", "version 1"],
+)  # fmt: skip
+def test_what_the_memory_is_used_for(membership: str, files: dict[str, str], told: Memory, tmp_path: Path) -> None:
+    assert cgroup(tmp_path, membership, files).memory_state() == told
+
+
+def test_of_another_process_it_is_that_ones_also_when_it_has_ended(tmp_path: Path) -> None:
+    found = cgroup(
+        tmp_path,
+        "0::/job\n",
+        {"cgroup.controllers": "cpu\n", "cpu.max": "max 100000\n", "job/cpu.max": "50000 100000\n"},
+    )
+    assert usable_cores(os.getpid(), found) == 0.5
+    (tmp_path / "membership").unlink()
+    assert found.cores() == 0.5, "not the whole machine's"
+    assert Cgroup.of(7).membership == Path("/proc/7/cgroup")

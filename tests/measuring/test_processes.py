@@ -154,6 +154,9 @@ def test_open_files_of_a_real_process() -> None:
     )
     with started(hold) as process:
         told = Processes(process.pid).sample(0.0)
+        of_all = Processes(os.getpid()).sample(0.0)
     assert told.handles is not None
     assert 200 < told.handles < 220
     assert told.handles_limit == 500
+    assert of_all.handles is not None
+    assert of_all.handles >= told.handles, "of the fullest, which need not be the first"
