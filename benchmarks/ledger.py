@@ -1,14 +1,18 @@
-"""What the accounting costs: the ledger per step, and the second witness per second.
+"""What the accounting costs: the ledger per step, the second witness per second, a profiler window each five minutes.
 
 A small convolutional training step runs with the ledger and without, in turn; what the ledger adds is too small to show
-in that difference on a machine that does anything else, so its calls are also timed around steps that do nothing. Runs
-on the accelerator where there is one, else on the CPU.
+in that difference on a machine that does anything else, so its calls are also timed around steps that do nothing. With
+it runs what decides whether a profiler window is due; windows themselves are timed apart, by what they say they cost.
+Runs on the accelerator where there is one, else on the CPU, where windows are taken only when asked for.
 """
 
 import contextlib
 import statistics
+import tempfile
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import torch
 from report import Bar, Report, options, publish, spread
@@ -18,6 +22,8 @@ from stoker import device
 from stoker.measuring.gpu import Gpus
 from stoker.measuring.host import Host
 from stoker.measuring.ledger import Ledger
+from stoker.measuring.trace import EVERY_S, STEPS, Tracer
+from stoker.records import RunFolder
 
 
 class Off:
@@ -32,6 +38,16 @@ class Off:
 
     def window(self) -> None:
         return None
+
+    def between_steps(self, step: int) -> None:
+        del step
+
+
+def silent(kind: str, text: str, /, **data: Any) -> None:
+    """What a tracer says; a warning is that it cannot be measured."""
+    del data
+    if kind == "warning":
+        raise RuntimeError(text)
 
 
 class Step:
@@ -56,7 +72,7 @@ class Step:
         self.optimizer.step()
 
 
-def step(ledger: Ledger | Off, work: Step | None) -> float:
+def step(ledger: Ledger | Off, tracer: Tracer | Off, work: Step | None) -> float:
     """Seconds of one turn of a loop like the training loop's."""
     began = time.perf_counter()
     with ledger.phase("input_wait"):
@@ -64,16 +80,31 @@ def step(ledger: Ledger | Off, work: Step | None) -> float:
     with ledger.compute():
         if work is not None:
             work()
+    tracer.between_steps(1)
     ledger.window()
     return time.perf_counter() - began
 
 
-def processor_s(ledger: Ledger | Off, count: int) -> float:
+def processor_s(ledger: Ledger | Off, tracer: Tracer | Off, count: int) -> float:
     """Processor seconds of one empty step, the mean of `count`: what else the machine does is not in it."""
     began = time.thread_time()
     for _ in range(count):
-        step(ledger, None)
+        step(ledger, tracer, None)
     return (time.thread_time() - began) / count
+
+
+def windows_s(where: device.Device, ledger: Ledger, work: Step, count: int, folder: Path) -> list[float]:
+    """What each of `count` profiler windows costs, by its own account; the first one also loads the profiler."""
+    costs = []
+    for _ in range(count):
+        tracer = Tracer(where, RunFolder(folder, 1), ledger, silent)
+        for number in range(3 * STEPS):
+            if number == STEPS:
+                tracer.ask()
+            step(ledger, tracer, work)
+        tracer.close()
+        costs.append(tracer.cost_s)
+    return costs
 
 
 def row(what: str, seconds: list[float]) -> dict[str, object]:
@@ -84,21 +115,27 @@ def run(quick: bool) -> Report:
     rounds, empty = (30, 300) if quick else (100, 2000)
     where = device.pick()
     ledger, off, work = Ledger(where.make_clock(), started_s=time.perf_counter()), Off(), Step(where)
+    kept = tempfile.TemporaryDirectory()
+    tracer = Tracer(where, RunFolder(Path(kept.name), 1), ledger, silent)
     host, gpus = Host(), Gpus()
     for _ in range(5):  # what happens once: memory, kernels
-        step(off, work)
+        step(off, off, work)
     off_s, on_s, empty_off_s, empty_on_s, sample_s = ([] for _ in range(5))
     for number in range(rounds):
         for on in (True, False) if number % 2 else (False, True):
             where.wait()
-            which = ledger if on else off
-            (on_s if on else off_s).append(step(which, work))
+            which, traced = (ledger, tracer) if on else (off, off)
+            (on_s if on else off_s).append(step(which, traced, work))
             where.wait()
-            (empty_on_s if on else empty_off_s).append(processor_s(which, empty))
+            (empty_on_s if on else empty_off_s).append(processor_s(which, traced, empty))
         began = time.thread_time()
         host.sample()
         gpus.sample()
         sample_s.append(time.thread_time() - began)
+
+    tracer.close()
+    window_s = windows_s(where, ledger, work, 4 if quick else 10, Path(kept.name))
+    kept.cleanup()
 
     report = Report(f"Cost of the accounting on {where.name}; an empty step is a mean of {empty:,}", rounds)
     report.packages = ("stoker", "torch", "psutil", "nvidia-ml-py")
@@ -108,11 +145,16 @@ def run(quick: bool) -> Report:
         row("empty step, ledger off, processor time", empty_off_s),
         row("empty step, ledger on, processor time", empty_on_s),
         row("sample of the witness, processor time", sample_s),
+        row("profiler window, the first", window_s[:1]),
+        row("profiler window, later ones", window_s[1:]),
     ]
     added_s = statistics.median(empty_on_s) - statistics.median(empty_off_s)
     report.bars = [
         Bar.at_most("what the ledger adds to an empty step / a step", added_s / statistics.median(off_s), 0.01),
         Bar.at_most("a step with the ledger / without", statistics.median(on_s) / statistics.median(off_s), 1.01),
+        Bar.at_most(
+            "cost of a profiler window / the time between two", statistics.median(window_s[1:]) / EVERY_S, 0.003
+        ),
         Bar.at_most("processor time of the witness / a second of one core", statistics.median(sample_s), 0.01),
     ]
     return report

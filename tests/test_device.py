@@ -113,6 +113,18 @@ def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatc
     assert sum(account.phases.values()) == pytest.approx(account.wall_s)
 
 
+def test_ranges_are_for_a_profiler_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = Device(torch.device("cuda", 0)), Device(torch.device("cpu"))
+    for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert gpu.make_ranges() is None
+    for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID"):
+        monkeypatch.setenv(name, "1")
+        assert gpu.make_ranges() is not None
+        assert cpu.make_ranges() is None
+        monkeypatch.delenv(name)
+
+
 def test_a_cpu_needs_no_event_and_does_not_starve() -> None:
     ledger = Ledger(Device(torch.device("cpu")).make_clock(), started_s=time.perf_counter())
     with ledger.compute():

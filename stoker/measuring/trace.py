@@ -84,6 +84,12 @@ class Tracer:
         self._open: _Open | None = None
         self._digesting: _Digesting | None = None
 
+    @property
+    def cost_s(self) -> float:
+        """What the windows so far have cost, in seconds of training; of the thread, as far as it has ended."""
+        digesting = self._digesting
+        return self._cost_s + (0.0 if digesting is None or digesting.is_alive() else digesting.cost_s)
+
     def ask(self) -> None:
         """Takes a window at the next step, and keeps it as a Chrome trace."""
         self._asked = True
@@ -217,8 +223,9 @@ class _Digesting(threading.Thread):
     def _line(self) -> None:
         opened = self._opened
         base_ns = opened.counts_from_ns
-        line = window(moments(opened.profiler, base_ns), since_s=0.0, began_t=base_ns / 1e9, attempt=self._folder.attempt,
-                      step=self._step, steps=opened.steps - 1)  # fmt: skip
+        recorded = moments(opened.profiler, base_ns)
+        line = window(recorded, since_s=0.0, began_t=base_ns / 1e9, attempt=self._folder.attempt, step=self._step,
+                      steps=opened.steps - 1)  # fmt: skip
         if line is None:
             self._fail("the profiler saw no work of the device (CUPTI is missing or not permitted?)")
         else:

@@ -230,6 +230,29 @@ def test_only_phases_can_be_said(name: str) -> None:
         pass
 
 
+class Heard:
+    """In NVTX's place."""
+
+    def __init__(self) -> None:
+        self.course: list[str] = []
+
+    def push(self, name: str) -> None:
+        self.course.append(name)
+
+    def pop(self) -> None:
+        self.course.append("/")
+
+
+def test_a_profiler_is_told_of_phases_and_steps_as_they_nest() -> None:
+    heard = Heard()
+    ledger = Ledger(HostClock(), started_s=time.perf_counter(), ranges=heard)
+    with ledger.phase("input_wait"):
+        pass
+    with contextlib.suppress(MemoryError), ledger.compute(), ledger.phase("comm"):
+        raise MemoryError
+    assert heard.course == ["input_wait", "/", "step", "comm", "/", "/"]
+
+
 def test_steps_do_not_nest() -> None:
     ledger = World().ledger()
     with ledger.compute(), pytest.raises(RuntimeError, match="does not nest"), ledger.compute():
