@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stoker.watch.xplane import waited_s
+from stoker.watch.tensorflow_trace import waited_s
 
 HOOK = Path(__file__).parent / "hook"
 HEAD_BYTES = 1024
@@ -252,7 +252,7 @@ class Inside:
 
     def _read_traces(self) -> None:
         """What TensorFlow's profiler recorded in some steps: their seconds in a line of text, then the trace."""
-        for path in self._folder.glob("*.xplane"):
+        for path in self._folder.glob("*.trace"):
             head, _, trace = path.read_bytes().partition(b"\n")
             path.unlink()
             with contextlib.suppress(ValueError):  # a trace that cannot be read: the share stays what it was

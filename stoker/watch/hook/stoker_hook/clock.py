@@ -158,11 +158,15 @@ class Clock:
         """Whether this is the training thread, outside explicit phases."""
         return self.on and len(self._stack) == 1 and get_ident() == self.thread
 
+    def next_step(self) -> None:
+        """What was done since the last one was the host's."""
+        self.mark()
+        self.move(AFTER_STEP, HOST)
+
     def wait_begins(self, source: Source, evaluates: bool) -> None:
         """evaluates: gradients are off."""
         try:
-            self.mark()
-            self.move(AFTER_STEP, HOST)
+            self.next_step()
             if source is not self._judged:
                 self._judged = None
             if source.trains is None and (evaluates or source.unproven >= UNPROVEN):

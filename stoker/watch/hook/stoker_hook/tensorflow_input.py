@@ -2,7 +2,8 @@
 
 A step of `fit` fetches its batches inside its graph, where Python sees nothing. So once a minute a few steps run under
 the profiler, from the begin of one to the end of another, and what it recorded goes into a file beside the cell, for
-the watcher to read (`stoker/watch/xplane.py`). It is off for the rest of the time, and gives way to the user's own.
+the watcher to read (`stoker/watch/tensorflow_trace.py`). It is off for the rest of the time, and gives way to the
+user's own.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 from time import monotonic
 
 from . import FOLDER, say
-from .clock import AFTER_STEP, BATCHES, GRAPH, HOST, clock
+from .clock import BATCHES, GRAPH, clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Sampler:
             name = os.path.join(FOLDER, f"{os.getpid()}-{self._traces}")
             with open(name + ".part", "wb") as file:
                 file.write(f"{self._graph_s:.9f}\n".encode() + data)
-            os.rename(name + ".part", name + ".xplane")
+            os.rename(name + ".part", name + ".trace")
         except Exception as error:  # noqa: BLE001 (no room, no watcher: the share of the input stays unknown)
             say("profiler", error)
 
@@ -98,7 +99,7 @@ def stepping(model: "Any", step: "Any") -> "Any":
     def train_function(*words: "Any", **named: "Any") -> "Any":
         if not clock.is_free():
             return step(*words, **named)
-        clock.move(AFTER_STEP, HOST)
+        clock.next_step()
         sampler.before_step(clock.values[BATCHES])
         if not clock.enter(GRAPH):
             return step(*words, **named)

@@ -1,13 +1,13 @@
 """How long the steps of a TensorFlow job waited for their input, out of a trace of TensorFlow's profiler.
 
-A trace is an XSpace (tsl/profiler/protobuf/xplane.proto), of which a few fields are read here: planes (1), their lines
-(3) and names of events (4), the events of a line (4: name 1, begin in ps 2, length in ps 3), a line's begin in ns (3).
+What a session of it returns is a Trace (tsl/profiler/protobuf/trace_events.proto), of which only the events (4) are
+read here: their name (3), begin (9) and length (10) in picoseconds.
 """
 
 import re
 from collections.abc import Iterator
 
-_WAITS = re.compile(r"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)|^Iterator(?:V2)?::GetNext$")
+_WAITS = re.compile(rb"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)")
 """A step's own fetching of a batch; what the pipeline does meanwhile, ahead of it, has other names."""
 
 
@@ -17,34 +17,17 @@ def waited_s(trace: bytes) -> float:
     try:
         return _union_s(sorted(_waits(memoryview(trace))))
     except (IndexError, KeyError) as error:
-        raise ValueError("these bytes are no XSpace") from error
+        raise ValueError("these bytes are no Trace") from error
 
 
 def _waits(trace: memoryview) -> Iterator[tuple[float, float]]:
     """(begin, end) in seconds."""
-    for field, _, plane in _fields(trace):
-        if field != 1:
-            continue
-        names: set[int] = set()
-        for number, _, entry in _fields(plane):
-            if number == 4:
-                values = {of: (value, data) for of, value, data in _fields(entry)}
-                name = next((text for of, _, text in _fields(values[2][1]) if of == 2), memoryview(b""))
-                if _WAITS.match(bytes(name).decode(errors="replace")):
-                    names.add(values.get(1, (0, name))[0])
-        for number, _, line in _fields(plane):
-            if number == 3 and names:
-                yield from _of_line(line, names)
-
-
-def _of_line(line: memoryview, names: set[int]) -> Iterator[tuple[float, float]]:
-    begin_s = sum(value for number, value, _ in _fields(line) if number == 3) / 1e9
-    for number, _, data in _fields(line):
-        if number == 4:
-            event = {of: value for of, value, _ in _fields(data)}
-            if event.get(1, 0) in names:
-                start_s = begin_s + event.get(2, 0) / 1e12
-                yield start_s, start_s + event.get(3, 0) / 1e12
+    for field, _, data in _fields(trace):
+        if field == 4:
+            event = {number: (value, text) for number, value, text in _fields(data)}
+            if 3 in event and _WAITS.match(event[3][1]):
+                begin_s, took_s = (event[number][0] / 1e12 if number in event else 0.0 for number in (9, 10))
+                yield begin_s, begin_s + took_s
 
 
 def _union_s(spans: list[tuple[float, float]]) -> float:
