@@ -147,13 +147,14 @@ class Measure:
         self._check("m.data()")
         return Data(self, batches)
 
-    @contextlib.contextmanager
-    def step(self, *, pictures: int | None = None) -> Iterator[None]:
+    def step(self, *, pictures: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Around issuing one optimizer step: forward, backward, the optimizer. pictures: of this step, where they did
         not come through `data`. A step that raises is not counted."""
-        with self.part_of_step():
-            yield
-        self.count_step(pictures=pictures)
+        return self._issue(steps=1, pictures=pictures)
+
+    def part_of_step(self) -> contextlib.AbstractContextManager[None]:
+        """The same around a part of it that does not end it: all but the last batch of an accumulated gradient."""
+        return self._issue(steps=0, pictures=None)
 
     def count_step(self, steps: int = 1, *, pictures: int | None = None) -> None:
         """Optimizer steps have ended: after `part_of_step`, for loops in which no block is around a whole one."""
@@ -161,18 +162,6 @@ class Measure:
         self.picture_count += self._seen if pictures is None else pictures
         self._seen = 0
         self._tick()
-
-    @contextlib.contextmanager
-    def part_of_step(self) -> Iterator[None]:
-        """The same around a part of it that does not end it: all but the last batch of an accumulated gradient."""
-        self._check("m.step()")
-        if not self._recording:
-            yield
-            return
-        self._inside.look()
-        with self._ledger.compute(again=self.step_count < self._book.redo_until):
-            yield
-        self._inside.tell()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -247,7 +236,6 @@ class Measure:
         self._check("m.data()")
         if self._depth or not self._recording:
             return contextlib.nullcontext()
-        self._inside.look()
         return self._ledger.phase("input_wait")
 
     def took(self, batch: Any) -> None:
@@ -255,6 +243,19 @@ class Measure:
         if not self._depth and self._recording:
             self.see(batch)
             self._tick()
+
+    @contextlib.contextmanager
+    def _issue(self, *, steps: int, pictures: int | None) -> Iterator[None]:
+        self._check("m.step()")
+        if self._recording:
+            self._inside.look()
+            with self._ledger.compute(again=self.step_count < self._book.redo_until):
+                yield
+            self._inside.tell()
+        else:
+            yield
+        if steps:
+            self.count_step(steps, pictures=pictures)
 
     def _check(self, what: str) -> None:
         if not self._thread or self._closed:

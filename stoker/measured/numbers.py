@@ -6,7 +6,7 @@ when the next window closes. So a loss that lies on a GPU stands in the line aft
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.errors import UsageError
@@ -112,15 +112,13 @@ def count_pictures(batch: Any) -> int | None:
     A tuple or a list may be columns (pictures, targets), or a list of samples: it is samples where its first entry is
     itself a tuple or a mapping.
     """
-    if (shape := getattr(batch, "shape", None)) is not None:
-        return int(shape[0]) if len(shape) else None
+    if isinstance(batch, (tuple, list)):
+        if batch and isinstance(batch[0], (tuple, Mapping)):
+            return len(batch)
+        return next((count for value in batch if (count := _length(value)) is not None), None)
     if isinstance(batch, Mapping):
         return next((count for value in batch.values() if (count := _length(value)) is not None), None)
-    if isinstance(batch, (str, bytes)) or not isinstance(batch, Sequence) or not batch:
-        return None
-    if isinstance(batch[0], (tuple, Mapping)) and not hasattr(batch[0], "_fields"):
-        return len(batch)
-    return next((count for value in batch if (count := _length(value)) is not None), None)
+    return _length(batch)
 
 
 def _length(value: Any) -> int | None:
