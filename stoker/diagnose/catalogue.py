@@ -37,6 +37,9 @@ COMMON: dict[str, Limit] = {
         "length up to which the first window with steps still belongs to the start: caches, "
         "autotuning and allocators warm up in it (our judgment)",
     ),
+    "samples": Limit(
+        4, "samples of stacks, or of the processor time, below which their mean says nothing (our judgment)"
+    ),
     "confirmed": Limit(
         1.02,
         "speed-up of a probe, at the low end of its interval, that confirms a cause (our judgment: "

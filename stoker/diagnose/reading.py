@@ -6,7 +6,6 @@ is judged like a long one. Sums of the whole run, which say what was lost, are `
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from stoker.diagnose.catalogue import CATALOGUE, common
 from stoker.diagnose.seen import Gpu, Records, Silence
 from stoker.schemas import DeviceSample, Event, GpuSample, Probe, Quarantined, StackWindow, StepWindow, TraceWindow
 from stoker.storage.address import is_address
-from stoker.totals import totals
+from stoker.totals import folders, totals
 
 SHOWN = 3
 """Names and lines that are kept of many."""
@@ -57,10 +56,11 @@ def read(run: Path, price: float | None = None) -> Records:
         if len(seen.quarantined) < SHOWN:
             seen.quarantined.setdefault(line.path, line.error)
     seen.quarantined_count = len(paths)
-    _read_ranks(run, seen)
+    ranks = folders(run)
+    seen.ranks = len(ranks)
     for trace in records.read_lines(run, records.TRACES, TraceWindow):
         _add_trace(seen, trace)
-    for folder in (run, *_ranks(run).values()):
+    for folder in ranks.values():
         for stack in records.read_lines(folder, records.STACKS, StackWindow):
             _add_stacks(seen, stack)
     for probe in records.read_lines(run, records.PROBES, Probe):
@@ -280,32 +280,6 @@ def _add_gpu(gpu: Gpu, sample: GpuSample, t: float, *, steady: bool) -> None:
         gpu.link_missing.add(max(0.0, 1.0 - has))
         most = f"generation {sample.pcie_generation_max} x{sample.pcie_width_max}"
         gpu.link = f"generation {generation} x{width} of {most}"
-
-
-def _ranks(run: Path) -> dict[int, Path]:
-    """Folders of the other ranks."""
-    parent = run / records.RANKS
-    if not parent.is_dir():
-        return {}
-    return {int(path.name): path for path in sorted(parent.iterdir()) if path.name.isdecimal()}
-
-
-def _read_ranks(run: Path, seen: Records) -> None:
-    """Who waits least in exchanges is whom the others wait for."""
-    others = _ranks(run)
-    if not others:
-        return
-    waited = {
-        rank: sum(window.phases.get("comm", 0.0) + window.phases.get("straggler", 0.0) for window in windows)
-        for rank, windows in ((rank, _windows(path)) for rank, path in {0: run, **others}.items())
-    }
-    slowest = min(waited, key=lambda rank: waited[rank])
-    rest = [took_s for rank, took_s in waited.items() if rank != slowest]
-    seen.slowest_rank = (slowest, waited[slowest], sum(rest) / len(rest))
-
-
-def _windows(path: Path) -> Iterator[StepWindow]:
-    return records.read_lines(path, records.STEPS, StepWindow)
 
 
 def _add_trace(seen: Records, trace: TraceWindow) -> None:

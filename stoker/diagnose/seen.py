@@ -196,8 +196,8 @@ class Records:
     stacks: Stacks = dataclasses.field(default_factory=Stacks)
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest that was measured."""
-    slowest_rank: tuple[int, float, float] | None = None
-    """(rank, seconds that it waited in exchanges, the same of the others on average)."""
+    ranks: int = 1
+    """That have records."""
     silence: Silence | None = None
     starved: int = 0
     starved_of: int = 0

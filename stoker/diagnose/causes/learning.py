@@ -56,7 +56,11 @@ ROWS = (
         "the loss does, as it also does where there is nothing to learn",
         source=STABILITY,
         limits={
-            "moved": Limit(0.03, "share by which loss or gradient may have moved in all (our judgment)"),
+            "moved": Limit(0.03, "share by which the loss may have moved in all (our judgment)"),
+            "norm_moved": Limit(0.09, "the same of the gradient's norm, which is noisier (our judgment)"),
+            "from_step": Limit(
+                100, "step before which its loss must be known, so that it is the beginning (our judgment)"
+            ),
             "tiny": Limit(
                 1e-6,
                 "rate that is tiny with any optimizer: Adam moves a weight by that much a step, SGD less "

@@ -14,10 +14,11 @@ ROWS = (
         title="The training thread is busy with Python between steps",
         reason="too little parallel work",
         looks_like="the device waits between steps, one core is at 100 %, the loader has batches ready",
-        needs=("steps.jsonl: phases.host, or stacks.jsonl: main",),
+        needs=("steps.jsonl: phases.host (of stoker.measure unattributed too), or stacks.jsonl: main",),
         warn_from=HOST_WAITS,
         critical_from=0.40,
-        measure="host, share of the device time after the start, while the process uses a core; or the share of the "
+        measure="host (of stoker.measure with unattributed), share of the device time after the start, while "
+        "the process uses a core; or the share of the "
         "main thread's stacks in Python",
         source="our judgment: a healthy loop issues its steps ahead of the device and shows under 2 %",
         limits={
@@ -27,7 +28,7 @@ ROWS = (
                 "of computing (our judgment)",
             )
         },
-        over=("starved_inside_steps", "launch_bound"),
+        over=("starved_inside_steps", "launch_bound", "unattributed_time"),
         probe="compiled",
         confidence=0.75,
         fix="Take work out of the loop: encode targets in the loader's workers, log every 50 steps, vectorise; the "
@@ -45,7 +46,7 @@ ROWS = (
         "or the share of the main thread's stacks in a wait for the device",
         source=OUR_JUDGMENT + ": a wait that nothing hides costs at least what it takes; twice a healthy loop's few %",
         limits={"busy": Limit(0.6, "as python_bound: above, its thread computes")},
-        over=("starved_inside_steps",),
+        over=("starved_inside_steps", "unattributed_time"),
         confidence=0.75,
         fix="Keep losses on the device and read them once a second; log in a thread of its own; no .item(), .cpu() or "
         "print in a step",

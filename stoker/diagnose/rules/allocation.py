@@ -13,7 +13,7 @@ def startup_heavy(seen: Records) -> Finding | None:
     """compile counts as far as it belongs to the start: what comes later is `recompiles`."""
     compile_s = max(0.0, seen.seconds("compile") - seen.steady.phases.get("compile", 0.0))
     seconds = seen.seconds("startup") + compile_s
-    if seconds < CATALOGUE["startup_heavy"].limit("least_s") or seen.totals.device_s <= 0:
+    if seconds < CATALOGUE["startup_heavy"].limit("least_s") or not seen.totals.steps:  # it may still be starting
         return None
     evidence = [phase(seen, "startup"), phase(seen, "compile") if compile_s else None, attempts(seen)]
     return found(seen, "startup_heavy", seconds / seen.totals.device_s, evidence, lost_s=seconds)

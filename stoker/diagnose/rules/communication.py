@@ -1,21 +1,29 @@
 """Rules of "communication": exchanges, the ranks that hold them up, and the link to the host."""
 
 from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.data_loading import STACKS_LEAST
-from stoker.diagnose.rules.finding import found, is_long_enough, of_phase, percent, stacks
+from stoker.diagnose.rules.finding import found, has_stacks, is_long_enough, of_phase, percent, phase, share_of, stacks
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
 
 
 def straggler(seen: Records) -> Finding | None:
+    """Only where it is mostly one: ranks that are late by turns are no slow rank."""
+    cause, slowest = CATALOGUE["straggler"], seen.totals.slowest
+    waited_s = seen.seconds("straggler")
+    share = share_of(seen, "straggler")
+    if share is None or waited_s <= 0:
+        return None
     named = None
-    if seen.slowest_rank is not None:
-        rank, own_s, others_s = seen.slowest_rank
-        text = (
-            f"rank {rank} is the slow one: it waited {own_s:,.1f} s for the others, they {others_s:,.1f} s on average"
-        )
+    if slowest:
+        rank = max(slowest, key=lambda name: slowest[name])
+        of_all = slowest[rank] / sum(slowest.values())
+        if of_all < cause.limit("one"):
+            return None
+        text = f"rank {rank} is the slow one: the others waited {slowest[rank]:,.1f} device-seconds for it"
         named = Evidence(text=text, value=float(rank), place="ranks/*/steps.jsonl: phases.comm")
-    return of_phase(seen, "straggler", "straggler", more=[named], confidence=None if named else 0.6)
+    of_waiting = share * seen.ranks / (seen.ranks - 1) if seen.ranks > 1 else share
+    return found(seen, cause.id, of_waiting, [named, phase(seen, "straggler")], lost_s=waited_s,
+                 confidence=None if named else 0.6)  # fmt: skip
 
 
 def communication_bound(seen: Records) -> Finding | None:
@@ -28,7 +36,7 @@ def communication_bound(seen: Records) -> Finding | None:
         evidence = [Evidence(text=text, value=share, place="traces.jsonl: comm_s")]
         return found(seen, "communication_bound", share, evidence, lost_s=share * seen.seconds("compute"),
                      estimate="the traced share of the time in steps")  # fmt: skip
-    if seen.stacks.samples < STACKS_LEAST or not is_long_enough(seen):
+    if not has_stacks(seen) or not is_long_enough(seen):
         return None
     share = seen.stacks.share("comm")
     return found(seen, "communication_bound", share, [stacks(seen, "an exchange", "comm")],

@@ -1,12 +1,19 @@
 """Rules of "data loading". Several look at the same wait for pictures; the catalogue says which replaces which."""
 
-from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.finding import counter, found, is_long_enough, of_phase, percent, phase, share_of, stacks
+from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.rules.finding import (
+    counter,
+    found,
+    has_stacks,
+    is_long_enough,
+    of_phase,
+    percent,
+    phase,
+    share_of,
+    stacks,
+)
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
-
-STACKS_LEAST = 4
-"""Samples of stacks below which they say nothing: a share is then known to a quarter at best."""
 
 
 def input_bound(seen: Records) -> Finding | None:
@@ -33,7 +40,7 @@ def slow_storage(seen: Records) -> Finding | None:
             return None
         return _wait(seen, "slow_storage", [_of_wait(seen, stage, of_wait), _received(seen), _cores(seen)])
     rests = _rests_while_waiting(seen)
-    if rests is None or _decoding_share(seen) > 0.5 * _waiting_share(seen):
+    if rests is None or _decodes_itself(seen):
         return None
     return _wait(seen, "slow_storage", [rests, stacks(seen, "a wait for pictures", "input_wait")], confidence=0.65)
 
@@ -158,7 +165,7 @@ def _wait(
     if seen.seconds("input_wait") > 0:
         return of_phase(seen, cause_id, "input_wait", more=more, threshold=_least(seen), more_fix=more_fix,
                         confidence=confidence)  # fmt: skip
-    if seen.stacks.samples < STACKS_LEAST or not is_long_enough(seen):
+    if not has_stacks(seen) or not is_long_enough(seen):
         return None
     share = _waiting_share(seen)
     evidence = [stacks(seen, "a wait for pictures or in decoding", "input_wait", "decode"), *more]
@@ -182,14 +189,10 @@ def _waiting_share(seen: Records) -> float:
     return seen.stacks.share("input_wait", "decode")
 
 
-def _decoding_share(seen: Records) -> float:
-    return seen.stacks.share("decode")
-
-
 def _decodes_itself(seen: Records) -> bool:
     """Whether most of the wait is the training thread's own decoding."""
-    enough = seen.stacks.samples >= STACKS_LEAST
-    return enough and _decoding_share(seen) > 0.5 * _waiting_share(seen)
+    of_wait = CATALOGUE["slow_decode"].limit("of_wait")
+    return has_stacks(seen) and seen.stacks.share("decode") > of_wait * _waiting_share(seen)
 
 
 def _largest_stage(seen: Records) -> tuple[str | None, float]:
@@ -213,7 +216,7 @@ def _of_wait(seen: Records, stage: str | None, share: float) -> Evidence | None:
 def _rests_while_waiting(seen: Records) -> Evidence | None:
     """That the process computed too little for its thread to have been busy while it waited."""
     cpu, share = seen.host.process_cpu.value, _waiting_share(seen)
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < STACKS_LEAST:
+    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples"):
         return None
     per_wait = max(0.0, cpu - (1 - share)) / share
     if per_wait >= CATALOGUE["slow_storage"].limit("cpu_while_waiting"):

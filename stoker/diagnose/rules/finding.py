@@ -57,11 +57,16 @@ def is_long_enough(seen: Records) -> bool:
     return seen.steady.device_s >= common("steady_s") * seen.devices
 
 
+def has_stacks(seen: Records) -> bool:
+    """Whether there are enough samples of stacks for their shares to say something."""
+    return seen.stacks.samples >= common("samples")
+
+
 def share_of(seen: Records, *phases: str) -> float | None:
     """Of the device time after the start; None in a run that is too short. Exchanges are those of all ranks."""
     if not is_long_enough(seen):
         return None
-    if seen.slowest_rank is not None and {"comm", "straggler"} & set(phases):
+    if seen.ranks > 1 and {"comm", "straggler"} & set(phases):
         steady_s = seen.totals.device_s - seen.seconds("startup", "compile")
         return seen.seconds(*phases) / steady_s if steady_s > 0 else None
     return seen.steady_share(*phases)

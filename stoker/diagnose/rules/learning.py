@@ -53,13 +53,19 @@ def rate_too_low(seen: Records) -> Finding | None:
     group = int(cause.limit("group"))
     medians = learning.loss.medians(group)
     long = len(learning.loss.points) >= cause.limit("least_windows") and seen.steady.steps >= cause.limit("least_steps")
-    if not long or not medians or min(medians) <= 0 or learning.first_step is None or learning.first_step > 100:
+    if (
+        not long
+        or not medians
+        or min(medians) <= 0
+        or learning.first_step is None
+        or learning.first_step > cause.limit("from_step")
+    ):
         return None
     if learning.events or learning.not_finite is not None or _moved(medians) > cause.limit("moved"):
         return None
     norms = [norm for norm in learning.norm.medians(group) if norm > 0]
     rate = learning.rate.most
-    stands = bool(norms) and _moved(norms) <= 3 * cause.limit("moved")
+    stands = bool(norms) and _moved(norms) <= cause.limit("norm_moved")
     tiny = rate is not None and rate <= cause.limit("tiny")
     text = f"the loss was {medians[0]:.4g} at the beginning and is {medians[-1]:.4g} after {seen.totals.steps:,} steps"
     evidence = [Evidence(text=text, value=medians[-1] / medians[0], place="steps.jsonl: losses"), _rate(seen)]

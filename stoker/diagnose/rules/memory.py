@@ -155,6 +155,7 @@ def _when_full(left_s: float) -> Evidence:
 
 
 def _long(seconds: float) -> str:
-    if seconds >= 48 * 3600:
-        return f"{seconds / 86400:,.0f} days"
-    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    if hours / 24 >= 2:
+        return f"{hours / 24:,.0f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{seconds / 60:.0f} min"

@@ -1,36 +1,41 @@
 """Rules of "too little parallel work": the device has pictures, and stands still or works at half its width."""
 
-from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.data_loading import STACKS_LEAST
-from stoker.diagnose.rules.finding import counter, found, is_long_enough, of_phase, percent, phase, share_of, stacks
+from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.rules.finding import (
+    counter,
+    found,
+    has_stacks,
+    is_long_enough,
+    of_phase,
+    percent,
+    phase,
+    share_of,
+    stacks,
+)
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
 
 
 def python_bound(seen: Records) -> Finding | None:
     """The thread computes between steps: its stacks say so, or the process uses a core meanwhile."""
-    by_stacks = _by_stacks(seen, "python_bound", "Python", "python")
-    share = share_of(seen, "host")
-    if share is None or seen.seconds("host") <= 0:
-        return by_stacks
-    cpu = _cpu_beside(seen, share)
-    if cpu is not None and cpu < CATALOGUE["python_bound"].limit("busy"):
-        return None
-    more = [_process(seen), stacks(seen, "Python", "python")]
-    return of_phase(seen, "python_bound", "host", more=more)
+    phases = _between(seen)
+    share = share_of(seen, *phases)
+    by_clock = None
+    if phases and share is not None and _rests(seen, share) is False:
+        more = [_process(seen), stacks(seen, "Python", "python")]
+        by_clock = of_phase(seen, "python_bound", *phases, more=more)
+    return by_clock or _by_stacks(seen, "python_bound", "Python", "python")
 
 
 def host_waits(seen: Records) -> Finding | None:
-    share = share_of(seen, "host")
-    cpu = None if share is None else _cpu_beside(seen, share)
-    rests = cpu is not None and cpu < CATALOGUE["host_waits"].limit("busy")
-    phases = [name for name in ("sync", *(("host",) if rests else ())) if seen.seconds(name) > 0]
-    more = [_process(seen), stacks(seen, "a wait for the device", "sync")]
-    if phases:
-        measured = of_phase(seen, "host_waits", *phases, more=more)
-        if measured is not None:
-            return measured
-    return _by_stacks(seen, "host_waits", "a wait for the device", "sync")
+    """The thread waits by name; or between steps, while the process uses little of a core."""
+    between = _between(seen)
+    share = share_of(seen, *between)
+    rests = share is not None and _rests(seen, share) is True
+    phases = (*(("sync",) if seen.seconds("sync") > 0 else ()), *(between if rests else ()))
+    more = [_process(seen), stacks(seen, "a wait", "sync", "idle")]
+    by_clock = of_phase(seen, "host_waits", *phases, more=more) if phases else None
+    return by_clock or _by_stacks(seen, "host_waits", "a wait", "sync", "idle")
 
 
 def launch_bound(seen: Records) -> Finding | None:
@@ -118,7 +123,7 @@ def driver_utilisation(seen: Records) -> float | None:
 
 def _by_stacks(seen: Records, cause_id: str, what: str, *kinds: str) -> Finding | None:
     """Of a job whose loop nobody times."""
-    if seen.stacks.samples < STACKS_LEAST or not is_long_enough(seen):
+    if not has_stacks(seen) or not is_long_enough(seen):
         return None
     share = seen.stacks.share(*kinds)
     evidence = [stacks(seen, what, *kinds), _process(seen)]
@@ -126,12 +131,19 @@ def _by_stacks(seen: Records, cause_id: str, what: str, *kinds: str) -> Finding 
                  estimate="the share of the main thread's stacks")  # fmt: skip
 
 
-def _cpu_beside(seen: Records, share: float) -> float | None:
-    """Cores' worth that the process used in the phase of this share, if it used one in the rest of the time."""
+def _between(seen: Records) -> tuple[str, ...]:
+    """Phases in which the training thread is between steps, in its loop's own code; of a loop in `stoker.measure` what
+    nothing brackets is such."""
+    names = ("host",) if seen.ours or seen.watched else ("host", "unattributed")
+    return tuple(name for name in names if seen.seconds(name) > 0)
+
+
+def _rests(seen: Records, share: float) -> bool | None:
+    """Whether the process used little of a core in a phase of this share, if it used one in the rest of the time."""
     cpu = seen.host.process_cpu.value
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < STACKS_LEAST:
+    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples"):
         return None
-    return max(0.0, cpu - (1 - share)) / share
+    return max(0.0, cpu - (1 - share)) / share < CATALOGUE["host_waits"].limit("busy")
 
 
 def _process(seen: Records) -> Evidence | None:
