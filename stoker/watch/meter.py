@@ -93,7 +93,9 @@ class Meter:
         return line
 
     def _count(self, progress: Progress) -> None:
-        if progress.losses and self._bar is not None and progress.step is None:  # a dict behind a bare bar: it trains
+        done = self._bar_of is None or self._shown == self._of  # a bar within a training is of an evaluation
+        if progress.losses and self._bar is not None and progress.step is None and done:
+            # a dict behind a bare bar: it trains
             progress = dataclasses.replace(progress, step=self._bar.step, of=self._bar.of)
             self._bar_of, self._bar = progress.of, None
         epoch, shown = progress.epoch, progress.step
@@ -116,7 +118,7 @@ class Meter:
         self.step = self._base + self._shown
 
     def _add_losses(self, losses: dict[str, float]) -> None:
-        if len(self._columns) == len(losses) and all(name.startswith("loss_") for name in losses):
+        if losses and len(self._columns) == len(losses) and all(name.startswith("loss_") for name in losses):
             losses = dict(zip(self._columns, losses.values(), strict=True))
             losses["total"] = sum(losses.values())
         for name, value in losses.items():

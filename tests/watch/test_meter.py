@@ -48,6 +48,13 @@ def test_bars_count_when_a_loss_says_that_they_train() -> None:
     hugging = ["  5%|▌  | 5/100 [00:10<03:10,  2.00s/it]", "{'loss': 0.5}", "100%|███| 7/7 [00:01<00:00,  7.00it/s]"]
     assert after(*hugging).step == 5
     assert after(*hugging, "  9%|▌  | 9/100 [00:10<03:10,  2.00s/it]").step == 9
+    assert after(*hugging, "{'loss': 0.5}").step == 5, "the bar of 7 is of an evaluation inside the training"
+    whole = [*hugging, "100%|███| 100/100 [00:10<03:10,  2.00s/it]"]
+    assert after(*whole, " 10%|▌  | 1/10 [00:10<03:10,  2.00s/it]", "{'loss': 0.5}").step == 101, "another training"
+
+
+def test_a_line_without_a_loss_adds_none() -> None:
+    assert after("Epoch 1/2", "4/30 ━━━━ 1s 20ms/step - loss: 2.0", "Epoch 2/2").window(9.0).losses == {"total": 2.0}
 
 
 def test_the_header_names_the_losses() -> None:
