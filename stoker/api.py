@@ -4,9 +4,10 @@
 """
 
 import os
-from typing import Unpack
+from typing import Literal, Unpack
 
 from stoker.config import from_fields
+from stoker.monitor.options import Monitoring
 from stoker.settings import Settings
 from stoker.training import loop
 
@@ -17,6 +18,8 @@ def train(
     run: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     trace: bool = False,
+    log: Literal["text", "json"] = "text",
+    monitor: Monitoring = Monitoring(),  # noqa: B008  # frozen
     **settings: Unpack[Settings],
 ) -> loop.Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
@@ -25,6 +28,8 @@ def train(
     run: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished one is continued.
     resume: an unfinished run to continue with its own settings; `data` is not needed then.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
+    log: json writes JSON lines to stdout, and what a person reads to stderr.
+    monitor: alerts, metrics and trackers, as the flags of that group (docs/monitoring.md).
     settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--for` is `for_`.
 
     Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
@@ -32,4 +37,4 @@ def train(
     """
     asked = from_fields({"data": data, **settings})
     text = [None if path is None else os.fspath(path) for path in (run, resume)]
-    return loop.train(asked, run=text[0], resume=text[1], trace=trace)
+    return loop.train(asked, run=text[0], resume=text[1], trace=trace, monitor=monitor, log=log)

@@ -7,7 +7,7 @@ message and their exit code; anything else is a bug and keeps its traceback.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -15,6 +15,7 @@ from stoker.cli_data import data_app
 from stoker.cli_run import report, why
 from stoker.config import Config
 from stoker.errors import StokerError
+from stoker.monitor.options import Monitoring
 
 app = App(
     name="stoker",
@@ -40,6 +41,8 @@ def train(
     run: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    log: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
+    monitor: Annotated[Monitoring, Parameter(name="*", group="Monitoring")] = Monitoring(),  # noqa: B008  # frozen
 ) -> None:
     """Trains a detector. What is not set is derived from the data and the device, and printed with its reason.
 
@@ -57,12 +60,17 @@ def train(
         An unfinished run to continue with its own settings; DATA is not needed then.
     trace
         Keep the few steps that are profiled every few minutes as Chrome traces too.
+    log
+        json: one JSON object a line on stdout, for cloud logging; what a person reads goes to stderr.
     """
     from stoker.measuring.host import process_started_s
     from stoker.training.loop import train as train_loop
 
     asked = config if data is None else config.replace(data=data)
-    result = train_loop(asked, run=run, resume=resume, started_s=process_started_s(), trace=trace)
+    started_s = process_started_s()
+    result = train_loop(asked, run=run, resume=resume, started_s=started_s, trace=trace, monitor=monitor, log=log)
+    if log == "json":
+        return  # its last line says that it is finished
 
     from stoker.report.terminal import print_metrics
     from stoker.storage.runs import shown

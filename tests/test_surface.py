@@ -13,6 +13,7 @@ import stoker
 from stoker import config
 from stoker.cli import app
 from stoker.config import SECTION_OF, SECTIONS
+from stoker.monitor.options import Monitoring
 from stoker.settings import Settings
 from stoker.training.derive import PLAIN
 
@@ -96,7 +97,8 @@ def test_the_command_has_a_flag_for_every_setting():
         a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
     ]
     flags = {name for argument in arguments for name in argument.names}
-    own = {"--run", "--resume", "--trace", "--help", "-h", "--version", "--no-eager"}
+    own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--no-eager"}
+    own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Monitoring)}
     wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 

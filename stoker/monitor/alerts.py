@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from stoker.errors import ConfigError
-from stoker.monitor.follow import Seen
+from stoker.monitor.follow import Seen, sentence
 from stoker.records import EVENT_KINDS, PHASES
 from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
 
@@ -149,7 +149,7 @@ class Alerts:
     def see(self, line: Seen) -> list[Alert]:
         """A new line of the records, in the order of time; the rules that begin to hold with it."""
         if isinstance(line, Event):
-            return [Alert(rule=rule.rule.text, text=_of_event(line), t=line.t) for rule in self._rules
+            return [Alert(rule=rule.rule.text, text=sentence(line), t=line.t) for rule in self._rules
                     if rule.rule.kind == line.kind]  # fmt: skip
         if isinstance(line, StepWindow):
             if line.wall_s <= 0:
@@ -208,7 +208,3 @@ def _shown(rule: Rule, value: float) -> str:
     if "GB" in rule.text or "GiB" in rule.text:
         return f"{value / 1e9:,.2f} GB"
     return f"{value:,.4g}"
-
-
-def _of_event(event: Event) -> str:
-    return f"{event.kind}: {event.text.partition(chr(10))[0]}"

@@ -26,6 +26,16 @@ class Follower:
         return sorted((line for file in self._files for line in file.read()), key=lambda line: line.t)
 
 
+def sentence(event: Event) -> str:
+    """An event in one line."""
+    scores = event.data.get("metrics") if event.kind == "evaluated" else None
+    if isinstance(scores, dict):
+        said = [f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)]
+        return f"evaluated at step {event.step:,}: {', '.join(said)}"
+    first = event.text.partition("\n")[0]
+    return f"{event.kind}: {first}" if first else event.kind
+
+
 class _File:
     def __init__(self, path: Path, kind: type[Seen], attempt: int) -> None:
         self._path = path

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import msgspec
 
-from stoker.monitor.follow import Seen
+from stoker.monitor.follow import Seen, sentence
 from stoker.records import WARNING_KINDS
 from stoker.schemas import Event, StepWindow
 
@@ -30,7 +30,7 @@ class JsonLog:
         """Raises OSError where the stream cannot be written."""
         if isinstance(line, Event):
             severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
-            self._write(line, "event", severity, line.text or line.kind)
+            self._write(line, "event", severity, line.text or sentence(line))
         elif isinstance(line, StepWindow) and line.steps and line.t >= self._next_s:
             self._next_s = line.t + self._every_s
             loss = line.losses.get("total")

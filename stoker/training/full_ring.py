@@ -40,6 +40,7 @@ class FullRing:
         self._before_s: float | None = None
         self._began: tuple[float, int] | None = None
         """When the steps that are being timed began, and at which step."""
+        self._others = self._what_else()
         self._paused_s = 0.0
 
     def seen(self, window: StepWindow) -> None:
@@ -48,9 +49,9 @@ class FullRing:
             self._wall_s += window.wall_s
             self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
 
-    def interrupted(self) -> None:
-        """Something else than steps took time: what is being timed does not count."""
-        self._began = self._before_s = None
+    def _what_else(self) -> tuple[int | None, int, int]:
+        """Changes where something else than steps took time: a checkpoint, an evaluation, a way back."""
+        return self._job.writer.saved_step, self._job.evaluated_step, self._job.slowed
 
     def before_step(self, progress: float) -> None:
         """progress: share of the length that is done, 0 … 1."""
@@ -58,6 +59,8 @@ class FullRing:
             return
         if not self._pairs and self._began is None and not self._is_worth_it(progress):
             return
+        if self._others != (others := self._what_else()):  # what is being timed does not count
+            self._others, self._began, self._before_s = others, None, None
         depth = self._job.loader.stats().depth
         if self._began is None:
             self._began = self._now()

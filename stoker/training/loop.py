@@ -7,9 +7,10 @@ due at the start is `start.py`. Errors end the run as the exception tree says; a
 
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
@@ -22,6 +23,8 @@ from stoker.measuring.ledger import Account, Ledger
 from stoker.measuring.trace import Tracer
 from stoker.measuring.witness import Witness
 from stoker.metrics import Metrics
+from stoker.monitor.monitor import monitoring
+from stoker.monitor.options import Monitoring
 from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
@@ -29,10 +32,10 @@ from stoker.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, runs, start
 from stoker.training.cadence import Due
 from stoker.training.forward import compile_now, forward_backward, losses_of
+from stoker.training.full_ring import FullRing
 from stoker.training.optim import NO_STEPS, Reading, rate_at
-from stoker.training.recover import SLOWDOWN, Stop, go_back, peak_rate, stop_on_signals, stopped
+from stoker.training.recover import SLOWDOWN, Stop, go_back, stop_on_signals, stopped, watch_of
 from stoker.training.scoring import Scorer, Unscored, find_boxes
-from stoker.training.stability import Watch
 from stoker.training.start import Job
 from stoker.training.trial import worst_case
 
@@ -51,16 +54,19 @@ class Result:
 
 def train(
     asked: Config, *, run: str | None = None, resume: str | None = None, started_s: float | None = None,
-    trace: bool = False,
+    trace: bool = False, monitor: Monitoring = Monitoring(), log: Literal["text", "json"] = "text",  # noqa: B008  # frozen
 ) -> Result:  # fmt: skip
     """Trains until the asked length is reached.
 
     run: folder of the run (`--run`); resume: an unfinished run to continue, with its own settings; started_s: the
-    moment of `time.perf_counter` from which on the ledger counts, default now; trace: keep Chrome traces of some steps.
+    moment of `time.perf_counter` from which on the ledger counts, default now; trace: keep Chrome traces of some steps;
+    monitor: who is told of what, while it lives; log: json writes JSON lines to stdout, what a person reads to stderr.
     Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
-    with stop_on_signals() as stop, Screen() as screen, contextlib.ExitStack() as stack:
+    monitor.check()
+    screen = Screen(sys.stderr if log == "json" else None)
+    with stop_on_signals() as stop, screen, contextlib.ExitStack() as stack:
         remote = bucket_run.join(run, resume, stop=stop, stack=stack, note=screen.note)
         if remote is not None:
             run, resume = (str(remote.folder), None) if resume is None else (None, str(remote.folder))
@@ -73,6 +79,7 @@ def train(
             said += remote.said
             stack.push(remote.finish)
         stack.callback(runs.conclude, folder, screen.warning)
+        stack.enter_context(monitoring(folder, monitor, stop=lambda: stop.ask("an alert"), log=log))
         job: Job | None = None
 
         def say(kind: str, text: str, /, **data: Any) -> None:
@@ -124,11 +131,11 @@ class Training:
         self.reading: tuple[list[Tensor], Ready, int] | None = None
         self.read_steps = job.step
         self.window_s = time.perf_counter()
-        self.rate = 0.0
+        self.rate, self.remarked = 0.0, False
         self.hopeless_at = job.hopeless_at
         """Step whose skip made too many in a row; the run goes back then."""
-        self.watch = Watch(optim, peak=peak_rate(job), fp16=run.precision == "fp16")
-        self.remarked = False
+        self.watch = watch_of(job)
+        self.full_ring = FullRing(job, self.ledger, say)
 
     def run(self) -> Metrics:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
@@ -167,6 +174,7 @@ class Training:
         if job.evaluated_step != job.step and self.evaluation_due():
             self.score()  # what had come between the checkpoint of this step and its evaluation: a signal, a kill
         while self.hopeless_at is None and self.progress() < 1 and not self.stalled():
+            self.full_ring.before_step(self.progress())
             self.step()
             self.tracer.between_steps(job.step)
             self.read()
@@ -191,8 +199,7 @@ class Training:
             go_back(self.job, failed_at, self.rate, self.say)
         self.read_steps, self.hopeless_at = self.job.step, self.job.hopeless_at
         self.copying = self.scorer.metrics = None
-        optim, precision = self.job.config.optim, self.job.config.run.precision
-        self.watch = Watch(optim, peak=peak_rate(self.job), fp16=precision == "fp16")
+        self.watch = watch_of(self.job)
 
     def compile(self) -> None:
         """Makes the program of the step, before its first picture is loaded."""
@@ -289,15 +296,15 @@ class Training:
         )
         job.folder.append(STEPS, window)
         self.board.window(window)
+        self.full_ring.seen(window)
         if steps:
             self.show(window)
             for alarm in self.watch.see(window, self.progress()):
                 self.say(alarm.kind, alarm.text, **alarm.data)
 
     def show(self, window: StepWindow) -> None:
-        done = self.progress()
+        done, memory = self.progress(), self.job.device.memory()
         left = self.job.trained_s * (1 - done) / done if 0 < done < 1 else None
-        memory = self.job.device.memory()
         self.screen.progress(window, done=min(1.0, done), total_steps=self.job.total_steps, eta_s=left,
                              memory=(memory.peak, memory.total))  # fmt: skip
 

@@ -15,6 +15,7 @@ from types import FrameType
 from stoker.errors import DivergedError, Preempted, StokerError, StorageError
 from stoker.training import checkpoint, start
 from stoker.training.optim import Stepper
+from stoker.training.stability import Watch
 from stoker.training.start import Job, Say
 
 NAMED = 8
@@ -34,6 +35,10 @@ class Stop:
     requested: str | None = None
     error: StokerError | None = None
     trace_asked: bool = False
+
+    def ask(self, who: str) -> None:
+        """As a signal does. From any thread."""
+        self.requested = self.requested or who
 
     def fail(self, error: StokerError) -> None:
         """Ends the training with this error at its next step. From any thread."""
@@ -96,6 +101,11 @@ def stopped(job: Job, stop: Stop) -> StokerError:
 def peak_rate(job: Job) -> float:
     """The peak of the rate after the setbacks so far."""
     return job.config.optim.rate / SLOWDOWN**job.slowed
+
+
+def watch_of(job: Job) -> Watch:
+    """What looks at the losses and gradients of the run at its present rate."""
+    return Watch(job.config.optim, peak=peak_rate(job), fp16=job.config.run.precision == "fp16")
 
 
 def go_back(job: Job, failed_at: int, rate: float, say: Say) -> None:

@@ -166,12 +166,14 @@ def test_json_lines_are_what_cloud_logging_reads(folder: RunFolder) -> None:
         for t in range(1, 90):
             folder.append(STEPS, window(float(t)))
         folder.event("warning", "something\nodd")
+        folder.event("evaluated", step=89, metrics={"ap": 0.25, "ap50": 0.5, "classes": ["a"]})
         folder.event("failed", "the end")
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     steps = [line for line in lines if line["record"] == "steps"]
     assert [line["data"]["t"] for line in steps] == [1.0, 61.0]
     assert steps[0]["message"] == "step 1, 16.0 img/s, loss 2.5"
-    assert [line["severity"] for line in lines if line["record"] == "event"] == ["WARNING", "ERROR"]
+    assert [line["severity"] for line in lines if line["record"] == "event"] == ["WARNING", "INFO", "ERROR"]
+    assert lines[-2]["message"] == "evaluated at step 89: AP 0.250, AP50 0.500"
     assert all({"severity", "message", "time", "run"} <= line.keys() for line in lines)
 
 

@@ -46,7 +46,7 @@ class Machine:
         path.mkdir(exist_ok=True)
         stats = lambda: SimpleNamespace(depth=self.depth, ready=8 * self.ready)  # noqa: E731
         job: Any = SimpleNamespace(
-            step=0, trained_s=0.0, folder=folder, device=SimpleNamespace(wait=lambda: None),
+            step=0, trained_s=0.0, evaluated_step=-1, slowed=0, writer=SimpleNamespace(saved_step=None), folder=folder, device=SimpleNamespace(wait=lambda: None),
             config=SimpleNamespace(run=SimpleNamespace(batch=8)), loader=SimpleNamespace(stats=stats),
         )  # fmt: skip
         ledger = Ledger(
@@ -64,7 +64,7 @@ class Machine:
                                  devices=1, phases=phases))  # fmt: skip
             if evaluate_every and job.step % evaluate_every == 0:
                 self.now_s += 1000.0
-                ring.interrupted()
+                job.evaluated_step = job.step
         folder.close()
         return ring
 
