@@ -201,7 +201,8 @@ def fetch_run(address: Address, *, weights: bool = False) -> Path:
             return own
     if weights:
         return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL), else_newest_in=CHECKPOINTS)
-    names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, QUARANTINE, LEASE)
+    names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
+             LEASE)  # fmt: skip
     return download.fetch(address, names, events=EVENTS)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoker.diagnose import rules
 from stoker.diagnose.rules import Records
 from stoker.errors import UsageError
-from stoker.records import EVENTS, PHASES, STEPS, RunFolder
+from stoker.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
 from stoker.report import fleet as fleet_module
 from stoker.report.fleet import WORST, Fleet, survey
 from stoker.report.fleet_terminal import print_fleet
@@ -206,6 +206,7 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     assert (fleet.device_s, fleet.measured_s, fleet.compute_s) == (1200.0, 200.0, 200.0)
     assert fleet.productive_share == 1.0
     assert [row.name for row in fleet.phases] == ["compute"]
+    assert [row.productive_share for row in (*fleet.months, *fleet.hosts)] == [1.0, 1.0]
     assert fleet.worst == []
     assert "device-hours more were watched from outside" in shown(fleet)
 
@@ -218,6 +219,16 @@ def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Pat
     survey(tmp_path, progress=seen.append)
     assert seen == [1, 2]
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_what_lies_in_a_run_is_no_other_run(tmp_path: Path) -> None:
+    """As the records of its other processes do, which `totals` adds up."""
+    run = write_run(tmp_path / "run")
+    (run / RANKS / "0001").mkdir(parents=True)
+    (run / RANKS / "0001" / STEPS).write_bytes((run / STEPS).read_bytes())
+    fleet = survey(tmp_path)
+    assert (fleet.runs, fleet.device_s) == (1, gather(run).device_s)
+    assert sum(row.device_s for row in fleet.months) == pytest.approx(fleet.device_s)
 
 
 def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from stoker.records import DEVICES, RunFolder
 from stoker.report.sizing import RULES, Load, advise, load_of
 from stoker.report.why import gather
+from stoker.schemas import DeviceSample, GpuSample
 from stoker.totals import totals
 from tests.report.runs import GIB, write_run
 
@@ -89,6 +91,10 @@ def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", phases={"compute": 60.0, "input_wait": 40.0}, windows=1, samples=80, start_t=1e9,
                     stages={"decode": 30.0, "queue": 10.0}, sample={"process_cpu": 3.9, "cores": 4.0},
                     gpu={"sm_active": 0.3, "memory_used_bytes": 3 * GIB, "memory_total_bytes": 15 * GIB})  # fmt: skip
+    folder = RunFolder(run, 1)
+    for t in (1e9 - 5.0, 1e9 + 500.0):  # before the first step and after the last
+        folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=0.0, gpus=[GpuSample(index=0, sm_active=0.0)]))
+    folder.close()
     load = load_of(run, totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (load.used_cores, load.cores, load.sm_active) == pytest.approx((3.9, 4.0, 0.3))
     assert (load.memory, load.fetch, load.gpu_name) == (0.2, 0.0, "Tesla T4")

@@ -48,6 +48,27 @@ def test_what_the_ledger_has_charged_already_is_not_counted_again(tmp_path: Path
     assert found.device_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: Path) -> None:
+    """Input was slow later on; the trace was before."""
+    run = write(tmp_path / "run", [(25.0, 2.0, 2.0)])
+    folder = RunFolder(run, 1)
+    folder.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, steps=1, pictures=8, wall_s=900.0, devices=1,
+                                    phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
+    folder.close()
+    half = write(tmp_path / "half", [(25.0, 2.0, 1.0)], wait=0.0)
+    for path, wanted in ((run, 0.0), (half, 0.5)):
+        found = estimate(path, totals(path))
+        assert found is not None
+        assert found.of_compute == pytest.approx(wanted)
+    slow = RunFolder(half, 1)
+    slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, steps=1, pictures=8, wall_s=900.0, devices=1,
+                                  phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
+    slow.close()
+    again = estimate(half, totals(half))
+    assert again is not None
+    assert again.of_compute == pytest.approx(0.5)
+
+
 def test_it_is_between_nothing_and_all_of_compute(tmp_path: Path) -> None:
     for number, (busy_s, wanted) in enumerate(((0.0, 1.0), (9.0, 0.0))):
         run = write(tmp_path / str(number), [(25.0, 2.0, busy_s)], wait=0.5)
