@@ -36,6 +36,8 @@ REAL = {
     ),
     "      1/100      2.61G      1.153      1.398      1.192         81        640:  12%|█▎        | 1/8 [00:04<00:00, "
     " 1.9it/s]": Progress(step=1, of=8, epoch=1, losses={"loss_1": 1.153, "loss_2": 1.398, "loss_3": 1.192}),
+    "        1/2         0G     0.7274     0.6835     0.4313          4         64: 33% ━━━━──────── 2/6 5.0it/s "
+    "0.3s<0.8s": Progress(step=2, of=6, epoch=1, losses={"loss_1": 0.7274, "loss_2": 0.6835, "loss_3": 0.4313}),
     "Epoch 0:  50%|█████     | 50/100 [00:05<00:05,  9.90it/s, v_num=0, train_loss=0.512]": Progress(
         step=50, of=100, epoch=0, losses={"total": 0.512}
     ),
