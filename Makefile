@@ -4,7 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup lock peers demo test test-slow check bench bench-gpu clean
+.PHONY: setup lock peers demo test test-slow check bench bench-diagnose bench-diagnose-quick bench-gpu clean
 
 setup: .venv/.ready
 
@@ -52,6 +52,13 @@ bench: setup  ## about 12 minutes; beside what `make peers` has installed, else 
 	$(BIN)/python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-cpu.json
 	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
+
+# The seed of the levels: `make bench-diagnose SEED=7`; the same command again goes on where it was ended.
+bench-diagnose: setup  ## 45 minutes, on a machine that does nothing else
+	$(BIN)/python benchmarks/diagnose.py $(if $(SEED),--seed $(SEED)) --json benchmarks/results/diagnose-cpu.json
+
+bench-diagnose-quick: setup  ## 5 minutes
+	$(BIN)/python benchmarks/diagnose.py --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
 
 bench-gpu:  ## under 10 minutes; takes the machine's own Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json

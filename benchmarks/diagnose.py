@@ -6,7 +6,7 @@ A cell is a cause, at one of two strengths, in one kind of job; how large the fa
 seed, which is printed. Right is a run whose first finding above "info" has an id that the cell accepts; a healthy run
 is right without one. Where the injector knows how much time it took, the loss that the finding names is compared with
 it. Cells that this machine does not permit are n/a, with the reason. What is finished is kept in a file (`--partial`)
-beside the result: the same command with the same seed goes on there, as long as the catalogue is the same.
+beside the result: the same command goes on there with the same seed, as long as the catalogue is the same.
 
 The causes are in `diagnose_causes.py` and `diagnose_plans.py`, the faults in `diagnose_inside.py`,
 `diagnose_outside.py` and `diagnose_driver.py`, the jobs in `diagnose_job.py`, `diagnose_keras.py` and
@@ -16,7 +16,6 @@ none is the fault of another.
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -283,9 +282,18 @@ def show(outcome: Outcome, count: int, of: int) -> None:
 def catalogue_hash() -> str:
     from stoker.diagnose import catalogue
 
-    if hasattr(catalogue, "catalogue_hash"):
-        return str(catalogue.catalogue_hash())
-    return hashlib.sha256(Path(catalogue.__file__).read_bytes()).hexdigest()[:12]
+    return str(catalogue.catalogue_hash())
+
+
+def seed_of(asked: int | None, path: Path | None, mark: dict[str, Any]) -> int:
+    """The seed that was asked for; else that of what is to be gone on with; else the time."""
+    if asked is not None:
+        return asked
+    if path is not None and path.exists():
+        first = json.loads(path.read_text(encoding="utf-8").split("\n", 1)[0] or "{}")
+        if {name: value for name, value in first.items() if name != "seed"} == mark:
+            return int(first["seed"])
+    return int(time.time())
 
 
 def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[Outcome]:
@@ -304,15 +312,11 @@ def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[O
 
 def run(arguments: argparse.Namespace) -> Report:
     outside.own_mounts()
-    mark = {
-        "seed": arguments.seed,
-        "catalogue": catalogue_hash(),
-        "seconds": arguments.seconds,
-        "ignored": list(arguments.ignore),
-    }
+    partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
+    mark = {"catalogue": catalogue_hash(), "seconds": arguments.seconds, "ignored": list(arguments.ignore)}
+    mark["seed"] = arguments.seed = seed_of(arguments.seed, partial, mark)
     print(f"seed {arguments.seed}; catalogue {mark['catalogue']}", file=sys.stderr)
     asked = tasks(arguments)
-    partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
     done = before(partial, mark, asked)
     finished = {Task(o.cause, o.strength, o.kind, o.run) for o in done}
     folder = Path(tempfile.mkdtemp(prefix="stoker-diagnose-"))
@@ -328,6 +332,8 @@ def run(arguments: argparse.Namespace) -> Report:
             print(f"kept in {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+    if partial is not None and arguments.partial is None:
+        partial.unlink()
     return conclude(done, mark, arguments)
 
 
@@ -356,7 +362,9 @@ def conclude(done: list[Outcome], mark: dict[str, Any], arguments: argparse.Name
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
-    made.add_argument("--seed", type=int, default=int(time.time()), help="decides levels and order; default: the time")
+    made.add_argument(
+        "--seed", type=int, help="decides levels and order; default: the time, or that of what is gone on with"
+    )
     made.add_argument("--only", nargs="+", choices=list(CAUSES), metavar="CAUSE", help=", ".join(CAUSES))
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     made.add_argument("--strengths", nargs="+", choices=("weak", "strong"))

@@ -133,7 +133,7 @@ _ROWS = (
     ),
     Cause(
         name="bad_pictures", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
-        accepts=("quarantined_pictures", "too_many_bad_pictures"), plan=plans.bad_pictures,
+        accepts=("quarantined_pictures",), plan=plans.bad_pictures,
     ),
 )  # fmt: skip
 
