@@ -30,6 +30,7 @@ from stoker.records import BEST, CONFIG, EVENTS, QUARANTINE, STEPS, RunFolder, r
 from stoker.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint
 from stoker.training.derive import derive, total_steps
+from stoker.training.facts import facts_of
 from stoker.training.optim import Meter, Stepper
 
 EXAMPLES = 2
@@ -141,6 +142,9 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
         say("note" if KINDS[problem.kind].action == "kept" else "warning", f"data: {what} ({said})")
     say("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
     loaded = load_state(folder.path, say)
+    if folder.attempt == 1:
+        text, facts = facts_of(config, index)
+        folder.event("note", text, facts=facts)
     model = start_model(config, index, device, say if loaded is None else None)
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows, mosaic=config.data.mosaic)

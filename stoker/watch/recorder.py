@@ -223,7 +223,8 @@ class Recorder:
                 _add(meter, reader, lines.feed(b"", final=True))
             if meter.not_finite is not None and not said:
                 said = True
-                self._folder.event("warning", f"the job says that {meter.not_finite}", step=meter.step)
+                text = f"the job says that {meter.not_finite}"
+                self._folder.event("warning", text, step=meter.step, not_finite=meter.not_finite)
             if self._tree is not None and time.monotonic() >= look_s and not last:
                 self._tree.look()
                 look_s = time.monotonic() + LOOK_S

@@ -124,7 +124,7 @@ def anchors_miss_boxes(seen: Records) -> Finding | None:
     cause, share, boxes = CATALOGUE["anchors_miss_boxes"], seen.facts.get("anchor_coverage"), seen.facts.get("boxes")
     if not isinstance(share, int | float) or not isinstance(boxes, int) or boxes < cause.limit("boxes"):
         return None
-    text = f"{percent(share)} of {boxes:,} boxes can be met with an IoU of {seen.settings.get('foreground_iou', 0.5):g}"
+    text = f"{percent(share)} of {boxes:,} boxes are met by an anchor on their centre with an IoU of 0.5"
     evidence = [Evidence(text=text, value=float(share), place="events.jsonl: note, data.facts.anchor_coverage")]
     sizes = seen.facts.get("anchor_sizes")
     command = None

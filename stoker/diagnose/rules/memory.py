@@ -156,6 +156,7 @@ def _when_full(left_s: float) -> Evidence:
 
 def _long(seconds: float) -> str:
     hours = seconds / 3600
-    if hours / 24 >= 2:
-        return f"{hours / 24:,.0f} days"
+    days = hours / 24
+    if days >= 2:
+        return f"{days:,.0f} days"
     return f"{hours:.1f} h" if hours >= 1 else f"{seconds / 60:.0f} min"
