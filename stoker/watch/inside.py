@@ -149,6 +149,7 @@ class Account:
         self._given: dict[str, float] = {}
         self._given_counts = {"steps": 0, "pictures": 0}
         self._cut_s = self._lived_s = begin_s
+        self._trained_until_s = 0.0
 
     @property
     def steps(self) -> int:
@@ -165,6 +166,8 @@ class Account:
             if cell.name == mine or (mine is None and cell.values["steps"] and cell.name not in self._done):
                 self._end(cell, now_s=self._lived_s if cell.name == mine else None)
         current = next((cell for cell in cells if cell.name == mine), None)
+        after_s = self._trained_until_s
+        cells = [cell for cell in cells if cell.values["steps"] or cell.values["begin"] >= after_s]  # no helpers
         best = min(cells, key=lambda cell: (cell.values["steps"] <= 0, cell.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
@@ -179,6 +182,8 @@ class Account:
     def _end(self, cell: Cell, now_s: float | None = None) -> None:
         self._past = _sum(self._past, self._own(cell, now_s))
         self._counted = {name: count + cell.values[name] for name, count in self._counted.items()}
+        if cell.values["steps"]:
+            self._trained_until_s = cell.values["mark"]
         self._cell, self._offset = None, {}
         self._done.add(cell.name)
 

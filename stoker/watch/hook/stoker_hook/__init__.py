@@ -36,12 +36,18 @@ AFTER = {
 """Module of a framework → what is done when it has been imported."""
 
 
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+"""Their import is the begin of a training's start, of which it may take most."""
+
+
 class Finder:
     """Finds what the others find; and has a function called when one of the modules of AFTER has run."""
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         after = AFTER.get(name)
         if after is None:
+            if name in FRAMEWORKS:
+                _show()
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -50,6 +56,18 @@ class Finder:
                 _run_after(spec.loader, name, *after)
                 return spec
         return None
+
+
+def _show() -> None:
+    """Opens the cell, except in children of multiprocessing: these only when they train, most are loader workers."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None:
+        try:
+            from .clock import clock
+
+            clock.show()
+        except Exception as error:  # noqa: BLE001 (the job goes on, untimed)
+            say("clock", error)
 
 
 def _run_after(loader: "Any", name: str, module: str, function: str) -> None:

@@ -60,9 +60,10 @@ class Source:
 
 
 class Clock:
-    """Of this process. All methods are for the training thread, and never raise."""
+    """Of this process. All methods are for the training thread, and never raise. folder: where its cell is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
@@ -88,17 +89,18 @@ class Clock:
         self.values[NOW_IN] = STARTUP
         _rank_by_environment(self.values)
 
-    def show(self, framework: str) -> None:
+    def show(self, framework: str = "") -> None:
         """Opens the cell; says there that the framework is used."""
-        if framework in self._frameworks or not self.on:
+        if not self.on or (self._mapped and framework in self._frameworks):
             return
-        self._frameworks.append(framework)
+        if framework:
+            self._frameworks.append(framework)
         try:
-            if self._mapped:
+            if self._memory is not None:
                 self._memory[:HEAD_BYTES] = self._head()
                 return
             self._mapped = True
-            path = os.path.join(FOLDER, f"{os.getpid()}-{self.values[BEGIN]:.6f}.cell")
+            path = os.path.join(self._folder, f"{os.getpid()}-{self.values[BEGIN]:.6f}.cell")
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.write(handle, self._head() + bytes(CELL_BYTES - HEAD_BYTES))  # no hole in it: no SIGBUS later
@@ -113,6 +115,9 @@ class Clock:
         except Exception as error:  # noqa: BLE001 (no room, no folder: this process is not timed)
             self.on = False
             say("cell", error)
+
+    def is_shown(self) -> bool:
+        return self._mapped
 
     def _head(self) -> bytes:
         head = {"pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS}
@@ -233,7 +238,7 @@ class Clock:
             if not self.on or get_ident() != self.thread:
                 return
             if not self._mapped:  # a forked child that trains
-                self.show("torch")
+                self.show()
             if self._judged is not None:  # it was misjudged: its first batches were passed over
                 self._open.append(self._judged)
                 self._judged = None
@@ -328,4 +333,4 @@ def timed(slot: int, original: "Call") -> "Call":
     return wrapper  # type: ignore[return-value, unused-ignore]
 
 
-clock = Clock()
+clock = Clock(FOLDER)

@@ -15,21 +15,12 @@ SOURCE = "_stoker_source"
 """Attribute of an iterator."""
 
 
-def _show() -> None:
-    """Opens the cell, except in children of multiprocessing: these only when they train, most are loader workers."""
+def _used() -> None:
+    """Says in the cell, where there is one, which torch it is."""
     import sys
 
-    process = sys.modules.get("multiprocessing.process")
-    if process is None or process.parent_process() is None:
-        torch = sys.modules.get("torch")
-        version = getattr(torch, "__version__", None) or _version()
-        clock.show(f"torch {version}")
-
-
-def _version() -> str:
-    import sys
-
-    return str(getattr(sys.modules.get("torch.torch_version"), "__version__", ""))
+    if clock.is_shown():
+        clock.show(f"torch {getattr(sys.modules.get('torch'), '__version__', '')}".rstrip())
 
 
 def loaders(module: "Any") -> None:
@@ -59,7 +50,7 @@ def loaders(module: "Any") -> None:
     iterators.__next__ = __next__
     # the start of its workers; an evaluation's until it is known what the iterator is for
     module.DataLoader.__iter__ = timed(MAYBE_WAIT, module.DataLoader.__iter__)
-    _show()
+    _used()
 
 
 def pictures_in(batch: "Any") -> int:
@@ -95,7 +86,7 @@ def optimizers(module: "Any") -> None:
         clock.stepped(optimizer, groups[0].get("lr") if groups else None)
 
     module.register_optimizer_step_post_hook(after_step)
-    _show()
+    _used()
 
 
 def backward(module: "Any") -> None:

@@ -1,0 +1,195 @@
+"""Training jobs as others write them, each a script that knows nothing of stoker, for the tests of the hook.
+
+What each knows of itself (how long it waited, by its own clock) it writes into known.json in the current folder.
+"""
+
+DATA = """
+import json, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+WAIT_S = 0.004
+known = {"wait": 0.0}
+
+
+class Slow(Dataset):
+    def __init__(self, n, wait_s=WAIT_S):
+        self.n, self.wait_s = n, wait_s
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        begun = time.perf_counter()
+        time.sleep(self.wait_s)
+        known["wait"] += time.perf_counter() - begun
+        return torch.full((3, 16, 16), i / self.n), i % 10
+
+
+def net():
+    pool = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), *pool, torch.nn.Linear(8, 10))
+
+
+def tell():
+    with open("known.json", "w") as file:
+        json.dump(known, file)
+"""
+
+LOOP = (
+    DATA
+    + """
+model = net()
+model[0].eval()  # a frozen part
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+measure = torch.nn.functional.cross_entropy
+
+
+def detections(samples):
+    return tuple(zip(*samples))
+
+
+for x, y in DataLoader(Slow(4), 4):  # the first step ends the start
+    measure(model(x), y).backward()
+    optimizer.step()
+known["wait"] = 0.0
+for epoch in range(2):
+    for number, (x, y) in enumerate(DataLoader(Slow(32), 4)):
+        measure(model(x), y).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+waited = known["wait"]
+for x, y in DataLoader(Slow(32), 4):  # evaluation, by batches without a gradient each
+    with torch.no_grad():
+        model(x)
+known["eval"] = known["wait"] - waited
+known["wait"] = waited
+for pictures, labels in DataLoader(Slow(8), 4, num_workers=1, collate_fn=detections):
+    measure(model(torch.stack(pictures)), torch.tensor(labels)).backward()
+    optimizer.step()
+torch.save(model.state_dict(), "model.pt")
+tell()
+print("loss", sum(float(p.sum()) for p in model.parameters()))
+"""
+)
+
+LIGHTNING = (
+    DATA
+    + """
+import pytorch_lightning as lightning
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch, _):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet)
+trainer.fit(Module(), DataLoader(Slow(64), 8), DataLoader(Slow(32, 0.0), 8))
+tell()
+print("steps", trainer.global_step)
+"""
+)
+
+TRANSFORMERS = (
+    DATA
+    + """
+import transformers
+
+
+class Rows(Slow):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return {"x": x, "labels": torch.tensor(y)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, labels=None):
+        raw = self.net(x)
+        return {"loss": torch.nn.functional.cross_entropy(raw, labels), "logits": raw}
+
+
+settings = transformers.TrainingArguments(
+    "out", num_train_epochs=2, per_device_train_batch_size=8, per_device_eval_batch_size=8, eval_strategy="epoch",
+    save_strategy="epoch", gradient_accumulation_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
+)
+done = transformers.Trainer(Model(), settings, train_dataset=Rows(64), eval_dataset=Rows(32, 0.0)).train()
+tell()
+print("steps", done.global_step)
+"""
+)
+
+KERAS = """
+import json, os, time
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+import keras, numpy
+
+WAIT_S, STEPS = 0.03, 80
+
+
+class Slow(keras.utils.PyDataset):
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, i):
+        time.sleep(WAIT_S)
+        return numpy.zeros((8, 16, 16, 3), "float32"), numpy.zeros(8)
+
+
+def slow():
+    for i in range(8 * STEPS):
+        time.sleep(WAIT_S / 8)
+        yield numpy.zeros((16, 16, 3), "float32"), i % 10
+
+
+data = Slow()
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    kinds = (tf.TensorSpec((16, 16, 3)), tf.TensorSpec((), tf.int32))
+    data = tf.data.Dataset.from_generator(slow, output_signature=kinds).batch(8)
+layers = [keras.layers.Input((16, 16, 3)), keras.layers.Conv2D(8, 3), keras.layers.GlobalAveragePooling2D()]
+model = keras.Sequential([*layers, keras.layers.Dense(10)])
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+held_back = numpy.zeros((16, 16, 16, 3)), numpy.zeros(16)
+model.fit(data, epochs=1, verbose=0, validation_data=held_back)
+model.save("model.keras")
+with open("known.json", "w") as file:
+    json.dump({"wait": STEPS * WAIT_S}, file)
+"""
+
+RANKS = (
+    DATA
+    + """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, y in DataLoader(Slow(320, 0.01 if rank == 1 else 0.0), 8):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+)

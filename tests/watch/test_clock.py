@@ -1,0 +1,172 @@
+"""The clock of the hook: which time is whose."""
+
+from pathlib import Path
+
+import pytest
+
+from stoker.watch.hook.stoker_hook import clock as hook
+from stoker.watch.hook.stoker_hook.clock import Clock, Source
+from stoker.watch.inside import read_cell
+
+
+class Optimizer:
+    """Any object that can be referred to weakly."""
+
+
+class Timed:
+    """A clock of a job that says how long everything takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._folder = folder
+        self._now_s = 0.0
+        monkeypatch.setattr(hook, "monotonic", lambda: self._now_s)
+        self.clock = Clock(str(folder))
+        self.optimizer = Optimizer()
+
+    def takes(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    def batch(self, source: Source, *, waits: float = 1.0, works: float = 0.0, evaluates: bool = False) -> None:
+        self.clock.wait_begins(source, evaluates)
+        self.takes(waits)
+        self.clock.wait_ends(source, 8)
+        self.takes(works)
+
+    def end(self, source: Source) -> None:
+        self.clock.wait_begins(source, False)
+        self.clock.source_ends(source)
+
+    def step(self, *, works: float = 2.0, optimizer: object = None) -> None:
+        self.clock.trains()
+        self.takes(works)
+        self.clock.stepped(optimizer or self.optimizer, 0.1)
+
+    def seconds(self) -> dict[str, float]:
+        """All that are not zero, as the watcher reads them; they add up to the time."""
+        self.clock.mark()
+        (path,) = self._folder.glob("*.cell")
+        cell = read_cell(path)
+        assert cell is not None
+        found = {slot: cell.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
+        assert sum(found.values()) == pytest.approx(self._now_s)
+        return {slot: value for slot, value in found.items() if value}
+
+    def count(self, slot: int) -> float:
+        return float(self.clock.values[slot])
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Timed:
+    return Timed(monkeypatch, tmp_path)
+
+
+def started(timed: Timed) -> Source:
+    """After the first step, which ends the start."""
+    source = Source()
+    timed.takes(5.0)
+    timed.batch(source)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0}
+    return source
+
+
+def test_wait_work_and_what_comes_after_the_step(timed: Timed) -> None:
+    source = started(timed)
+    timed.takes(0.5)
+    timed.batch(source, waits=3.0, works=1.0)
+    timed.step(works=2.0)
+    timed.takes(0.25)
+    assert timed.seconds() == {"startup": 8.0, "host": 0.5, "input_wait": 3.0, "compute": 3.0, "after_step": 0.25}
+    assert (timed.count(hook.STEPS), timed.count(hook.BATCHES), timed.count(hook.PICTURES)) == (2, 2, 16)
+
+
+def test_accumulated_batches_are_one_step(timed: Timed) -> None:
+    source = started(timed)
+    for _ in range(4):
+        timed.batch(source, works=1.0)
+        timed.clock.trains()
+    timed.step(works=0.0)
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 4.0, "compute": 4.0}
+    assert (timed.count(hook.STEPS), timed.count(hook.BATCHES)) == (2, 5)
+
+
+def test_evaluation_is_a_loader_of_which_no_backward_comes(timed: Timed) -> None:
+    source = started(timed)
+    evaluation = Source()
+    for _ in range(5):
+        timed.batch(evaluation, works=1.0)
+    timed.end(evaluation)
+    timed.takes(2.0)  # the scores
+    timed.batch(source)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "eval": 12.0, "input_wait": 1.0, "compute": 2.0}
+    assert timed.count(hook.BATCHES) == 2
+
+
+def test_without_gradients_it_is_evaluation_at_once(timed: Timed) -> None:
+    started(timed)
+    timed.batch(Source(), works=1.0, evaluates=True)
+    assert timed.seconds() == {"startup": 8.0, "eval": 2.0}
+
+
+def test_a_new_epoch_s_loader_that_fetches_ahead_is_training(timed: Timed) -> None:
+    started(timed)
+    ahead = Source()
+    timed.batch(ahead, waits=4.0)
+    timed.batch(ahead)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 5.0, "compute": 2.0}
+
+
+def test_batches_that_are_passed_over_first_do_not_make_it_evaluation_for_good(timed: Timed) -> None:
+    started(timed)
+    source = Source()
+    for _ in range(6):
+        timed.batch(source)
+    timed.step()
+    timed.batch(source)
+    timed.step()
+    seconds = timed.seconds()
+    assert seconds["input_wait"] == 1.0
+    assert (timed.count(hook.STEPS), source.trains) == (3, True)
+
+
+def test_two_optimizers_are_one_step_and_what_is_between_them_is_work(timed: Timed) -> None:
+    source = started(timed)
+    other = Optimizer()
+    for _ in range(3):
+        timed.batch(source)
+        timed.step()
+        timed.step(works=3.0, optimizer=other)
+    assert timed.count(hook.STEPS) == 4
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 3.0, "compute": 15.0}
+
+
+def test_phases_inside_others_count_once(timed: Timed) -> None:
+    source = started(timed)
+    timed.batch(source, works=1.0)
+    assert timed.clock.enter(hook.COMM)
+    timed.takes(1.0)
+    assert not timed.clock.enter(hook.COMM)
+    assert timed.clock.enter(hook.COMPILE)
+    timed.takes(3.0)
+    timed.clock.leave()
+    timed.clock.leave()
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0, "compute": 3.0, "comm": 1.0, "compile": 3.0}
+
+
+def test_steps_without_a_loader_are_work_that_nobody_knows(timed: Timed) -> None:
+    timed.step(works=1.0)
+    timed.step(works=2.0)
+    assert timed.seconds() == {"startup": 1.0, "work": 2.0}
+
+
+def test_a_loader_that_fails_leaves_the_clock_in_order(timed: Timed) -> None:
+    source = started(timed)
+    timed.clock.wait_begins(source, False)
+    timed.takes(1.0)
+    timed.clock.source_ends(source, failed=True)
+    assert timed.clock.is_free()
+    assert timed.count(hook.EPOCHS) == 0
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0}

@@ -1,0 +1,192 @@
+"""The hook in real jobs: they go on as without it, and it knows what they know of themselves."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.records import EVENTS, RANKS, STEPS, read_lines
+from stoker.report.why import Why, gather
+from stoker.schemas import Event, StepWindow
+from stoker.watch.inside import HOOK, Cell, hooked, phases_of, read_cell
+from tests.watch import hook_jobs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
+
+PEERS = os.environ.get("STOKER_PEERS_PYTHON", str(Path(__file__).parents[2] / ".peers/bin/python"))
+QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def ran(words: list[str], folder: Path, **variables: str) -> str:
+    """The output of a job with the hook; its cells are in `folder`/cells."""
+    cells = folder / "cells"
+    cells.mkdir(exist_ok=True)
+    environment = hooked({**os.environ, **QUIET, **variables}, cells)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr == b"", done.stderr.decode()
+    return done.stdout.decode()
+
+
+def the_cell(folder: Path) -> Cell:
+    assert not list((folder / "cells").glob("said-*"))
+    cells = [cell for path in (folder / "cells").glob("*.cell") if (cell := read_cell(path)) is not None]
+    (only,) = [cell for cell in cells if cell.values["steps"]]
+    return only
+
+
+def watched(words: list[str], folder: Path, **variables: str) -> Why:
+    begin = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "run", "--"]
+    environment = {**os.environ, **QUIET, **variables}
+    done = subprocess.run([*begin, *words], cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    for window in read_lines(folder / "run", STEPS, StepWindow):
+        assert sum(window.phases.values()) == pytest.approx(window.wall_s * window.devices)
+    return gather(folder / "run")
+
+
+def known(folder: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads((folder / "known.json").read_bytes())
+    return found
+
+
+def seconds(why: Why, phase: str) -> float:
+    return next((row.seconds for row in why.phases if row.phase == phase), 0.0)
+
+
+def test_its_files_are_python_3_8_and_alone() -> None:
+    for path in HOOK.rglob("*.py"):
+        tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):  # an annotation there is run: only names and texts
+                named = [word.annotation for word in (*node.args.args, *node.args.kwonlyargs)]
+                assert all(isinstance(one, (ast.Name, ast.Constant, type(None))) for one in [*named, node.returns])
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").split(".")[0] in {*sys.stdlib_module_names}, path
+            if isinstance(node, ast.Import):
+                assert {word.name.split(".")[0] for word in node.names} <= {
+                    *sys.stdlib_module_names,
+                    "stoker_hook",
+                    "sitecustomize",
+                }, path
+
+
+def test_a_process_that_does_not_train_is_as_without_it(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("here = 'mine'")
+    code = "import sys, sitecustomize, threading; print(sitecustomize.here, threading.active_count(), *sys.path)"
+    out = ran([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(own))
+    assert out.startswith("mine 1 ")
+    assert str(HOOK) not in out
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["seen"]
+    (own / "sitecustomize.py").write_text("import no_such_module_of_mine")
+    broken = subprocess.run(
+        [sys.executable, "-c", ""], env=hooked({"PYTHONPATH": str(own)}, tmp_path), capture_output=True, check=False
+    )
+    assert b"no_such_module_of_mine" in broken.stderr  # as Python says it
+
+
+def test_it_is_absent_where_python_is_told_to_ignore_the_environment(tmp_path: Path) -> None:
+    ran([sys.executable, "-I", "-c", "pass"], tmp_path)
+    assert not list((tmp_path / "cells").iterdir())
+
+
+def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
+    out = ran([sys.executable, "-c", hook_jobs.LOOP], tmp_path)
+    assert out.startswith("loss ")
+    cell = the_cell(tmp_path)
+    counts = {name: cell.values[name] for name in ("steps", "batches", "pictures", "epochs")}
+    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "pictures": 4 + 64 + 8, "epochs": 4}
+    assert cell.values["rate"] == 0.05
+    phases = phases_of(cell, None)
+    itself = known(tmp_path)
+    assert itself["wait"] <= phases["input_wait"]  # and the start of the worker
+    assert itself["eval"] <= phases["eval"] < itself["eval"] * 1.5
+    assert phases["checkpoint"] > 0
+    assert sum(phases.values()) == pytest.approx(cell.values["mark"] - cell.values["begin"])
+
+
+def test_what_fails_in_it_is_said_and_the_job_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import keras.src.models.model\n")
+    (tmp_path / "keras/src/models").mkdir(parents=True)
+    for name in ("keras", "keras/src", "keras/src/models"):
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "keras/src/models/model.py").write_text("done = 1\n")  # no Model in it
+    assert ran([sys.executable, "-c", "import torch; print('on')"], tmp_path) == "on\n"
+    (said,) = (tmp_path / "cells").glob("said-*")
+    assert said.read_text().startswith("keras.src.models.model: AttributeError")
+
+
+@pytest.mark.slow
+def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(hook_jobs.LOOP.replace("Slow(32), 4))", "Slow(256), 4))"))
+    why = watched([sys.executable, "train.py"], tmp_path)
+    assert why.watched["inside the job"].startswith("recorded: torch 2")
+    assert why.steps == 1 + 64 + 2
+    assert why.pictures == 4 + 512 + 8
+    assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.15)
+    assert "input_wait" in [finding.evidence[0].text.split(":")[0] for finding in why.findings]
+
+
+@pytest.mark.slow
+def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) -> None:
+    assert watched(["sh", "-c", "exit 0"], tmp_path).watched["inside the job"].startswith("not recorded: no Python")
+    words = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "off", "--no-hook", "--"]
+    done = subprocess.run([*words, "env"], cwd=tmp_path, capture_output=True, check=True)
+    assert b"STOKER_HOOK" not in done.stdout
+    event = next(iter(read_lines(tmp_path / "off", EVENTS, Event)))
+    assert event.data["watched"]["inside the job"] == "not recorded: --no-hook"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "steps"), [(hook_jobs.LIGHTNING, 16), (hook_jobs.TRANSFORMERS, 8)])
+def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(job)
+    plain = subprocess.run(
+        [sys.executable, "job.py"], cwd=tmp_path, env={**os.environ, **QUIET}, capture_output=True, check=True
+    )
+    cells = tmp_path / "cells"
+    cells.mkdir()
+    environment = hooked({**os.environ, **QUIET}, cells)
+    done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1] == f"steps {steps}".encode()
+    cell = the_cell(tmp_path)
+    assert (cell.values["steps"], cell.values["batches"], cell.values["pictures"]) == (steps, 16, 128)
+    phases = phases_of(cell, None)
+    assert phases["input_wait"] == pytest.approx(known(tmp_path)["wait"] * 15 / 16, rel=0.25)  # less the first batch
+    assert 0 < phases["eval"] < phases["input_wait"]
+    assert phases["checkpoint"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_fit_of_keras_with_a_slow_input(backend: str, tmp_path: Path) -> None:
+    python = sys.executable if backend == "torch" else PEERS
+    if not Path(python).exists():
+        pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
+    (tmp_path / "fit.py").write_text(hook_jobs.KERAS)
+    why = watched([python, "fit.py"], tmp_path, KERAS_BACKEND=backend)
+    assert f"on {backend}" in why.watched["inside the job"]
+    assert why.steps == 80
+    assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.15)
+    assert seconds(why, "eval") > 0
+    assert seconds(why, "checkpoint") > 0
+    assert "input_wait" in [finding.evidence[0].text.split(":")[0] for finding in why.findings]
+
+
+@pytest.mark.slow
+def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ddp.py").write_text(hook_jobs.RANKS)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    why = watched([sys.executable, *words], tmp_path)
+    assert (tmp_path / "run" / RANKS / "0001" / STEPS).exists()
+    assert (why.devices, why.steps, why.pictures) == (2, 40, 640)
+    assert "2 processes" in why.watched["inside the job"]
+    slow = next(finding for finding in why.findings if finding.cause == "straggler")
+    assert "rank 1 is the slow one" in slow.evidence[0].text

@@ -1,0 +1,166 @@
+"""Cells in, phases of each rank out."""
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.records import PHASES
+from stoker.watch.hook.stoker_hook import clock as hook
+from stoker.watch.inside import OF_SLOT, Account, Cell, Inside, cells_folder, hooked, phases_of, read_cell
+
+BEGIN_S = 1000.0
+
+
+def cell(name: str = "1.cell", *, running: str = "compute", begin_s: float = BEGIN_S, **values: float) -> Cell:
+    """A process of which `values` are known; its last mark follows from them."""
+    filled = dict.fromkeys(hook.SLOTS, 0.0) | {"rank": -1.0, "rate": -1.0, "begin": begin_s} | values
+    seconds = sum(filled[slot] for slot in (*OF_SLOT, "graph"))
+    filled |= {"mark": begin_s + seconds, "now_in": float(hook.SLOTS.index(running))}
+    share = filled.pop("share", None)
+    return Cell(name=name, pid=1, frameworks=("torch 2",), slots=hook.SLOTS, values=filled, input_share=share)
+
+
+def written(folder: Path, one: Cell, *, pid: int) -> None:
+    head = {"pid": pid, "frameworks": one.frameworks, "slots": one.slots}
+    values = struct.pack(f"{len(one.slots)}d", *(one.values[slot] for slot in one.slots))
+    (folder / one.name).write_bytes(json.dumps(head).encode().ljust(hook.HEAD_BYTES) + values)
+
+
+def test_every_slot_of_time_is_a_phase() -> None:
+    assert {*OF_SLOT, "graph"} == set(hook.SLOTS[hook.STARTUP :])
+    assert set(OF_SLOT.values()) <= set(PHASES)
+
+
+def test_what_runs_since_the_last_mark_is_still_running() -> None:
+    one = cell(running="input_wait", compute=3.0, input_wait=1.0, batches=1.0, maybe_work=0.5)
+    assert phases_of(one, BEGIN_S + 6.5)["input_wait"] == pytest.approx(3.0)
+    assert phases_of(one, None)["input_wait"] == 1.0
+    assert phases_of(one, None)["compute"] == 3.5
+
+
+def test_without_a_loader_nobody_knows_what_is_done_between_steps() -> None:
+    assert phases_of(cell(work=3.0, after_step=1.0), None)["unattributed"] == 4.0
+    assert phases_of(cell(compute=3.0, after_step=1.0, batches=1.0), None)["host"] == 1.0
+
+
+def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:
+    assert phases_of(cell(graph=10.0), None)["unattributed"] == 10.0
+    split = phases_of(cell(graph=10.0, share=0.9), None)
+    assert (split["input_wait"], split["compute"]) == (pytest.approx(9.0), pytest.approx(1.0))
+
+
+def test_a_wait_that_the_queue_of_the_device_outlasts_costs_nothing() -> None:
+    host = {"input_wait": 4.0, "compute": 5.0, "after_step": 1.0, "eval": 2.0, "batches": 9.0, "device": 1.0}
+    idle = phases_of(cell(**host, busy=5.0), None)
+    assert (idle["compute"], idle["input_wait"], idle["host"], idle["eval"]) == (5.0, 4.0, 1.0, 2.0)
+    hidden = phases_of(cell(**host, busy=9.0, device_comm=2.0), None)
+    assert (hidden["compute"], hidden["comm"], hidden["input_wait"]) == (7.0, 2.0, 1.0)
+    waiting = phases_of(cell(**host, busy=5.0, steps=9.0, syncs=9.0), None)
+    assert waiting["sync"] == 1.0
+
+
+seconds = st.floats(0.0, 100.0)
+
+
+@given(st.dictionaries(st.sampled_from([*OF_SLOT, "graph"]), seconds), seconds, seconds, st.booleans(), seconds)
+def test_phases_add_up_to_the_time(slots: dict[str, float], busy: float, comm: float, device: bool, on: float) -> None:
+    one = cell(**slots, busy=busy, device_comm=comm, device=float(device), batches=1.0)
+    now_s = one.values["mark"] + on
+    phases = phases_of(one, now_s)
+    assert min(phases.values()) >= 0
+    assert sum(phases.values()) == pytest.approx(now_s - BEGIN_S)
+
+
+moves = st.lists(st.tuples(st.sampled_from(sorted(OF_SLOT)), st.floats(0.01, 5.0), st.booleans()), min_size=1)
+
+
+@given(moves)
+def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[str, float, bool]]) -> None:
+    account, total_s, phases = Account(BEGIN_S), 0.0, dict.fromkeys(PHASES, 0.0)
+    values: dict[str, float] = {"batches": 1.0, "steps": 1.0}
+    for slot, took_s, corrected in done:
+        values[slot] = values.get(slot, 0.0) + took_s
+        if corrected:  # what may have been training was evaluation
+            values["eval"] = values.get("eval", 0.0) + values.pop("maybe_work", 0.0)
+        total_s += took_s
+        account.follow([cell(**values)], [], BEGIN_S + total_s)
+        seen = account.cut(BEGIN_S + total_s, took_s, rank=0, devices=2)
+        assert sum(seen.phases.values()) == pytest.approx(took_s * 2)
+        assert min(seen.phases.values()) >= 0
+        phases = {name: phases[name] + seen.phases.get(name, 0.0) for name in phases}
+    assert sum(phases.values()) == pytest.approx(total_s * 2)
+    if not any(corrected for _, _, corrected in done):
+        for slot, phase in OF_SLOT.items():
+            assert phases[phase] + 1e-6 >= values.get(slot, 0.0) * 2
+
+
+def test_a_second_training_is_followed_and_a_helper_is_not() -> None:
+    account = Account(BEGIN_S)
+    first = cell("a", compute=4.0, batches=1.0, steps=4.0, pictures=8.0)
+    helper = cell("h", startup=9.0, begin_s=BEGIN_S - 5.0)
+    account.follow([helper, first], [], BEGIN_S + 4.0)
+    assert account.cut(BEGIN_S + 4.0, 4.0, rank=0, devices=1).phases == {"compute": 4.0}
+    account.follow([helper], [first], BEGIN_S + 5.0)
+    assert account.cut(BEGIN_S + 6.0, 2.0, rank=0, devices=1).phases == {"unattributed": 2.0}
+    second = cell("b", begin_s=BEGIN_S + 6.0, running="startup", startup=1.0)
+    account.follow([helper, second], [first], BEGIN_S + 7.0)
+    assert account.cut(BEGIN_S + 7.0, 1.0, rank=0, devices=1).phases == pytest.approx({"startup": 1.0})
+    assert account.steps == 4
+
+
+def test_a_process_that_was_killed_was_in_its_last_phase_until_then() -> None:
+    account = Account(BEGIN_S)
+    hung = cell(running="comm", compute=1.0, comm=1.0, batches=1.0, steps=1.0)
+    account.follow([hung], [], BEGIN_S + 9.0)
+    account.follow([], [hung], BEGIN_S + 10.0)
+    assert account.cut(BEGIN_S + 10.0, 10.0, rank=0, devices=1).phases == pytest.approx(
+        {"compute": 1.0, "comm": 8.0, "unattributed": 1.0}
+    )
+
+
+def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    inside = Inside(tmp_path, devices=4, now_s=now_s)
+    for rank in (0, 1):
+        starts = cell(f"{rank}.cell", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
+        written(tmp_path, starts, pid=os.getpid())
+    inside.look()
+    (alone,) = inside.cut(now_s + 2.0, 2.0)
+    assert (alone.rank, alone.devices, alone.phases) == (0, 4, {"startup": 8.0})
+    for rank in (0, 1):
+        steps = cell(f"{rank}.cell", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0)
+        written(tmp_path, steps, pid=os.getpid())
+    inside.look()
+    assert [(one.rank, one.devices, one.steps) for one in inside.cut(now_s + 3.0, 1.0)] == [(0, 2, 3), (1, 2, 3)]
+    assert inside.said() == "recorded: torch 2 in 2 processes"
+
+
+def test_what_is_missing_is_said_with_its_reason(tmp_path: Path) -> None:
+    inside = Inside(tmp_path, devices=1, now_s=0.0)
+    assert "no Python of the job" in inside.said()
+    (tmp_path / "seen").touch()
+    assert "has loaded torch or Keras" in inside.said()
+    written(tmp_path, cell(), pid=os.getpid())
+    inside.look()
+    assert inside.said() == "not recorded: torch 2 was loaded, and no optimizer has stepped"
+    (tmp_path / "said-1").write_text("step: ValueError: x\n")
+    assert inside.said().endswith("; it failed at step: ValueError: x")
+    (tmp_path / "half.cell").write_bytes(b'{"pid": 1')
+    assert read_cell(tmp_path / "half.cell") is None
+
+
+def test_the_folder_of_the_cells_goes_with_the_watcher() -> None:
+    with cells_folder(False) as none:
+        assert none is None
+    with cells_folder(True) as folder:
+        assert folder is not None
+        assert folder.is_dir()
+        assert hooked({"PYTHONPATH": "/x", "A": "b"}, folder)["PYTHONPATH"].endswith("/hook:/x")
+        assert ":" not in hooked({}, folder)["PYTHONPATH"]  # an empty entry would be the current folder
+    assert not folder.exists()
