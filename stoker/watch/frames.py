@@ -169,6 +169,8 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
     """What a thread is in: one of KINDS or HELPER. stack: the innermost frame first; active: it runs, or wants to."""
     if any(_is(row, frame) for row in WORKERS for frame in stack):
         return HELPER
+    if _imports(stack):
+        return "other"
     rows = [_known(frame) for frame in stack]
     kinds = [row.kind for row in rows if row is not None]
     whole = next((row.kind for row in reversed(rows) if row is not None and row.whole), None)
@@ -197,6 +199,16 @@ def innermost_own(stack: Sequence[Frame], folder: str = "") -> str | None:
                 file = "/".join(file.split("/")[-3:])
             return f"{name} ({file}:{frame.line})"
     return None
+
+
+def _imports(stack: Sequence[Frame]) -> bool:
+    """Whether a module that is not the job's own is being imported."""
+    for frame in stack:
+        if is_own(frame):
+            return False
+        if _last(frame.function) == "_find_and_load":
+            return True
+    return False
 
 
 def _known(frame: Frame) -> Row | None:

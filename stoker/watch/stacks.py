@@ -37,7 +37,9 @@ IDLE_BELOW = 0.5
 COST_MOST = 0.025
 """Share of a core that sampling may take: with more processes, or slower samples, each is sampled more seldom."""
 PROCESSES_MOST = 8
-"""Python processes that are sampled, the busiest ones."""
+"""Python processes that are sampled, the busiest ones. Of a loader's worker or a launcher one sample is enough."""
+HELPERS_AGAIN = 12
+"""Looks after which these are asked once more."""
 FRAMES_MOST = 5
 LOOK_S = 0.5
 """Time between looks for the first Python process of a job; then once in a window."""
@@ -132,20 +134,22 @@ class _Window:
     main: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     frames: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def add(self, threads: list[_Thread]) -> None:
+    def add(self, threads: list[_Thread]) -> bool:
+        """Whether it may train: False of a helper."""
         main = next((t for t in threads if t.os_thread_id == self.pid or t.thread_name == "MainThread"), None)
         if main is None:
-            return  # it begins or ends
+            return True  # it begins or ends
         stack = [Frame(frame.name, self._absolute(frame.filename), frame.line) for frame in main.frames]
         kind = classify(stack, active=main.active)
         if kind == HELPER and not self.trains:
-            return
+            return False
         self.trains = True
         self.samples += 1
         self.active += sum(thread.active for thread in threads)
         self.main["idle" if kind == HELPER else kind] += 1
         if (own := innermost_own(stack, self.folder)) is not None:
             self.frames[own] += 1
+        return True
 
     def line(self, now_s: float, attempt: int) -> StackWindow:
         """Of the samples; it begins the next window."""
@@ -180,6 +184,8 @@ class Stacks:
         self._windows: dict[processes.Process, _Window] = {}
         self._ticks: dict[processes.Process, int] = {}
         self._is_python: dict[processes.Process, bool] = {}
+        self._helpers: set[processes.Process] = set()
+        self._looks = 0
         self._seen = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
@@ -221,7 +227,9 @@ class Stacks:
             window = self._windows[turn[-1]]
             spent_s = _children_cpu_s()
             try:
-                window.add(dump(window.pid, spy))
+                if not window.add(dump(window.pid, spy)):
+                    self._helpers.add(turn.pop())
+                    look_s = look_s if turn else now_s + LOOK_S  # all places were taken by helpers
                 window.failures = 0
                 self._seen = True
             except NotReadable as error:
@@ -241,6 +249,9 @@ class Stacks:
 
     def _choose(self) -> list[processes.Process]:
         """The busiest Python processes since the last look. Windows of those that are gone stay, to be written."""
+        self._looks += 1
+        if self._looks % HELPERS_AGAIN == 0:  # a launcher may have begun to train
+            self._helpers.clear()
         spent: dict[processes.Process, int] = {}
         for pid in processes.tree(self._pid):
             seen = processes.status(pid)
@@ -251,7 +262,8 @@ class Stacks:
                 self._is_python[one] = processes.is_python(pid)
             if self._is_python[one]:
                 spent[one] = seen.ticks
-        busy = sorted(spent, key=lambda one: self._ticks.get(one, 0) - spent[one])[:PROCESSES_MOST]
+        known = [one for one in spent if one not in self._helpers]
+        busy = sorted(known, key=lambda one: self._ticks.get(one, 0) - spent[one])[:PROCESSES_MOST]
         self._ticks = spent
         self._is_python = {one: told for one, told in self._is_python.items() if one in spent}
         for one in busy:

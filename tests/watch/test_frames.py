@@ -59,6 +59,8 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
         (("lib:multiprocessing/connection.py: wait", "torch/multiprocessing/spawn.py: ProcessContext.join"), HELPER),
         (("lib:selectors.py: select", "lib:subprocess.py: Popen.communicate"), HELPER),
         (("torch/nn/functional.py: <module>", "lib:importlib/__init__.py: import_module"), "other"),
+        (("torch/_ops.py: OpOverload.__init__", "torch/_decomp.py: <module>",
+          "lib:importlib/_bootstrap.py: _find_and_load"), "other"),
         (("somewhere/library.py: loop",), "python"),
         ((), "python"),
     ],
