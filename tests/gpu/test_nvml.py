@@ -1,0 +1,89 @@
+"""What the driver says of a real GPU, beside work whose size is known. The units of the GPM counters rest on this."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+from stoker.measuring.gpu import SELDOM, Gpus  # noqa: E402
+from stoker.measuring.witness import Driver  # noqa: E402
+from stoker.records import EVENTS, RunFolder, read_lines  # noqa: E402
+from stoker.schemas import Event, GpuSample  # noqa: E402
+
+
+def during(work: Callable[[], object], *, for_s: float = 2.0) -> tuple[GpuSample, int, float]:
+    """(the first GPU's sample of that time, how often the work was done, seconds)"""
+    gpus = Gpus()
+    work()
+    torch.cuda.synchronize()
+    gpus.sample()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < for_s:
+        work()
+        count += 1
+        if count % 8 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    took_s = time.perf_counter() - began
+    return gpus.sample()[0], count, took_s
+
+
+def has_gpm() -> None:
+    if not Gpus().describe()["gpus"][0]["gpm"]:
+        pytest.skip("GPM counters begin with Hopper")
+
+
+def test_a_gpu_that_multiplies_has_busy_multiprocessors_and_tensor_cores() -> None:
+    has_gpm()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    sample, _, _ = during(lambda: a @ a)
+    assert sample.sm_active is not None
+    assert sample.sm_active > 0.8
+    assert sample.tensor_active is not None
+    assert sample.tensor_active > 0.4
+    assert sample.energy_j
+
+
+def test_a_gpu_that_does_nothing_has_idle_multiprocessors() -> None:
+    has_gpm()
+    sample, _, _ = during(lambda: time.sleep(0.05))
+    assert sample.sm_active is not None
+    assert sample.sm_active < 0.05
+
+
+def test_copies_are_counted_in_bytes_a_second() -> None:
+    """100 MB at a time to the device: what the counter says must be what was copied, within a fifth."""
+    has_gpm()
+    host = torch.empty(100_000_000, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    sample, count, took_s = during(lambda: device.copy_(host, non_blocking=True))
+    assert sample.pcie_received_bytes_s == pytest.approx(count * host.numel() / took_s, rel=0.2)
+    assert sample.pcie_sent_bytes_s is not None
+    assert sample.pcie_sent_bytes_s < 0.2 * sample.pcie_received_bytes_s
+
+
+def test_a_sample_is_cheap() -> None:
+    gpus = Gpus()
+    gpus.sample()
+    began = time.thread_time()
+    for _ in range(2 * SELDOM):
+        gpus.sample()
+    assert (time.thread_time() - began) / (2 * SELDOM) < 0.05
+
+
+def test_the_witness_opens_listens_and_ends(tmp_path: Path) -> None:
+    with contextlib.closing(Driver(RunFolder(tmp_path, 1))) as driver:
+        deadline = time.monotonic() + 60
+        while not (samples := driver.sample()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert samples
+    assert samples[0].memory_total_bytes
+    assert [event.text for event in read_lines(tmp_path, EVENTS, Event)] == []
