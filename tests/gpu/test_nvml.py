@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from stoker.measuring.gpu import SELDOM, Gpus  # noqa: E402
+from stoker.measuring.gpu import Gpus  # noqa: E402
 from stoker.measuring.witness import Driver  # noqa: E402
 from stoker.records import EVENTS, RunFolder, read_lines  # noqa: E402
 from stoker.schemas import Event, GpuSample  # noqa: E402
@@ -68,15 +68,6 @@ def test_copies_are_counted_in_bytes_a_second() -> None:
     assert sample.pcie_received_bytes_s == pytest.approx(count * host.numel() / took_s, rel=0.2)
     assert sample.pcie_sent_bytes_s is not None
     assert sample.pcie_sent_bytes_s < 0.2 * sample.pcie_received_bytes_s
-
-
-def test_a_sample_is_cheap() -> None:
-    gpus = Gpus()
-    gpus.sample()
-    began = time.thread_time()
-    for _ in range(2 * SELDOM):
-        gpus.sample()
-    assert (time.thread_time() - began) / (2 * SELDOM) < 0.05
 
 
 def test_the_witness_opens_listens_and_ends(tmp_path: Path) -> None:
