@@ -354,8 +354,7 @@ class Training:
         self.write_window(self.ledger.window(0.0), NO_STEPS, 0)
 
     def take_in(self) -> None:
-        """Before something else than steps: lets the run know the newest score, when it is there; a signal meanwhile
-        saves the training at once."""
+        """Before something else than steps: takes in a score that is there; a signal meanwhile saves at once."""
         self.tracer.abandon()
         with self.ledger.phase("eval"):
             self.scorer.take_in(self.heed_signals)
