@@ -31,7 +31,7 @@ def quick(script: str, result: Path, *arguments: str, **variables: str) -> dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["index", "check", "ledger", "cache", "evaluate", "storage"])
+@pytest.mark.parametrize("script", ["index", "check", "ledger", "measure", "cache", "evaluate", "storage"])
 def test_a_quick_run_writes_its_results(script: str, tmp_path: Path) -> None:
     assert quick(script, tmp_path / "result.json")["bars"]
 

@@ -124,7 +124,7 @@ class Book:
             with writing("The run's folder cannot be made.", RUNS, fix=_FIX):
                 run = make_run(RUNS, stem)
         words = {"measured": True, "ranks": self.world} | ({} if price is None else {"price": price})
-        environment = describe_loop()
+        environment = describe_loop(folders={"run": run})
         try:
             held = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **words)
             self.folder, self.lock = self._stack.enter_context(held)

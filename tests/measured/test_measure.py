@@ -129,10 +129,13 @@ def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
 
 
 def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None:
-    with stoker.measure(run) as m, m.phase("eval"):
-        list(m.data(pairs(3, wait_s=0.02)))
-        with m.phase("checkpoint"):
-            time.sleep(0.01)
+    with stoker.measure(run) as m:
+        with m.phase("eval"):
+            list(m.data(pairs(3, wait_s=0.02)))
+            with m.phase("checkpoint"):
+                time.sleep(0.01)
+        with m.step():
+            pass
     found = totals(run)
     assert found.phases["eval"] >= 0.06
     assert "input_wait" not in found.phases
