@@ -36,6 +36,7 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
         (("PIL/ImageFile.py: ImageFile.load", "PIL/Image.py: Image.convert", *FETCH), "decode"),
         (("torchvision/io/image.py: decode_jpeg", *FETCH), "decode"),
         ((*MODULE, "torchvision/transforms/v2/_container.py: Compose.forward", *FETCH), "input_wait"),
+        (("torch/serialization.py: save", *FETCH), "input_wait"),  # a data set that keeps what it made
         (("PIL/Image.py: Image.resize",), "decode"),
         (("tensorflow/python/data/ops/iterator_ops.py: OwnedIterator._next_internal",), "input_wait"),
         (("keras/src/trainers/data_adapters/py_dataset_adapter.py: PyDatasetAdapter._standard_iterator",

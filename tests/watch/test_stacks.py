@@ -48,6 +48,7 @@ def until(what: Iterator[bool]) -> None:
         if is_so:
             return
         time.sleep(0.01)
+    raise AssertionError("did not happen")
 
 
 def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
