@@ -55,7 +55,7 @@ def known(folder: Path) -> dict[str, float]:
 
 
 def seconds(why: Why, phase: str) -> float:
-    return next((row.seconds for row in why.phases if row.phase == phase), 0.0)
+    return next((row.device_s for row in why.phases if row.phase == phase), 0.0)
 
 
 def test_its_files_are_python_3_8_and_alone() -> None:
@@ -105,8 +105,8 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     assert cell.values["rate"] == 0.05
     phases = phases_of(cell, None)
     itself = known(tmp_path)
-    assert itself["wait"] <= phases["input_wait"]  # and the start of the worker
-    assert itself["eval"] <= phases["eval"] < itself["eval"] * 1.5
+    assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.05, abs=0.02)
+    assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
     assert phases["checkpoint"] > 0
     assert sum(phases.values()) == pytest.approx(cell.values["mark"] - cell.values["begin"])
 
@@ -130,8 +130,8 @@ def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
     assert why.watched["inside the job"].startswith("recorded: torch 2")
     assert why.steps == 1 + 64 + 2
     assert why.pictures == 4 + 512 + 8
-    assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.15)
-    assert "input_wait" in [finding.evidence[0].text.split(":")[0] for finding in why.findings]
+    assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.1)
+    assert seconds(why, "compute") > 0
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
     cell = the_cell(tmp_path)
     assert (cell.values["steps"], cell.values["batches"], cell.values["pictures"]) == (steps, 16, 128)
     phases = phases_of(cell, None)
-    assert phases["input_wait"] == pytest.approx(known(tmp_path)["wait"] * 15 / 16, rel=0.25)  # less the first batch
+    assert phases["input_wait"] == pytest.approx(known(tmp_path)["naps"] * 15 / 16, rel=0.3)  # less the first batch
     assert 0 < phases["eval"] < phases["input_wait"]
     assert phases["checkpoint"] > 0
 
@@ -174,10 +174,12 @@ def test_fit_of_keras_with_a_slow_input(backend: str, tmp_path: Path) -> None:
     why = watched([python, "fit.py"], tmp_path, KERAS_BACKEND=backend)
     assert f"on {backend}" in why.watched["inside the job"]
     assert why.steps == 80
-    assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.15)
+    assert seconds(why, "input_wait") == pytest.approx(
+        known(tmp_path)["naps"], rel=0.15 if backend == "torch" else 0.25
+    )
+    assert seconds(why, "input_wait") > seconds(why, "compute")
     assert seconds(why, "eval") > 0
     assert seconds(why, "checkpoint") > 0
-    assert "input_wait" in [finding.evidence[0].text.split(":")[0] for finding in why.findings]
 
 
 @pytest.mark.slow
