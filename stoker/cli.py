@@ -225,6 +225,7 @@ def watch(
     pid: Annotated[int | None, Parameter(group="Run")] = None,
     run: Annotated[str | None, Parameter(group="Run")] = None,
     hook: Annotated[bool, Parameter(group="Run", negative="--no-hook")] = True,
+    monitor: Annotated[Monitoring, Parameter(name="*", group="Monitoring")] = Monitoring(),  # noqa: B008  # frozen
 ) -> None:
     """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
 
@@ -254,7 +255,9 @@ def watch(
 
     if pid is not None and command:
         raise UsageError("--pid is of a job that runs, and behind `--` one is started.", fix="give one of the two")
-    sys.exit(attach(pid, run) if pid is not None else watch_job(list(command), run, hook=hook))
+    if pid is not None:
+        sys.exit(attach(pid, run, monitor))
+    sys.exit(watch_job(list(command), run, hook=hook, monitor=monitor))
 
 
 @app.command(sort_key=6)

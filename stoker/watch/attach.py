@@ -24,6 +24,8 @@ from stoker.cgroup import Cgroup
 from stoker.diagnose.alive import boot_id
 from stoker.errors import UsageError
 from stoker.measuring.environment import describe_job, masked
+from stoker.monitor.monitor import monitoring
+from stoker.monitor.options import Monitoring
 from stoker.records import OUTPUT
 from stoker.watch import processes, stacks
 from stoker.watch.keeper import Log
@@ -60,24 +62,25 @@ class Job:
         return self.process.pid
 
 
-def attach(pid: int, run: str | None = None) -> int:
+def attach(pid: int, run: str | None = None, monitor: Monitoring = Monitoring()) -> int:  # noqa: B008
     """Watches a process until it ends or a signal asks us to stop; its exit code as a shell says it, 0 where that is
     not known and where the job lives on.
 
-    run: folder of the run; default runs/watch-NAME-N. Raises UsageError when there is no such process or it may not be
-    watched; StorageError when the run's folder cannot be used.
+    run: folder of the run; default runs/watch-NAME-N. monitor: who is told of what meanwhile. Raises UsageError when
+    there is no such process or it may not be watched; ConfigError where what is asked for cannot be had; StorageError
+    when the run's folder cannot be used.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError("`stoker watch` runs on Linux only.", cause="it needs pidfds and /proc")
     job = _open(pid)
     try:
         with _output_of(job) as (files, said):
-            return _watch(job, files, said, run)
+            return _watch(job, files, said, run, monitor)
     finally:
         os.close(job.handle)
 
 
-def _watch(job: Job, files: list[BinaryIO], said: str, run: str | None) -> int:
+def _watch(job: Job, files: list[BinaryIO], said: str, run: str | None, monitor: Monitoring) -> int:
     tiers = {
         "driver and kernel": "recorded",
         "output": said,
@@ -90,15 +93,16 @@ def _watch(job: Job, files: list[BinaryIO], said: str, run: str | None) -> int:
         recorder = Recorder(folder, job.command, tiers=tiers, output=output)
         said = f"records {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends that, not the job"
         print(f"stoker watch: {said}", file=sys.stderr, flush=True)
-        with _asked_to_stop() as asked, recorder.following(job.pid):
-            ready, _, _ = select.select([job.handle, asked], [], [])
-            ended = job.handle in ready
-            code = exit_code(job) if ended else None
-        if not ended:
-            recorder.detached()
-            print(f"stoker watch: the job lives on; `stoker why {folder.path}`", file=sys.stderr)
-            return 0
-        recorder.ended(code)
+        with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.handle, signal.SIGTERM)):
+            with _asked_to_stop() as asked, recorder.following(job.pid):
+                ready, _, _ = select.select([job.handle, asked], [], [])
+                ended = job.handle in ready
+                code = exit_code(job) if ended else None
+            if not ended:
+                recorder.detached()
+                print(f"stoker watch: the job lives on; `stoker why {folder.path}`", file=sys.stderr)
+                return 0
+            recorder.ended(code)
     how = "its exit code is not known" if code is None else f"exit code {code if code >= 0 else 128 - code}"
     print(f"stoker watch: the job ended, {how}; `stoker why {folder.path}`", file=sys.stderr)
     return 0 if code is None else code if code >= 0 else 128 - code

@@ -18,6 +18,8 @@ import termios
 from pathlib import Path
 
 from stoker.errors import StorageError, UsageError
+from stoker.monitor.monitor import monitoring
+from stoker.monitor.options import Monitoring
 from stoker.records import OUTPUT
 from stoker.watch import keeper
 from stoker.watch.inside import cells_folder, hooked
@@ -33,19 +35,32 @@ DRAIN_S = 1.0
 """When the log has not grown for so long after the job's end, a process that the job left behind holds its output."""
 
 
-def watch(command: list[str], run: str | None = None, *, hook: bool = True) -> int:
+def watch(
+    command: list[str],
+    run: str | None = None,
+    *,
+    hook: bool = True,
+    monitor: Monitoring = Monitoring(),  # noqa: B008
+) -> int:
     """Runs a job to its end and returns its exit code; where a signal ended it, ends this process by the same one.
 
-    run: folder of the run; default runs/watch-NAME-N. hook: whether its Python processes are timed from the inside. A
-    program that does not start is 127 (not found) or 126, as in a shell. Raises UsageError, StorageError when the run's
-    folder cannot be used: the job is not started then.
+    run: folder of the run; default runs/watch-NAME-N. hook: whether its Python processes are timed from the inside.
+    monitor: who is told of what meanwhile. A program that does not start is 127 (not found) or 126, as in a shell.
+    Raises UsageError, ConfigError, StorageError when the run's folder or what is asked for cannot be had: the job is
+    not started then.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError("`stoker watch` runs on Linux only.", cause="it needs to know who sent a signal")
     if not command:
         raise UsageError("Which job should be watched?", fix="stoker watch -- python train.py")
+    monitor.check()
     tiers = TIERS if hook else {**TIERS, INSIDE_TIER: "not recorded: --no-hook"}
-    with open_run_folder(run, command, tiers=tiers) as (folder, lock), cells_folder(hook) as cells:
+    with (
+        open_run_folder(run, command, tiers=tiers) as (folder, lock),
+        cells_folder(hook) as cells,
+        contextlib.ExitStack() as stack,
+    ):
+        started: list[int] = []
         recorder = Recorder(folder, command, tiers=tiers, cells=cells)
         environment = dict(os.environ) if cells is None else hooked(os.environ, cells)
         if hook and cells is None:
@@ -61,8 +76,11 @@ def watch(command: list[str], run: str | None = None, *, hook: bool = True) -> i
             os.close(done)
             if any(not os.read(written, 1) for _ in streams):
                 raise StorageError("The process that carries the job's output did not start.", place=keeper.__file__)
+            # after the mask: its threads are not to take signals that are for the job
+            stack.enter_context(monitoring(folder, monitor, stop=lambda: _ask_to_end(started)))
             try:
                 job = _start_job(command, streams, mask, environment)
+                started.append(job)
             except OSError as error:
                 code = 127 if error.errno == errno.ENOENT else 126
                 recorder.failed_to_start(error, code)
@@ -74,14 +92,23 @@ def watch(command: list[str], run: str | None = None, *, hook: bool = True) -> i
                 os.close(slave)
         with recorder.following(job):
             status = _wait(job)
+            started.clear()
             _drain(written, log)
         code = os.waitstatus_to_exitcode(status)
         recorder.ended(code)
+        stack.close()
         if os.isatty(2):  # elsewhere nothing is added to what the job says
             print(f"stoker watch: {'done' if code == 0 else _how(code)}; `stoker why {folder.path}`", file=sys.stderr)
     if code < 0:
         _end_by(-code)
     return code
+
+
+def _ask_to_end(started: list[int]) -> None:
+    """As `kill` does; nothing where the job has not started or has ended."""
+    for job in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job, signal.SIGTERM)
 
 
 Stream = tuple[int, int, list[int]]
@@ -156,15 +183,9 @@ def _wait(job: int) -> int:
     while True:
         came = signal.sigwaitinfo(FORWARDED | {signal.SIGCHLD})
         if came.si_signo == signal.SIGCHLD:
-            while True:
-                try:
-                    pid, status = os.waitpid(-1, os.WNOHANG)
-                except ChildProcessError:
-                    break
-                if pid == job:
-                    return status
-                if pid == 0:
-                    break
+            pid, status = os.waitpid(job, os.WNOHANG)  # whoever started another child waits for it
+            if pid == job:
+                return status
         elif came.si_code <= 0:  # SI_USER, SI_QUEUE, SI_TKILL: a process sent it
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job, came.si_signo)

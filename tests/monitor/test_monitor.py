@@ -4,6 +4,9 @@ import http.server
 import io
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -251,3 +254,17 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
         monitoring(folder, Monitoring(track=("wandb",)), stop=never),
     ):
         raise AssertionError("started")
+
+
+def test_a_watched_job_is_told_of_and_ended(tmp_path: Path) -> None:
+    """By the command line: a job that would run for a minute."""
+    job = tmp_path / "job.py"
+    loop = "for n in range(1200):\n    time.sleep(0.05)\n    print(f'step {n} loss={1 / (n + 1)}', flush=True)\n"
+    job.write_text(f"import time\n{loop}")
+    asked = ["--alert", "loss < 2", "--alert-exit", "--alert-command", "exit 3"]
+    watch = [sys.executable, "-m", "stoker", "watch", "--run", str(tmp_path / "run"), "--no-hook"]
+    command = [*watch, *asked, "--", sys.executable, str(job)]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=50).returncode == -signal.SIGTERM
+    told = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]
+    assert ("failed", "job ended by signal 15") in told
+    assert ("warning", "the command of an alert ended with 3: ") in told
