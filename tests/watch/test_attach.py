@@ -22,6 +22,7 @@ from stoker.records import DEVICES, EVENTS, OUTPUT, STEPS, RunFolder, read_lines
 from stoker.report.why import gather
 from stoker.schemas import DeviceSample, Event, StepWindow
 from stoker.watch import attach as attach_module
+from stoker.watch import recorder
 from stoker.watch.attach import FileOutput, attach, exit_code
 from stoker.watch.keeper import Log
 from stoker.watch.processes import Process, status
@@ -170,6 +171,30 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     ended = of_run(run)
     assert ended is not None
     assert ended.exit_code is None
+
+
+def test_a_living_job_that_spins_on_an_empty_file_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "SPINS_S", 0.1)
+    monkeypatch.setattr(recorder, "LOOK_S", 0.02)
+    empty = tmp_path / "train-00003.tfrecord"
+    empty.touch()
+    parent, pid = stranger("exit 0", tmp_path, output=f"5<{empty}")
+    run = tmp_path / "run"
+
+    def warned() -> bool:
+        return any(event.data.get("empty_inputs") == [str(empty)] for event in events(run) if event.kind == "warning")
+
+    def end() -> None:
+        for _ in range(1000):
+            if warned():
+                break
+            time.sleep(0.01)
+        parent.communicate()
+
+    with when_begun(run, end):
+        assert attach(pid, str(run)) == 0
+    assert warned()
+    assert events(run)[-1].data["empty_inputs"] == [str(empty)]
 
 
 def test_a_number_that_was_given_again_is_another_process(tmp_path: Path) -> None:
