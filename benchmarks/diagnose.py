@@ -160,7 +160,7 @@ class Bench:
                     start_new_session=True,
                 )  # fmt: skip
                 try:
-                    code = self._wait(job, plan)
+                    code = self._wait(job, plan, folder / "job.0.json")
                     findings = self._why(run)
                 finally:
                     with contextlib.suppress(ProcessLookupError):
@@ -207,12 +207,16 @@ class Bench:
             return [*job, "--measure", str(run)]
         return [python, "-m", "stoker", "watch", "--run", str(run), "--", *job]
 
-    def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan) -> int | None:
-        """The exit code; None of a job that lives still."""
-        if plan.live_s is None:
+    def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan, said: Path) -> int | None:
+        """The exit code; None of a job that lives still. said: the file in which it tells of its steps."""
+        if plan.still_s is None:
             return job.wait(TIMEOUT_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return job.wait(plan.live_s)
+        ends = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < ends:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return job.wait(0.5)
+            if said.exists() and time.time() - said.stat().st_mtime > plan.still_s:
+                break
         return None
 
     def _why(self, run: Path) -> list[dict[str, Any]]:

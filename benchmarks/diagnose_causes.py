@@ -75,7 +75,7 @@ _ROWS = (
         accepts=("host_memory_killed",), plan=plans.memory_kill,
     ),
     Cause(
-        name="disk_full", kinds=("stoker", "measure", "watch"), weak=(4, 8), strong=(0.5, 1.5), unit="MB of room",
+        name="disk_full", kinds=("stoker", "measure", "watch"), weak=(1.5, 3), strong=(0.3, 0.8), unit="MB of room",
         accepts=("disk_full", "checkpoints_failed", "disk_nearly_full"), plan=plans.disk_full,
     ),
     Cause(

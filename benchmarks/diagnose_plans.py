@@ -50,8 +50,8 @@ class Plan:
     """Of `stoker train`: one of `diagnose_data.SETS`, `pngN` of N pixels, or an address."""
     stretch: float = 1.0
     """How much longer than a healthy one a step of `stoker train` takes."""
-    live_s: float | None = None
-    """The job does not end by itself: it is asked about after so long, while it lives, and then killed."""
+    still_s: float | None = None
+    """The job does not end by itself: it is asked about when it has stood still for so long, and then killed."""
 
 
 Maker = Callable[[Case], Plan]
@@ -195,7 +195,7 @@ def hang(case: Case) -> Plan:
     options = ("--fault", "hang", "--ranks", "2", "--level", f"{case.level:.4g}")
     if case.strong:  # gloo gives up
         return Plan((*options, "--timeout", "6"))
-    return Plan((*options, "--timeout", "600"), live_s=26.0)
+    return Plan(options, still_s=15.0)
 
 
 def bad_pictures(case: Case) -> Plan:
