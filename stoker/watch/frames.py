@@ -157,7 +157,7 @@ _COMPUTE_LINE = re.compile(r"\.(backward|matmul|mm|bmm|conv2d|sgd|step)\(|\s@\s"
 _LINES = (("sync", _SYNC_LINE), ("decode", _DECODE_LINE), ("compute", _COMPUTE_LINE))
 """Of a line of the job's own in which the innermost frame is: what the C function does that it calls."""
 
-_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_")
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/watch/hook/")
 
 
 def is_own(frame: Frame) -> bool:
