@@ -7,8 +7,10 @@ storage that all ranks see; a rank that does not see it says so once and goes on
 """
 
 import contextlib
+import functools
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -17,6 +19,8 @@ from typing import Any
 
 from stoker.errors import UsageError, writing
 from stoker.measuring.environment import describe_loop
+from stoker.monitor.monitor import monitoring
+from stoker.monitor.options import Monitoring
 from stoker.records import EVENTS, RANKS, STEPS, RunFolder, make_run, read_lines, recording
 from stoker.schemas import Event, StepWindow
 
@@ -41,10 +45,21 @@ class Book:
     """Writes a run's records. first_step: optimizer steps that a resumed loop has behind it; None: those on record.
 
     number: how many loops this process has measured before, so that the ranks mean the same one.
-    Raises UsageError, StorageError when the folder cannot be used: of rank 0, at once.
+    monitor: of rank 0, who is told of what meanwhile.
+
+    Raises UsageError, StorageError when the folder cannot be used, ConfigError where what `monitor` asks for cannot be
+    had: of rank 0, at once.
     """
 
-    def __init__(self, run: Path | None, stem: str, price: float | None, first_step: int | None, number: int) -> None:
+    def __init__(
+        self,
+        run: Path | None,
+        stem: str,
+        price: float | None,
+        first_step: int | None,
+        number: int,
+        monitor: Monitoring,
+    ) -> None:
         self.rank, self.world = rank_and_world()
         self.step, self.redo_until = first_step or 0, 0
         """Steps behind it, and up to which an earlier attempt has come: those are done again."""
@@ -56,7 +71,14 @@ class Book:
         self._warned = False
         self._stack = contextlib.ExitStack()
         if self.rank == 0:
-            self._open(run, stem, price, first_step)
+            monitor.check()
+            folder = self._open(run, stem, price, first_step)
+            stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+            try:
+                self._stack.enter_context(monitoring(folder, monitor, stop=stop))
+            except BaseException:
+                self._stack.close()
+                raise
 
     @property
     def path(self) -> Path | None:
@@ -119,7 +141,7 @@ class Book:
             os.close(nowhere)
         self.lock = None
 
-    def _open(self, run: Path | None, stem: str, price: float | None, first_step: int | None) -> None:
+    def _open(self, run: Path | None, stem: str, price: float | None, first_step: int | None) -> RunFolder:
         if run is None:
             with writing("The run's folder cannot be made.", RUNS, fix=_FIX):
                 run = make_run(RUNS, stem)
@@ -138,6 +160,7 @@ class Book:
             self.step = before
         else:
             self.redo_until = before
+        return self.folder
 
     def _meet(self) -> None:
         """Rank 0 tells the others where the records are, the others ask; nothing where it is known or cannot be yet."""

@@ -23,6 +23,7 @@ from stoker.measured.inside import Inside, LateClock
 from stoker.measured.numbers import Logged, count_pictures
 from stoker.measuring.ledger import SAYABLE, Account, Ledger
 from stoker.measuring.witness import Witness
+from stoker.monitor.options import Monitoring
 from stoker.schemas import StepWindow
 
 WINDOW_S = 1.0
@@ -42,6 +43,7 @@ def measure(
     price: float | None = None,
     pictures: int | Callable[[Any], int] | None = None,
     first_step: int | None = None,
+    monitor: Monitoring = Monitoring(),  # noqa: B008  # frozen
 ) -> "Measure":
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
@@ -58,12 +60,20 @@ def measure(
     else the CPU. price: money per device-hour. pictures: how many pictures a batch has, as a number or a function of
     the batch; default: the length of its first tensor, array or list. first_step: optimizer steps that a resumed loop
     has behind it: those that are on record and done again are `recovery`; default: numbered on from the record.
+    monitor: alerts, a port for Prometheus, trackers (docs/monitoring.md); `alert_exit` sends this process SIGTERM.
 
     Entering raises UsageError when the folder belongs to a training or a living job, or another `measure` is open;
-    StorageError when it cannot be written.
+    StorageError when it cannot be written; ConfigError where what `monitor` asks for cannot be had.
     """
     asked = None if run is None else Path(run).expanduser()
-    return Measure(asked, name=name, device=device, price=price, pictures=pictures, first_step=first_step)
+    told: dict[str, Any] = {
+        "name": name,
+        "device": device,
+        "price": price,
+        "pictures": pictures,
+        "first_step": first_step,
+    }
+    return Measure(asked, **told, monitor=monitor)
 
 
 class Measure:
@@ -78,6 +88,7 @@ class Measure:
         price: float | None,
         pictures: int | Callable[[Any], int] | None,
         first_step: int | None,
+        monitor: Monitoring,
     ) -> None:
         self.picture_count = 0
         """Pictures of all steps so far."""
@@ -86,6 +97,7 @@ class Measure:
         self.gives_way = False
         """Whether another measure ends this one: of a framework, which may not have told that its training ended."""
         self._run, self._name, self._price, self._first_step = run, name, price, first_step
+        self._monitor = monitor
         self._device = None if device is None else str(device)
         self._pictures = pictures
         self._uncounted = False
@@ -119,7 +131,7 @@ class Measure:
         if self._closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         began_s = time.perf_counter()
-        self._book = Book(self._run, self._name or _script(), self._price, self._first_step, _entered)
+        self._book = Book(self._run, self._name or _script(), self._price, self._first_step, _entered, self._monitor)
         _entered += 1
         self.step_count = self._book.step
         self._written_steps = self.step_count

@@ -5,6 +5,7 @@ run goes on.
 """
 
 import contextlib
+import os
 import platform
 import sys
 import threading
@@ -53,12 +54,15 @@ def monitoring(
         if not sinks:
             yield
             return
-        thread = _Thread(folder, sinks)
+        thread, process = _Thread(folder, sinks), os.getpid()
         thread.start()
         try:
             yield
         finally:
-            thread.end()
+            if os.getpid() == process:
+                thread.end()
+            else:  # forked off: threads, server and connections are the parent's
+                stack.pop_all()
 
 
 def _tell(delivery: Delivery, told: Alerts, line: Seen) -> None:

@@ -1,5 +1,7 @@
 """`stoker.measure` around real loops: what it writes, what it leaves alone, and how it ends."""
 
+import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 import stoker
-from stoker.errors import DataError, UsageError
+from stoker.errors import ConfigError, DataError, UsageError
 from stoker.measured.measure import PHASES
+from stoker.monitor.options import Monitoring
 from stoker.records import CONFIG, EVENTS, FINDINGS, STEPS, locked, read_lines
 from stoker.report.why import gather
 from stoker.schemas import Event, StepWindow
@@ -283,6 +286,31 @@ def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path
             pass
     assert totals(run).steps == 2
     assert [event.kind for event in events(run)] == ["started", "finished"]
+
+
+def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
+    told = run.parent / "told"
+    monitor = Monitoring(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
+    with stoker.measure(run, monitor=monitor) as m:
+        with m.step():
+            m.log(loss=9.0)
+        child = os.fork()
+        if child == 0:
+            try:
+                m.close()
+                del m
+                gc.collect()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert [json.loads(line + "}")["rule"] for line in told.read_text().split("}")[:-1]] == ["loss > 5", "on finished"]
+    with (
+        pytest.raises(ConfigError, match="cannot be understood"),
+        stoker.measure(run, monitor=Monitoring(alert=("x",))),
+    ):
+        raise AssertionError("entered")
+    with stoker.measure(run):
+        pass  # the folder is free again
 
 
 def test_workers_of_a_loader_leave_it_alone(run: Path) -> None:
