@@ -170,3 +170,10 @@ def test_a_loader_that_fails_leaves_the_clock_in_order(timed: Timed) -> None:
     assert timed.clock.is_free()
     assert timed.count(hook.EPOCHS) == 0
     assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0}
+
+
+def test_a_job_that_only_evaluates_is_not_starting_for_ever(timed: Timed) -> None:
+    timed.clock.show()
+    timed.takes(1.0)
+    timed.batch(Source(), works=1.0, evaluates=True)
+    assert timed.seconds() == {"startup": 1.0, "eval": 2.0}
