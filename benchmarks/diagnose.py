@@ -146,7 +146,7 @@ class Bench:
     def _run(self, cause: Cause, kind: str, plan: Plan, folder: Path) -> dict[str, Any]:
         run, log = folder / "run", folder / "job"
         with plan.around() as around:
-            command = self._command(kind, plan, run, log)
+            command = self._command(kind, plan, max(cause.least_s, self.arguments.seconds), run, log)
             variables = {
                 **os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "PYTHONPATH": str(ROOT),
                 "STOKER_CACHE_DIR": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "torch",
@@ -185,23 +185,22 @@ class Bench:
             "facts": facts,
         }
 
-    def _command(self, kind: str, plan: Plan, run: Path, log: Path) -> list[str]:
+    def _command(self, kind: str, plan: Plan, seconds: float, run: Path, log: Path) -> list[str]:
         python = sys.executable
         if kind == "stoker":
             data = plan.data
             if not data.startswith("gs://"):
                 with self._lock:
                     data = str(data_set(self.base, data))
-            steps = max(30, round(self.arguments.seconds / self.machine.step_s / plan.stretch))
+            steps = max(30, round(seconds / self.machine.step_s / plan.stretch))
             return [
                 python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
                 "--canvas", "96", "96", "--eager", "--for", str(steps),
                 *defaults(plan.options, ("--batch", str(BATCH)), ("--eval-every", "0"), ("--checkpoint-every", "0")),
                 *plan.options,
             ]  # fmt: skip
-        seconds = str(self.arguments.seconds)
         script = HERE / SCRIPTS[kind]
-        job = [python, str(script), "--data", str(self.base / "pictures"), "--log", str(log), "--seconds", seconds]
+        job = [python, str(script), "--data", str(self.base / "pictures"), "--log", str(log), "--seconds", str(seconds)]
         job += plan.options
         if kind == "measure":
             return [*job, "--measure", str(run)]

@@ -29,6 +29,8 @@ class Cause:
     plan: Callable[[Case], Plan]
     known: bool = False
     """The injector of a plain job says how much time it took."""
+    least_s: float = 0.0
+    """That the loop has to last for the cause to be seen."""
     rests: bool = False
     """Strong, the job leaves most of a core alone: another such one may run beside it."""
 
@@ -138,21 +140,28 @@ _ROWS = (
 )  # fmt: skip
 
 
-def _simulated(name: str, wrong: driver.Wrong, weak: Range, strong: Range, unit: str, *accepts: str) -> Cause:
+def _simulated(
+    name: str, wrong: driver.Wrong, weak: Range, strong: Range, unit: str, *accepts: str, least_s: float = 0.0
+) -> Cause:
     return Cause(
         name=f"{name} (simulated)", kinds=("simulated",), weak=weak, strong=strong, unit=unit, accepts=accepts,
-        plan=plans.simulated(wrong), rests=True,
+        plan=plans.simulated(wrong), least_s=least_s, rests=True,
     )  # fmt: skip
 
+
+SELDOM_S = 28.0
+"""What a driver is asked every ten seconds only has been asked three times then (measuring/gpu.py)."""
 
 _SIMULATED = (
     _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "share of the seconds", "gpu_hot"),
     _simulated("power limit", driver.power_capped, (0.33, 0.4), (0.5, 0.65), "of the clock", "gpu_power_capped"),
     _simulated("low clock", driver.clock_low, (0.38, 0.45), (0.55, 0.75), "of the clock", "gpu_clock_low"),
     _simulated("slow PCIe", driver.pcie_degraded, (1, 1), (2, 4), "halvings", "pcie_degraded"),
-    _simulated("ECC errors", driver.memory_errors, (30, 100), (1000, 5000), "a second", "gpu_memory_errors"),
+    _simulated("ECC errors", driver.memory_errors, (30, 100), (1000, 5000), "a second", "gpu_memory_errors",
+               least_s=SELDOM_S),
     _simulated("Xid", driver.xid, (0, 0), (1, 1), "1: number 79, 0: 31", "gpu_errors", "gpu_fault"),
-    _simulated("others on the GPU", driver.others, (0.3, 0.5), (0.8, 1), "share of the seconds", "gpu_shared"),
+    _simulated("others on the GPU", driver.others, (0.33, 0.33), (1, 1), "share of the time", "gpu_shared",
+               least_s=SELDOM_S),
     _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "gpu_underfilled"),
     _simulated("no tensor cores", driver.no_tensor_cores, (0.005, 0.015), (0, 0), "of the time",
                "tensor_cores_unused"),
