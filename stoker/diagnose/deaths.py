@@ -14,7 +14,7 @@ from stoker.diagnose.catalogue import Reason
 
 
 class Sign(msgspec.Struct, frozen=True):
-    """A line of output. source: letters of R, B and I."""
+    """A line of output. The pattern also finds its line in a text of many. source: letters of R, B and I."""
 
     pattern: re.Pattern[str]
     source: str
@@ -34,7 +34,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _says(pattern: str, source: str, *, harmless: bool = False) -> Sign:
-    return Sign(re.compile(pattern), source, harmless)
+    return Sign(re.compile(pattern, re.MULTILINE), source, harmless)
 
 
 _DEATHS = (

@@ -5,7 +5,9 @@ The ways to die and their signs are data: `deaths.py`. What nothing proves is no
 job ended and what is not known. Losses of time are `rules.py`.
 """
 
+import bisect
 import dataclasses
+import itertools
 import re
 import signal
 
@@ -135,8 +137,8 @@ def _of_matches(ended: Ended, said: list[_Match], matches: list[_Match]) -> Find
     """The most specific cause of those said, the newest line of it first."""
     order = list(DEATHS)
     death = min((match.death for match in said), key=lambda death: order.index(death.id))
-    lines = [match.line for match in reversed(said) if match.death is death]
-    lines += [match.line for match in matches if match.death is death and match.line not in lines]
+    newest = [match.line for match in reversed(said) if match.death is death]
+    lines = list(dict.fromkeys([*newest, *(match.line for match in matches if match.death is death)]))
     evidence = [_quote(line) for line in lines[:_LINES]]
     if death.id == "collective_timeout":
         evidence += _ranks(lines)
@@ -189,14 +191,30 @@ def _also(ended: Ended, matches: list[_Match], known: set[str]) -> list[Finding]
 
 def _matches(lines: tuple[Line, ...]) -> list[_Match]:
     """Each line counts for the most specific row that knows it."""
+    texts = [bare(line.text) for line in lines]
     found = []
-    for index, line in enumerate(lines):
-        text = bare(line.text)
+    for index in sorted(_candidates(texts)):
         for death in DEATHS.values():
-            sign = next((sign for sign in death.signs if sign.pattern.search(text)), None)
+            sign = next((sign for sign in death.signs if sign.pattern.search(texts[index])), None)
             if sign is not None:
-                found.append(_Match(death, sign, line, index))
+                found.append(_Match(death, sign, lines[index], index))
                 break
+    return found
+
+
+def _candidates(texts: list[str]) -> set[int]:
+    """Places of the lines that any sign may know, and of few others: each sign looks through all lines as one text,
+    which most are not in, ten times as fast as through one line after the other."""
+    whole = "\n".join(texts)
+    ends = list(itertools.accumulate(len(text) + 1 for text in texts))
+    found: set[int] = set()
+    for death in DEATHS.values():
+        for sign in death.signs:
+            match = sign.pattern.search(whole)
+            while match is not None:
+                index = bisect.bisect_right(ends, match.start())
+                found.add(index)  # where it also matches across lines, the line alone decides
+                match = sign.pattern.search(whole, ends[index])
     return found
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.deaths import DEATHS, UNEXPLAINED
 from stoker.diagnose.ended import Still
-from stoker.diagnose.output import OUTPUT_BYTES, lines_of, read_output
-from stoker.diagnose.postmortem import Ended, explain, of_run
+from stoker.diagnose.output import OUTPUT_BYTES, bare, lines_of, read_output
+from stoker.diagnose.postmortem import Ended, _matches, explain, of_run
 from stoker.diagnose.rules import diagnose
 from stoker.records import DEVICES, OUTPUT, STACKS, STEPS, RunFolder, locked
 from stoker.schemas import DeviceSample, Finding, GpuSample, StackWindow, StepWindow
@@ -569,3 +569,32 @@ def test_how_long_nothing_had_moved_is_read_from_steps_output_and_stacks(tmp_pat
     assert ended.still.cores == pytest.approx(0.02)
     assert (ended.still.waits_in, ended.still.frame) == ("comm", "comm (train.py:3)")
     assert diagnose(run)[0].cause == "hang"
+
+
+PARTS = [line for lines in SAID.values() for line in lines] + [
+    "DataLoader worker (pid(s) 12,",
+    "13) exited unexpectedly",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(PARTS),
+            st.tuples(st.sampled_from(PARTS), st.integers(0, 60)).map(lambda both: both[0][both[1] :]),
+            st.tuples(st.sampled_from(PARTS), st.integers(1, 60)).map(lambda both: both[0][: both[1]]),
+            st.sampled_from(["", "  MemoryError", "[rank1]: MemoryError", "xMemoryError", "path", "step 3 loss=1"]),
+            st.text(alphabet=st.characters(exclude_characters="\n"), max_size=20),
+        ),
+        max_size=8,
+    )
+)
+def test_lines_that_are_looked_through_together_are_known_as_each_by_itself(texts: list[str]) -> None:
+    lines = lines_of("\n".join(texts).encode("utf-8", errors="replace"), "output.log")
+    one_by_one = []
+    for line in lines:
+        known = (d.id for d in DEATHS.values() if any(sign.pattern.search(bare(line.text)) for sign in d.signs))
+        if (first := next(known, None)) is not None:
+            one_by_one.append((line, first))
+    assert [(match.line, match.death.id) for match in _matches(lines)] == one_by_one
