@@ -77,7 +77,7 @@ class Watched:
 
     def __init__(self, folder: Path, *, attach: bool) -> None:
         self.folder, self._attach = folder, attach
-        self.job: int = 0
+        self._job = 0
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], **options: object) -> None:
@@ -85,14 +85,15 @@ class Watched:
         if self._attach:
             with (self.folder / "job.log").open("wb") as log:
                 job = subprocess.Popen(command, **{**quiet, "stdout": log, "stderr": log}, **options)  # type: ignore[call-overload]
-            command, self.job = [*WATCH, "--pid", str(job.pid)], job.pid
+            command, self._job = [*WATCH, "--pid", str(job.pid)], job.pid
             self._processes.append(job)
         else:
             command = [*WATCH, "--", *command]
         self._processes.append(subprocess.Popen(command, **quiet))  # type: ignore[call-overload]
         until(begun(self.folder / "run") for _ in range(1500))
-        if not self._attach:
-            self.job = job_below(self._processes[-1].pid)
+
+    def kill(self, number: signal.Signals) -> None:
+        os.kill(self._job or job_below(self._processes[-1].pid), number)
 
     def end(self) -> None:
         for process in self._processes:
@@ -109,7 +110,7 @@ class Watched:
 )
 def test_signals(watched: Watched, number: signal.Signals, cause: str) -> None:
     watched.start(script(watched.folder, TRAIN.replace("THEN", "")))
-    os.kill(watched.job, number)
+    watched.kill(number)
     watched.end()
     finding = first(watched.folder)
     assert finding.cause == cause
@@ -172,13 +173,13 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.start(script(watched.folder, TRAIN.replace("THEN", "")))
-    os.kill(watched.job, signal.SIGSTOP)
+    watched.kill(signal.SIGSTOP)
     log = watched.folder / "run" / OUTPUT
     size = -1
     while size != (size := log.stat().st_size):
         time.sleep(0.5)
     time.sleep(3.5)  # the time that it stands is what is looked for
-    os.kill(watched.job, signal.SIGKILL)
+    watched.kill(signal.SIGKILL)
     watched.end()
     assert first(watched.folder).cause == "killed", "too short to say so"
     monkeypatch.setattr(postmortem, "HANG_S", 2.0)
