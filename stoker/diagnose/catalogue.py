@@ -40,6 +40,9 @@ COMMON: dict[str, Limit] = {
     "samples": Limit(
         4, "samples of stacks, or of the processor time, below which their mean says nothing (our judgment)"
     ),
+    "sigmas": Limit(
+        1.64, "standard errors by which a share of samples must be above a threshold: one in twenty is chance"
+    ),
     "confirmed": Limit(
         1.02,
         "speed-up of a probe, at the low end of its interval, that confirms a cause (our judgment: "

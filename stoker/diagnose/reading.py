@@ -1,13 +1,14 @@
 """Reads a run's folder into `Records`: one pass over each file, in bounded memory, whether it lives, ended or died.
 
 The start of an attempt is all up to its first window with steps, and that window too while it is short: caches,
-autotuning and allocators warm up in it. What comes after is steady, and is what shares of time are of; so a short run
-is judged like a long one. Sums of the whole run, which say what was lost, are `totals.py`'s.
+autotuning and allocators warm up in it. Its end is what no clock saw after its last step: a process goes away. What is
+between is steady, and is what shares of time are of; so a short run is judged like a long one. Sums of the whole run,
+which say what was lost, are `totals.py`'s.
 """
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker import records
 from stoker.diagnose import postmortem
@@ -27,6 +28,10 @@ _CAPPED = 0x04 | 0x80
 _SET = 0x02
 """NVML's bits of why a clock is low: hardware, software and hardware thermal slowdown; software power cap and power
 brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
+
+_WAITING = 1000
+"""Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at "
+"least."""
 
 _ENDS = ("finished", "failed", "preempted")
 
@@ -48,8 +53,8 @@ def read(run: Path, price: float | None = None) -> Records:
         ended=postmortem.of_run(run),
     )
     newest = _read_events(run, seen)
-    settled, last_t = _read_steps(run, seen, newest)
-    _read_devices(run, seen, settled, last_t)
+    stretches = _read_steps(run, seen, newest)
+    _read_devices(run, seen, stretches)
     paths: set[str] = set()
     for line in records.read_lines(run, records.QUARANTINE, Quarantined):
         paths.add(line.path)
@@ -62,7 +67,7 @@ def read(run: Path, price: float | None = None) -> Records:
         _add_trace(seen, trace)
     for folder in ranks.values():
         for stack in records.read_lines(folder, records.STACKS, StackWindow):
-            _add_stacks(seen, stack)
+            _add_stacks(seen, stack, stretches.get(stack.attempt))
     for probe in records.read_lines(run, records.PROBES, Probe):
         if not probe.reason and probe.ratio > 0:
             seen.probes[probe.what] = probe
@@ -116,15 +121,34 @@ def _add_evaluation(seen: Records, event: Event) -> None:
         learning.evaluations_since_best += 1
 
 
-def _read_steps(run: Path, seen: Records, end: Event | None) -> tuple[dict[int, float], float | None]:
-    """(attempt → the moment its start was over, the moment of the last step)."""
-    settled: dict[int, float] = {}
+class _Stretch(NamedTuple):
+    """The steady time of an attempt, Unix seconds: after its start, up to its last window with steps. In that window it
+    may end, and free what it had."""
+
+    begin_t: float
+    end_t: float
+
+    def holds(self, t: float) -> bool:
+        return self.begin_t < t < self.end_t
+
+    def outside(self, begin_t: float, end_t: float) -> float:
+        """Share of a time that does not lie in it."""
+        inside_s = max(0.0, min(end_t, self.end_t) - max(begin_t, self.begin_t))
+        return 1 - inside_s / (end_t - begin_t) if end_t > begin_t else 0.0
+
+
+def _read_steps(run: Path, seen: Records, end: Event | None) -> dict[int, _Stretch]:
+    """Attempt → its steady time."""
+    stretches: dict[int, _Stretch] = {}
     last_t: float | None = None
     longest_s, attempt = 0.0, 0
     fetch_s, pictures, wanted = 0.0, 0, seen.facts.get("pictures")
+    waiting: list[StepWindow] = []
+    """Windows without steps, which are of the end unless steps follow."""
     for window in records.read_lines(run, records.STEPS, StepWindow):
         learning = seen.learning
         if window.attempt != attempt:
+            _add_end(seen, waiting)
             attempt, last_t, longest_s = window.attempt, None, 0.0
         if window.memory_peak_bytes is not None:
             seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
@@ -134,29 +158,44 @@ def _read_steps(run: Path, seen: Records, end: Event | None) -> tuple[dict[int, 
         _add_learning(seen, window)
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices
-        if window.steps > 0:
-            longest_s = max(longest_s, window.wall_s if last_t is None else window.t - last_t)
-            last_t = window.t
         pictures += window.pictures
         fetch_s += window.input.get("fetch", 0.0)
         if isinstance(wanted, int) and seen.first_epoch_fetch_s is None and pictures >= wanted > 0:
             seen.first_epoch_fetch_s = fetch_s
-        if window.attempt in settled:
-            _add_steady(seen, window)
-        elif window.steps > 0:
-            settled[window.attempt] = window.t
-            if window.wall_s > common("first_window_s") and not seen.watched:
-                _add_steady(seen, window, first=True)
+        stretch = stretches.get(window.attempt)
+        if window.steps > 0:
+            longest_s = max(longest_s, window.wall_s if last_t is None else window.t - last_t)
+            last_t = window.t
+            stretches[window.attempt] = _Stretch(
+                window.t if stretch is None else stretch.begin_t, window.t - window.wall_s
+            )
+        if stretch is not None and window.steps > 0:
+            for earlier in (*waiting, window):
+                _add_steady(seen, earlier)
+            waiting.clear()
+        elif stretch is not None:
+            waiting.append(window)
+            if len(waiting) > _WAITING:
+                _add_end(seen, waiting)
+        elif window.steps > 0 and window.wall_s > common("first_window_s") and not seen.watched:
+            _add_steady(seen, window, without=("startup", "compile"))
+    _add_end(seen, waiting)
     if (end is None or end.kind != "finished") and last_t is not None and attempt == seen.totals.attempts:
-        seen.silence = Silence(since_s=0.0, usual_s=longest_s)
-    return settled, last_t
+        seen.silence = Silence(since_s=0.0, usual_s=longest_s, last_t=last_t)
+    return stretches
 
 
-def _add_steady(seen: Records, window: StepWindow, *, first: bool = False) -> None:
-    """first: the window also holds the start, which its phases tell apart."""
+def _add_end(seen: Records, waiting: list[StepWindow]) -> None:
+    for window in waiting:
+        _add_steady(seen, window, without=("unattributed",))
+    waiting.clear()
+
+
+def _add_steady(seen: Records, window: StepWindow, *, without: tuple[str, ...] = ()) -> None:
+    """without: phases of the window that are of the start or the end."""
     steady, device_s = seen.steady, window.wall_s * window.devices
     for name, took_s in window.phases.items():
-        if first and name in ("startup", "compile"):
+        if name in without:
             device_s -= took_s
         else:
             steady.phases[name] = steady.phases.get(name, 0.0) + took_s
@@ -186,24 +225,23 @@ def _add_learning(seen: Records, window: StepWindow) -> None:
         learning.lost_since_s = 0.0 if has else learning.lost_since_s + window.wall_s * window.devices
 
 
-def _read_devices(run: Path, seen: Records, settled: dict[int, float], last_t: float | None) -> None:
-    newest_t = last_t
+def _read_devices(run: Path, seen: Records, stretches: dict[int, _Stretch]) -> None:
+    silence = seen.silence
     for sample in records.read_lines(run, records.DEVICES, DeviceSample):
         seen.samples += 1
-        newest_t = sample.t if newest_t is None else max(newest_t, sample.t)
-        steady = sample.attempt in settled and sample.t > settled[sample.attempt]
-        seen.samples_with_steps += steady
+        stretch = stretches.get(sample.attempt)
+        steady = stretch is not None and stretch.holds(sample.t)
         _add_extremes(seen, sample)
-        if seen.silence is not None and last_t is not None and sample.t > last_t + seen.silence.usual_s:
-            seen.silence.cpu.add(sample.process_cpu)
-            for gpu in sample.gpus:
-                seen.silence.gpu.add(gpu.utilisation)
-        elif steady:
+        if silence is not None and sample.t > silence.last_t:
+            silence.since_s = sample.t - silence.last_t
+            if silence.since_s > silence.usual_s:
+                silence.cpu.add(sample.process_cpu)
+                for gpu in sample.gpus:
+                    silence.gpu.add(gpu.utilisation)
+        if steady:
             _add_host(seen, sample)
         for gpu in sample.gpus:
             _add_gpu(seen.gpus.setdefault(gpu.index, Gpu()), gpu, sample.t, steady=steady)
-    if seen.silence is not None and last_t is not None and newest_t is not None:
-        seen.silence.since_s = newest_t - last_t
 
 
 def _add_extremes(seen: Records, sample: DeviceSample) -> None:
@@ -300,11 +338,20 @@ def _add_trace(seen: Records, trace: TraceWindow) -> None:
             found.longest_gap = (gap.took_s, gap.host)
 
 
-def _add_stacks(seen: Records, window: StackWindow) -> None:
-    found = seen.stacks
-    found.samples += window.samples
-    for kind, share in window.main.items():
-        found.main[kind] = found.main.get(kind, 0.0) + share * window.samples
+def _add_stacks(seen: Records, window: StackWindow, stretch: _Stretch | None) -> None:
+    """Of a line that reaches into the start or the end, as many samples of no kind of training are left out as belong
+    there."""
+    if stretch is None or window.t - window.wall_s >= stretch.end_t or window.t <= stretch.begin_t:
+        return
+    found, counts = seen.stacks, {kind: share * window.samples for kind, share in window.main.items()}
+    too_many = stretch.outside(window.t - window.wall_s, window.t) * window.samples
+    for kind in ("other", "idle"):
+        less = min(too_many, counts.get(kind, 0.0))
+        too_many -= less
+        counts[kind] = counts.get(kind, 0.0) - less
+    found.samples += round(sum(counts.values()))
+    for kind, count in counts.items():
+        found.main[kind] = found.main.get(kind, 0.0) + count
     for frame, share in window.frames.items():
         if frame in found.frames or len(found.frames) < FRAMES:
             found.frames[frame] = found.frames.get(frame, 0.0) + share * window.samples

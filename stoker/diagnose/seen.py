@@ -145,6 +145,7 @@ class Stacks:
     """Samples of the main threads of the training processes."""
 
     samples: int = 0
+    """After the start."""
     main: dict[str, float] = dataclasses.field(default_factory=dict)
     """What they were in → samples."""
     frames: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -158,6 +159,8 @@ class Stacks:
 class Silence:
     """The time since the last step, in a run that has no end yet, or a sudden one."""
 
+    last_t: float
+    """When the last step was done, Unix time."""
     since_s: float
     usual_s: float
     """The longest time between two windows with steps before."""
@@ -190,8 +193,6 @@ class Records:
     gpus: dict[int, Gpu] = dataclasses.field(default_factory=dict)
     samples: int = 0
     """Lines of devices.jsonl."""
-    samples_with_steps: int = 0
-    """Of these, after the start."""
     traces: Traces = dataclasses.field(default_factory=Traces)
     stacks: Stacks = dataclasses.field(default_factory=Stacks)
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)

@@ -117,7 +117,8 @@ CASES: dict[str, tuple[Case, Case]] = {
     # architecture and hyper-parameters, divergence
     "evaluation_heavy": ({"shares": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
                          {"shares": {"eval": 0.3}} | _evaluated(0.1)),
-    "rate_too_high": (_event("rate_too_high", **{"try": 0.003}), {"losses": lambda s: {"total": 2.0 + 0.1 * (s % 3)}}),
+    "rate_too_high": (_event("rate_too_high", **{"try": 0.003}),
+                      {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}}),
     "rate_too_low": (
         {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},
         {"losses": lambda s: {"total": 2.3 - 0.01 * s}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},

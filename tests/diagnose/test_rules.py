@@ -121,7 +121,7 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     finding = of(findings(tmp_path / "run", rises), "rate_too_high")
     assert finding.lost_device_s == pytest.approx(30, abs=12)
     noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
-    assert findings(tmp_path / "noisy", noisy) == []
+    assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
 
 
 def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
@@ -171,6 +171,33 @@ def test_a_hang_that_was_killed_is_said_before_the_kill(tmp_path: Path) -> None:
     case = CASES["hung"][0]
     found = findings(tmp_path / "run", case)
     assert [finding.cause for finding in found][:2] == ["hung", "no_last_word"]
+
+
+def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
+    """A leak whose memory is given back with the last step; minutes in which a process goes away."""
+    leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**7 * min(s, 45) if s < 45 else 10**8}}
+    assert [f.cause for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
+    tail = {"config": None, "window": lambda s: {"steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
+            "shares": {"input_wait": 0.3}}  # fmt: skip
+    found = findings(tmp_path / "tail", tail)
+    assert [f.cause for f in found] == ["input_bound"]
+
+
+def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}}
+    main = {"python": 0.2, "compute": 0.8}
+    few = findings(tmp_path / "few", job | {"stacks": [{"main": main, "samples": 5}]})
+    many = findings(tmp_path / "many", job | {"stacks": [{"main": main, "samples": 50}] * 4})
+    assert "python_bound" not in {f.cause for f in few}
+    assert "python_bound" in {f.cause for f in many}
+
+
+def test_samples_of_the_start_are_left_out_of_stacks(tmp_path: Path) -> None:
+    """A line of which half is imports."""
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "startup": 10}
+    line = {"t": 1_000_016.0, "main": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
+    finding = of(findings(tmp_path / "run", job | {"stacks": [line]}), "python_bound")
+    assert finding.evidence[0].value == pytest.approx(0.5)
 
 
 def test_records_is_what_read_returns(tmp_path: Path) -> None:

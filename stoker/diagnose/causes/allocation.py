@@ -5,14 +5,7 @@ from stoker.diagnose.causes.cause import OUR_JUDGMENT, Cause, Limit
 NVML_REASONS = "NVML manual, nvmlClocksEventReasons"
 BUSY = Limit(0.5, "utilisation of a GPU's sample from which it counts")
 SAMPLES = Limit(5, "such samples, at least (our judgment)")
-INPUT_SYMPTOMS = (
-    "too_few_threads",
-    "too_few_cores",
-    "slow_decode",
-    "input_bound",
-    "python_bound",
-    "starved_inside_steps",
-)
+INPUT_SYMPTOMS = ("too_few_threads", "too_few_cores", "slow_decode", "input_bound")
 """What a lack of processor time looks like from inside."""
 
 ROWS = (

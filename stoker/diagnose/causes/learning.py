@@ -56,7 +56,7 @@ ROWS = (
         "the loss does, as it also does where there is nothing to learn",
         source=STABILITY,
         limits={
-            "moved": Limit(0.03, "share by which the loss may have moved in all (our judgment)"),
+            "moved": Limit(0.05, "share by which the median loss of the last third may differ from that of the first"),
             "norm_moved": Limit(0.09, "the same of the gradient's norm, which is noisier (our judgment)"),
             "from_step": Limit(
                 100, "step before which its loss must be known, so that it is the beginning (our judgment)"
@@ -66,9 +66,9 @@ ROWS = (
                 "rate that is tiny with any optimizer: Adam moves a weight by that much a step, SGD less "
                 "(Kingma and Ba 2014)",
             ),
-            "least_windows": Limit(12, "windows of steps from the job's beginning on (our judgment)"),
-            "least_steps": Limit(50, "steps in them (our judgment)"),
-            "group": Limit(4, "windows whose median is the beginning, and the end"),
+            "least_windows": Limit(6, "windows with a loss from the job's beginning on (our judgment)"),
+            "stands_windows": Limit(24, "windows with a gradient, for that to say something (our judgment)"),
+            "least_steps": Limit(20, "steps in them (our judgment)"),
         },
         confidence=0.6,
         fix="Ten times the rate, unless the weights had learnt these pictures before",

@@ -1,7 +1,7 @@
 """Rules of "communication": exchanges, the ranks that hold them up, and the link to the host."""
 
 from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.finding import found, has_stacks, is_long_enough, of_phase, percent, phase, share_of, stacks
+from stoker.diagnose.rules.finding import found, is_long_enough, of_phase, percent, phase, share_of, stack_share, stacks
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
 
@@ -36,11 +36,11 @@ def communication_bound(seen: Records) -> Finding | None:
         evidence = [Evidence(text=text, value=share, place="traces.jsonl: comm_s")]
         return found(seen, "communication_bound", share, evidence, lost_s=share * seen.seconds("compute"),
                      estimate="the traced share of the time in steps")  # fmt: skip
-    if not has_stacks(seen) or not is_long_enough(seen):
+    sampled = stack_share(seen, "communication_bound", "comm")
+    if sampled is None or not is_long_enough(seen):
         return None
-    share = seen.stacks.share("comm")
-    return found(seen, "communication_bound", share, [stacks(seen, "an exchange", "comm")],
-                 lost_s=share * seen.steady.device_s, estimate="the share of the main thread's stacks")  # fmt: skip
+    return found(seen, "communication_bound", sampled, [stacks(seen, "an exchange", "comm")],
+                 lost_s=sampled * seen.steady.device_s, estimate="the share of the main thread's stacks")  # fmt: skip
 
 
 def pcie_degraded(seen: Records) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from stoker.diagnose.catalogue import CATALOGUE, common
 from stoker.diagnose.rules.finding import (
+    cores_are_contended,
     counter,
     found,
     has_stacks,
@@ -10,6 +11,7 @@ from stoker.diagnose.rules.finding import (
     percent,
     phase,
     share_of,
+    stack_share,
     stacks,
 )
 from stoker.diagnose.seen import Records
@@ -165,9 +167,9 @@ def _wait(
     if seen.seconds("input_wait") > 0:
         return of_phase(seen, cause_id, "input_wait", more=more, threshold=_least(seen), more_fix=more_fix,
                         confidence=confidence)  # fmt: skip
-    if not has_stacks(seen) or not is_long_enough(seen):
+    share = stack_share(seen, cause_id, "input_wait", "decode")
+    if share is None or not is_long_enough(seen):
         return None
-    share = _waiting_share(seen)
     evidence = [stacks(seen, "a wait for pictures or in decoding", "input_wait", "decode"), *more]
     return found(seen, cause_id, share, evidence, lost_s=share * seen.steady.device_s, threshold=_least(seen),
                  estimate="the share of the main thread's stacks", more_fix=more_fix,
@@ -216,7 +218,7 @@ def _of_wait(seen: Records, stage: str | None, share: float) -> Evidence | None:
 def _rests_while_waiting(seen: Records) -> Evidence | None:
     """That the process computed too little for its thread to have been busy while it waited."""
     cpu, share = seen.host.process_cpu.value, _waiting_share(seen)
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples"):
+    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples") or cores_are_contended(seen):
         return None
     per_wait = max(0.0, cpu - (1 - share)) / share
     if per_wait >= CATALOGUE["slow_storage"].limit("cpu_while_waiting"):

@@ -1,5 +1,6 @@
 """How a rule says what it found: the catalogue's words and thresholds, the rule's numbers and their places."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,6 +61,24 @@ def is_long_enough(seen: Records) -> bool:
 def has_stacks(seen: Records) -> bool:
     """Whether there are enough samples of stacks for their shares to say something."""
     return seen.stacks.samples >= common("samples")
+
+
+def stack_share(seen: Records, cause_id: str, *kinds: str) -> float | None:
+    """Share of the main thread's samples in these kinds; None where they are too few for the cause to be sure."""
+    if not has_stacks(seen):
+        return None
+    share = seen.stacks.share(*kinds)
+    error = math.sqrt(share * (1 - share) / seen.stacks.samples) if 0 < share < 1 else 0.0
+    least = CATALOGUE[cause_id].warn_from or 0.0
+    return share if share - common("sigmas") * error >= least else None
+
+
+def cores_are_contended(seen: Records) -> bool:
+    """Whether others take so much of the cores that the run's own processor time says nothing about what it wants."""
+    cause, busy, others = CATALOGUE["cpu_contention"], seen.cores_busy, seen.host.others.value
+    return (
+        busy is not None and busy >= cause.limit("busy") and others is not None and cause.severity(others) is not None
+    )
 
 
 def share_of(seen: Records, *phases: str) -> float | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from statistics import median
 from typing import Any
 
 from stoker.config import parse_duration
@@ -9,6 +10,7 @@ from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.reading import SHOWN
 from stoker.diagnose.rules.finding import found, is_long_enough, of_phase, percent, share_of
 from stoker.diagnose.seen import Records
+from stoker.diagnose.series import Course
 from stoker.errors import ConfigError
 from stoker.schemas import Evidence, Finding
 
@@ -50,28 +52,23 @@ def rate_too_low(seen: Records) -> Finding | None:
         return found(seen, cause.id, 2, [_said(event.text, "rate_too_low") for event in events[-SHOWN:]],
                      command=_try(events[-1].data.get("try")), lost_s=seen.seconds("compute", "unattributed"),
                      estimate="all of the time in steps: little was learnt in it")  # fmt: skip
-    group = int(cause.limit("group"))
-    medians = learning.loss.medians(group)
+    if seen.totals.attempts > 1:
+        return None  # of several beginnings a loss is what it was again
+    loss, norm = _thirds(learning.loss), _thirds(learning.norm)
     long = len(learning.loss.points) >= cause.limit("least_windows") and seen.steady.steps >= cause.limit("least_steps")
-    if (
-        not long
-        or not medians
-        or min(medians) <= 0
-        or learning.first_step is None
-        or learning.first_step > cause.limit("from_step")
-    ):
+    if not long or loss is None or learning.first_step is None or learning.first_step > cause.limit("from_step"):
         return None
-    if learning.events or learning.not_finite is not None or _moved(medians) > cause.limit("moved"):
+    if learning.events or learning.not_finite is not None or _moved(loss) > cause.limit("moved"):
         return None
-    norms = [norm for norm in learning.norm.medians(group) if norm > 0]
     rate = learning.rate.most
-    stands = bool(norms) and _moved(norms) <= cause.limit("norm_moved")
+    stands = norm is not None and _moved(norm) <= cause.limit("norm_moved")
+    stands = stands and len(learning.norm.points) >= cause.limit("stands_windows") and not _warms_up(seen)
     tiny = rate is not None and rate <= cause.limit("tiny")
-    text = f"the loss was {medians[0]:.4g} at the beginning and is {medians[-1]:.4g} after {seen.totals.steps:,} steps"
-    evidence = [Evidence(text=text, value=medians[-1] / medians[0], place="steps.jsonl: losses"), _rate(seen)]
-    if stands:
-        text = f"the gradient's norm was {norms[0]:.3g} and is {norms[-1]:.3g}"
-        evidence.append(Evidence(text=text, value=norms[-1] / norms[0], place="steps.jsonl: grad_norm"))
+    text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {seen.totals.steps:,} steps"
+    evidence = [Evidence(text=text, value=loss[-1] / loss[0], place="steps.jsonl: losses"), _rate(seen)]
+    if stands and norm is not None:
+        text = f"the gradient's norm was {norm[0]:.3g} and is {norm[-1]:.3g}"
+        evidence.append(Evidence(text=text, value=norm[-1] / norm[0], place="steps.jsonl: grad_norm"))
     sure = stands or tiny
     return found(seen, cause.id, 2 if sure else 1, evidence,
                  lost_s=seen.seconds("compute", "unattributed") if sure else None,
@@ -249,9 +246,25 @@ def _rate(seen: Records) -> Evidence | None:
                                               place="steps.jsonl: rate")  # fmt: skip
 
 
-def _moved(values: list[float]) -> float:
-    """How far they ever were from the first, as a share of it."""
-    return max(abs(value / values[0] - 1) for value in values)
+def _thirds(course: Course) -> tuple[float, float, float] | None:
+    """The medians of its thirds; None where they are not positive."""
+    values = course.values
+    third = len(values) // 3
+    if not third:
+        return None
+    first, middle, last = median(values[:third]), median(values[third:-third]), median(values[-third:])
+    return (first, middle, last) if min(first, middle, last) > 0 else None
+
+
+def _moved(thirds: tuple[float, float, float]) -> float:
+    """How far they are from the first, at most, as a share of it."""
+    return max(abs(value / thirds[0] - 1) for value in thirds)
+
+
+def _warms_up(seen: Records) -> bool:
+    """Whether the rate has only just reached its height."""
+    warmup = seen.settings.get("warmup")
+    return isinstance(warmup, int) and seen.totals.step < 2 * warmup
 
 
 def _noise(seen: Records) -> float:

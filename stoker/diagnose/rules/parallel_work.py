@@ -2,14 +2,15 @@
 
 from stoker.diagnose.catalogue import CATALOGUE, common
 from stoker.diagnose.rules.finding import (
+    cores_are_contended,
     counter,
     found,
-    has_stacks,
     is_long_enough,
     of_phase,
     percent,
     phase,
     share_of,
+    stack_share,
     stacks,
 )
 from stoker.diagnose.seen import Records
@@ -123,9 +124,9 @@ def driver_utilisation(seen: Records) -> float | None:
 
 def _by_stacks(seen: Records, cause_id: str, what: str, *kinds: str) -> Finding | None:
     """Of a job whose loop nobody times."""
-    if not has_stacks(seen) or not is_long_enough(seen):
+    share = stack_share(seen, cause_id, *kinds)
+    if share is None or not is_long_enough(seen):
         return None
-    share = seen.stacks.share(*kinds)
     evidence = [stacks(seen, what, *kinds), _process(seen)]
     return found(seen, cause_id, share, evidence, lost_s=share * seen.steady.device_s,
                  estimate="the share of the main thread's stacks")  # fmt: skip
@@ -141,7 +142,7 @@ def _between(seen: Records) -> tuple[str, ...]:
 def _rests(seen: Records, share: float) -> bool | None:
     """Whether the process used little of a core in a phase of this share, if it used one in the rest of the time."""
     cpu = seen.host.process_cpu.value
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples"):
+    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples") or cores_are_contended(seen):
         return None
     return max(0.0, cpu - (1 - share)) / share < CATALOGUE["host_waits"].limit("busy")
 
