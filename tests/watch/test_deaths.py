@@ -23,14 +23,14 @@ pytestmark = [
 
 WATCH = [sys.executable, "-m", "stoker", "watch", "--run", "run"]
 TRAIN = """
-import sys, time
+import os, sys, time
 kept = []
 for step in range(1, 10**6):
     time.sleep(0.02)
     print(f"step {step} loss: {1 / step:.6f}", flush=True)
     THEN
 """
-EATS = TRAIN.replace("THEN", "kept.append(bytearray(2**20 if step > 60 else 0))")
+EATS = TRAIN.replace("THEN", "kept.append(bytearray(2**20 if os.path.exists('eat') else 0))")
 PARENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-u', 'train.py']).returncode and 1)"
 
 
@@ -140,6 +140,7 @@ def test_the_kernel_kills_at_the_memory_limit(watched: Watched, cgroup: Path, wh
     if who == "child":
         command = [sys.executable, "-c", PARENT]
     watched.start(["sh", "-c", f"echo $$ > {cgroup}/cgroup.procs; exec {shlex.join(command)}"])
+    (watched.folder / "eat").touch()
     watched.end()
     finding = first(watched.folder)
     assert finding.cause == "host_memory_killed"
