@@ -148,14 +148,12 @@ def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) 
 @pytest.mark.parametrize(("job", "steps"), [(hook_jobs.LIGHTNING, 16), (hook_jobs.TRANSFORMERS, 8)])
 def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(job)
-    plain = subprocess.run(
-        [sys.executable, "job.py"], cwd=tmp_path, env={**os.environ, **QUIET}, capture_output=True, check=True
-    )
     cells = tmp_path / "cells"
     cells.mkdir()
     environment = hooked({**os.environ, **QUIET}, cells)
     done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1] == f"steps {steps}".encode()
+    assert done.stdout.splitlines()[-1] == f"steps {steps}".encode()
+    assert b"stoker" not in done.stderr
     cell = the_cell(tmp_path)
     assert (cell.values["steps"], cell.values["batches"], cell.values["pictures"]) == (steps, 16, 128)
     phases = phases_of(cell, None)
@@ -187,8 +185,14 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(hook_jobs.RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     why = watched([sys.executable, *words], tmp_path)
-    assert (tmp_path / "run" / RANKS / "0001" / STEPS).exists()
     assert (why.devices, why.steps, why.pictures) == (2, 40, 640)
     assert "2 processes" in why.watched["inside the job"]
-    slow = next(finding for finding in why.findings if finding.cause == "straggler")
-    assert "rank 1 is the slow one" in slow.evidence[0].text
+    waits = [
+        sum(window.phases.get("comm", 0.0) for window in read_lines(tmp_path / "run" / folder, STEPS, StepWindow))
+        for folder in (".", f"{RANKS}/0001")
+    ]
+    assert waits[0] > 4 * waits[1]  # rank 0 waits for rank 1
+    assert seconds(why, "straggler") == pytest.approx(waits[0] - waits[1], rel=0.1)
+    for finding in why.findings:  # where other jobs take the machine there may be none
+        if finding.cause == "straggler":
+            assert "rank 1 is the slow one" in finding.evidence[0].text
