@@ -192,7 +192,7 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
         for folder in (".", f"{RANKS}/0001")
     ]
     assert waits[0] > 4 * waits[1]  # rank 0 waits for rank 1
-    assert seconds(why, "straggler") == pytest.approx(waits[0] - waits[1], rel=0.1)
+    assert (waits[0] - waits[1]) / 2 < seconds(why, "straggler") <= waits[0]
     for finding in why.findings:  # where other jobs take the machine there may be none
         if finding.cause == "straggler":
             assert "rank 1 is the slow one" in finding.evidence[0].text
