@@ -46,6 +46,8 @@ def why(
         raise UsageError(
             "Which run?", choices=["stoker why RUN", "stoker why RUN --compare RUN2", "stoker why --all FOLDER"]
         )
+    if probe and (all_ is not None or compare is not None):
+        raise UsageError("Experiments are with one run.", fix="stoker why RUN --probe")
     if all_ is not None:
         _print_fleet(_survey(all_, price), json=json)
     elif compare is not None:

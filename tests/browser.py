@@ -98,7 +98,7 @@ def browser() -> Iterator[Tab]:
     assert program is not None
     to_read, to = os.pipe()
     back, back_write = os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # its helpers may write in it still
         # Chromium wants its ends as descriptors 3 and 4; copies far above keep one from overwriting the other
         ends = (
             "import fcntl, os, sys; a, b = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 50) for n in sys.argv[1:3]); "

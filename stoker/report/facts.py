@@ -20,7 +20,7 @@ from stoker.metrics import Metrics
 from stoker.report.advice import Advice, advise
 from stoker.report.series import Bins, Series, ShareBins, Shares
 from stoker.report.timeline import Mark, marks
-from stoker.report.why import Why, gather
+from stoker.report.why import Why, gather, open_records
 from stoker.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.storage.runs import shown
 
@@ -101,8 +101,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def collect(run: str | Path, price: float | None = None) -> Report:
-    """Reads a run. price: money per device-hour; None: the run's own. Raises UsageError when there is no such run."""
-    path = records.open_run(run)
+    """Reads a run. price: as for `why.gather`. Raises UsageError when there is no such run."""
+    path = open_records(run)
     why = gather(path, price)
     missing: list[str] = []
     events = list(records.read_lines(path, records.EVENTS, Event))

@@ -15,7 +15,7 @@ from stoker.diagnose.postmortem import explain
 from stoker.errors import UsageError
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_parts
-from stoker.report.why_terminal import FINDINGS_SHOWN, finding_lines
+from stoker.report.why_terminal import FINDINGS_SHOWN, finding_lines, indented
 from stoker.schemas import Finding
 
 NOT_SEEN = "no_last_word"
@@ -62,6 +62,6 @@ def print_log_why(found: LogWhy, file: TextIO | None = None, *, width: int | Non
     more = len(found.findings) - FINDINGS_SHOWN
     if more > 0:
         parts += ["", plain_text(f"{more} more: stoker why {found.log} --json")]
-    parts += ["", "Not known from a log alone:", *(plain_text(f"  {one}") for one in found.not_known)]
+    parts += ["", "Not known from a log alone:", *map(indented, found.not_known)]
     parts.append("The next time, `stoker watch -- COMMAND` records the job, and this answer has numbers.")
     print_parts(parts, file, width=width)

@@ -80,9 +80,11 @@ def memory(used_bytes: float, total_bytes: float) -> str:
 
 
 def money(value: float | None) -> str:
-    """In the currency of the price that the user gave: 12.30, 0.0042."""
+    """In the currency of the price: 12.30, 0.0042; of a few seconds <0.0001."""
     if value is None:
         return MISSING
+    if 0 < value < 0.0001:
+        return "<0.0001"
     return f"{value:,.2f}" if value >= 0.095 or value <= 0 else f"{value:.2g}"
 
 

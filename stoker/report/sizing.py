@@ -193,8 +193,7 @@ def smaller_gpu(load: Load) -> Sizing | None:
         title="A smaller GPU would do",
         evidence=[_phase(load, "compute"), _phase(load, "input_wait"), _cores(load), _memory(load)],
         fix="These cores cannot feed this GPU: one with half of its memory and speed trains about as fast here and "
-        "costs "
-        "less",
+        "costs less",
     )
 
 
@@ -227,8 +226,7 @@ def larger_gpu(load: Load) -> Sizing | None:
         title="Only a faster GPU, or more of them, makes this faster",
         evidence=[_phase(load, "compute"), _sm(load), *([_memory(load)] if load.memory is not None else [])],
         fix="The GPU is used well: nothing around it is worth changing. Where the time matters more than the money, "
-        "take "
-        "the next larger one",
+        "take the next larger one",
     )
 
 
@@ -287,8 +285,7 @@ def spot(load: Load) -> Sizing | None:
             Evidence(text=text, value=share),
         ],
         fix="Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): rent one, and start the "
-        "same "
-        "command again when it was reclaimed",
+        "same command again when it was reclaimed",
     )
 
 

@@ -273,13 +273,19 @@ def state_of(path: Path, events: list[Event], sign_t: float | None) -> tuple[Sta
     holder = lease_holder(path)
     if holder is not None:
         return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
-    newest = [event for event in events if event.attempt == max(e.attempt for e in events)]
-    ended = next((event for event in reversed(newest) if event.kind in _ENDS), None)
+    attempt = max((event.attempt for event in events), default=0)
+    ended = next((event for event in reversed(events) if event.attempt == attempt and event.kind in _ENDS), None)
     if ended is not None:
         said = ended.text.partition("\n")[0]
-        words = {"preempted": "stopped by a signal, everything saved; the same command continues it"}
+        words = {"preempted": f"stopped by a signal, everything saved{_continues(path)}"}
         return _ENDS[ended.kind], f"{ended.kind}: {words.get(ended.kind, said)}"
     if held is None:
         return "unknown", "no end is recorded, and its lock cannot be asked from here"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign_t)) if sign_t is not None else "never"
-    return "dead", f"dead: the process ended without a word (killed?); its last sign was at {when}"
+    text = f"dead: the process ended without a word (killed?); its last sign was at {when}{_continues(path)}"
+    return "dead", text
+
+
+def _continues(path: Path) -> str:
+    """How a training goes on, behind a sentence; nothing for jobs of others."""
+    return f"; `stoker train --resume {shown(path)}` continues it" if (path / records.CONFIG).exists() else ""

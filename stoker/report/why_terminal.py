@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from stoker.report import format as fmt
@@ -87,7 +88,7 @@ def _verdict(why: Why) -> Iterator[str]:
     if loss is None:
         yield productive
         return
-    paid = f", {cost(why.cost(loss.device_s))}" if why.rate is not None else ""
+    paid = f", cost {cost(why.cost(loss.device_s))}" if why.rate is not None else ""
     yield (f"{productive} The largest loss is {loss.phase}: {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}"
            f"{paid} ({loss.meaning}).")  # fmt: skip
 
@@ -107,20 +108,31 @@ def _findings(why: Why) -> Iterator[RenderableType]:
 
 def finding_lines(finding: Finding, money: tuple[float, float] | None = None) -> Iterator[RenderableType]:
     """A finding: what, what it cost, each number with its place, the fix, how sure it is."""
-    paid = f", {cost(money)}" if money is not None else ""
+    paid = f", cost {cost(money)}" if money is not None else ""
     lost = f" ({fmt.duration(finding.lost_device_s)} lost{paid})" if finding.lost_device_s is not None else ""
     style = "bold red" if finding.severity == "critical" else "bold yellow" if finding.severity == "warning" else "bold"
     yield Text.assemble((f"{finding.severity}: ", style), (finding.title, "bold"), lost)
     yield from map(_evidence, finding.evidence)
-    yield plain_text(f"  fix: {finding.fix}" + (f" ({finding.command})" if finding.command else ""))
+    command = unsaid_command(finding)
+    yield indented(f"fix: {finding.fix}" + (f" ({command})" if command else ""))
     if finding.confidence is not None:
-        yield f"  confidence: {fmt.share(finding.confidence)}"
+        yield indented(f"confidence: {fmt.share(finding.confidence)}")
     if finding.verified:
-        yield plain_text(f"  verified: {finding.verified}")
+        yield indented(f"verified: {finding.verified}")
+
+
+def unsaid_command(finding: Finding) -> str | None:
+    """The command of a finding, where the words of its fix do not have it already."""
+    return finding.command if finding.command and finding.command not in finding.fix else None
+
+
+def indented(text: str) -> RenderableType:
+    """A text below the one before, also where it is wrapped."""
+    return Padding(plain_text(text), (0, 0, 0, 2), expand=False)
 
 
 def _evidence(one: Evidence) -> RenderableType:
-    return plain_text(f"  {one.text}" + (f"  [{one.place}]" if one.place else ""))
+    return indented(one.text + (f"  [{one.place}]" if one.place else ""))
 
 
 def _advice(advice: list[Sizing]) -> Iterator[RenderableType]:
@@ -137,16 +149,23 @@ def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:
         return
     yield ""
     yield Text("Experiments", "bold")
-    made = table("changed", "img/s before", "after", "ratio", "", right=(1, 2, 3))
+    made = table("changed", "img/s before", "after", "ratio", "90 % interval", right=(1, 2, 3))
+    for row in experiments(probes):
+        made.add_row(*map(plain_text, row))
+    yield made
+
+
+def experiments(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
+    """Rows: what was changed, pictures/s before and after, their ratio, its interval or why there is none."""
     for one in probes:
         what = PROBE_WORDS.get(one.what, one.what)
         if one.reason:
-            made.add_row(plain_text(what), "", "", "", plain_text(f"not measured: {one.reason}"))
-        else:
-            numbers = (fmt.number(one.before_img_per_s), fmt.number(one.after_img_per_s), f"{one.ratio:.2f}")
-            steps = f"{one.ratio_low:.2f} … {one.ratio_high:.2f}, {fmt.plural(one.steps, 'step')} each"
-            made.add_row(plain_text(what), *numbers, steps + (", by itself" if one.automatic else ""))
-    yield made
+            yield what, "", "", "", f"not measured: {one.reason}"
+            continue
+        unclear = " (unclear)" if one.ratio_low < 1 < one.ratio_high else ""
+        interval = f"{one.ratio_low:.2f} … {one.ratio_high:.2f}{unclear}, {fmt.plural(one.steps, 'step')} each"
+        yield (what, fmt.number(one.before_img_per_s), fmt.number(one.after_img_per_s), f"{one.ratio:.2f}",
+               interval + (", by itself" if one.automatic else ""))  # fmt: skip
 
 
 def _places(why: Why) -> RenderableType:

@@ -50,6 +50,7 @@ def test_the_forms_of_why(stoker: Command) -> None:
     ("why",), ("why", "a", "--all", "b"), ("why", "--all", "b", "--compare", "a"), ("why", "--compare", "a"),
     ("report",), ("report", "a", "--all", "b"), ("why", "nothing"), ("why", "--all", "nothing"),
     ("report", "--all", "nothing"), ("report", "--all", "runs", "--json", "--out", "x"),
+    ("why", "a", "--compare", "b", "--probe"), ("why", "--all", "runs", "--probe"),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_a_usage_error(stoker: Command, arguments: tuple[str, ...]) -> None:
     code, text = stoker(*arguments)

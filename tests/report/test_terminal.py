@@ -292,6 +292,7 @@ tram     n/a    n/a      0
     (fmt.size(10.2 * 2**30), "10.2 GiB"), (fmt.size(5 * 2**40), "5.0 TiB"),
     (fmt.memory(2**29, 2**30), "0.5 of 1.0 GiB"), (fmt.memory(2**20, 2**29), "1.0 of 512.0 MiB"),
     (fmt.money(None), "n/a"), (fmt.money(0), "0.00"), (fmt.money(0.0042), "0.0042"), (fmt.money(1234.5), "1,234.50"),
+    (fmt.money(7.3e-6), "<0.0001"), (fmt.money(0.0001), "0.0001"),
     (fmt.plural(1, "step"), "1 step"), (fmt.plural(2000, "step"), "2,000 steps"),
     (fmt.plural(3, "box", "boxes"), "3 boxes"),
 ])  # fmt: skip

@@ -10,8 +10,10 @@ import pytest
 from stoker.errors import UsageError
 from stoker.records import CONFIG, ENVIRONMENT, INPUT_STAGES, PHASES, PROBES, STEPS, RunFolder, locked
 from stoker.report import format as fmt
+from stoker.report.console import print_parts
+from stoker.report.facts import collect
 from stoker.report.why import MEANINGS, STAGES, Why, gather, why_as_dict
-from stoker.report.why_terminal import PROBE_WORDS, print_why
+from stoker.report.why_terminal import PROBE_WORDS, finding_lines, print_why
 from stoker.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
 
 STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, steps=1, pictures=4, wall_s=10.0, devices=1,
@@ -74,9 +76,9 @@ recovery           20 s  0.5 %  0.02  steps that a restart lost were done again
 total        1 h 06 min  100 %  4.00
 
 The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s, \
-22 %, 0.88 (the device waited for pictures).
+22 %, cost 0.88 (the device waited for pictures).
 
-critical: Cause 1 (14 min 40 s lost, 0.88)
+critical: Cause 1 (14 min 40 s lost, cost 0.88)
   a number  [steps.jsonl: phases]
   fix: do it (--cache disk)
   confidence: 80 %
@@ -132,7 +134,7 @@ def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
         assert gather(make_run(tmp_path / end, end=end)).state == end
     run = make_run(tmp_path / "dead")
     assert gather(run).state == "dead"
-    assert "killed?" in gather(run).state_text
+    assert gather(run).state_text.endswith(f"; `stoker train --resume {run}` continues it")
     with locked(run) as mine:
         assert mine
         assert gather(run).state == "live"
@@ -190,6 +192,18 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
     assert "No rule of the diagnosis" in text_of(msgspec.structs.replace(why, findings=[]))
 
 
+def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_wrapped() -> None:
+    long = Evidence(text="what was seen " * 9, place="steps.jsonl: phases")
+    found = msgspec.structs.replace(finding(), evidence=[long], fix="put --cache disk behind it")
+    file = io.StringIO()
+    print_parts(finding_lines(found), file, width=80)
+    title, *below = file.getvalue().splitlines()
+    assert title.startswith("critical: Cause 1")
+    assert len(below) > 4
+    assert all(line.startswith("  ") and len(line) <= 80 for line in below)
+    assert file.getvalue().count("--cache disk") == 1
+
+
 def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("run"), end="finished")
@@ -197,14 +211,14 @@ def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch
     (run / ENVIRONMENT).write_text(json.dumps(told))
     text = shown(run)
     assert "price  0.53 USD per device-hour: list price of g4dn.xlarge, AWS us-east-1, on demand, as of 20" in text
-    assert " lost, 0.064)" in text
+    assert " lost, cost 0.064)" in text
     assert gather(run).price == 0.526
     (run / ENVIRONMENT).write_text(json.dumps({**told, "machine_type": None}))
     ranged = gather(run)
     assert ranged.price == 0
     assert ranged.rate is not None
     low, high = (440 * price / 3600 for price in (ranged.rate.low, ranged.rate.high))
-    assert f" lost, {fmt.money(low)}–{fmt.money(high)})" in shown(run)
+    assert f" lost, cost {fmt.money(low)}–{fmt.money(high)})" in shown(run)
     assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
     assert "price  " not in shown(run, price=5.0)
     (run / CONFIG).write_text("[run]\nprice = 1.5\n")
@@ -216,17 +230,24 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     folder = RunFolder(run, 1)
     numbers = {"before_img_per_s": 10.0, "after_img_per_s": 18.0, "ratio": 1.8, "ratio_low": 1.7, "ratio_high": 1.9}
     folder.append(PROBES, Probe(t=1.0, attempt=1, what="cached_batch", steps=40, automatic=True, **numbers))
+    noisy = {**numbers, "ratio": 1.1, "ratio_low": 0.8}
+    folder.append(PROBES, Probe(t=1.0, attempt=1, what="more_threads", steps=1, **noisy))
     nothing = dict.fromkeys(numbers, 0.0)
     folder.append(PROBES, Probe(t=1.0, attempt=1, what="no_exchange", steps=0, reason="one device", **nothing))
     folder.close()
     lines = shown(run).splitlines()
     at = lines.index("Experiments")
-    assert [" ".join(line.split()) for line in lines[at + 1 : at + 4]] == [
-        "changed img/s before after ratio",
+    assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
+        "changed img/s before after ratio 90 % interval",
         "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, by itself",
+        "more threads 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no exchange of gradients not measured: one device",
     ]
-    assert [one["what"] for one in why_as_dict(gather(run))["probes"]] == ["cached_batch", "no_exchange"]
+    assert [one["what"] for one in why_as_dict(gather(run))["probes"]] == [
+        "cached_batch",
+        "more_threads",
+        "no_exchange",
+    ]
     assert set(PROBE_WORDS) == set(PROBE_KINDS)
 
 
@@ -257,6 +278,7 @@ def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
     assert found.state in ("dead", "unknown")
     assert ("No time is recorded yet" in text) == (b"wall_s" not in HALVES[what].get("steps.jsonl", b""))
     assert json.loads(json.dumps(why_as_dict(found)))
+    assert collect(tmp_path).why.state == found.state
 
 
 def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
