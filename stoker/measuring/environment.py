@@ -1,7 +1,7 @@
 """What a run ran on, written once into environment.json: versions, machine, limits, GPUs, settings from outside.
 
 A run is explained, compared and repeated from this. It never holds a secret: variables are taken by name, those that
-look like a secret are left out, and passwords in addresses are masked. `why` reads it; the doctor checks it.
+look like a secret are left out, and passwords in addresses and behind flags are masked. `why` reads it; the doctor checks it.
 """
 
 import os
@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -36,8 +36,16 @@ _VARIABLES = re.compile(
     r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
     r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE|HOOK", re.IGNORECASE)
+_SECRET_FLAG = re.compile(
+    r"-{1,2}(?:\w+[-_])*(?:(?:api)?key|token|secret|passw(?:or)?d|credentials?|auth|cookie|signature|webhook)"
+    r"(?:$|(?=[-_=]))(?:[-_]\w+)*(?P<value>=.*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+"""A flag with a secret behind it, in the same word or in the next. Not `--tokenizer`, nor `--max-tokens`."""
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HOOK = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.|webhook)[^\s/'\"]*/)[^\s'\"]+", re.IGNORECASE)
+"""The address of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…, ….webhook.office.com/…"""
 _QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 
 
@@ -56,7 +64,7 @@ def describe(
         **_machine(variables, folders),
         "torch": _torch(),
         "variables": _told(variables),
-        "argv": [masked(word) for word in argv],
+        "argv": masked_words(argv),
     }
 
 
@@ -72,7 +80,7 @@ def describe_job(
         **_machine(variables, folders),
         "torch": None,
         "variables": _told(variables),
-        "argv": [masked(word) for word in argv],
+        "argv": masked_words(argv),
         "cwd": os.getcwd(),
     }
 
@@ -91,7 +99,7 @@ def describe_loop(
         **_machine(variables, folders),
         "torch": _torch() if "torch" in sys.modules else None,
         "variables": _told(variables),
-        "argv": [masked(word) for word in argv],
+        "argv": masked_words(argv),
         "cwd": os.getcwd(),
     }
 
@@ -149,8 +157,22 @@ def _handles_limit() -> int | None:
 
 
 def masked(text: str) -> str:
-    """The text without passwords: `s3://***@host/…`, `…?sig=***`."""
-    return _QUERY.sub(r"\1***", _PASSWORD.sub("***", text))
+    """The text without passwords: `s3://***@host/…`, `…?sig=***`, `https://hooks.slack.com/***`."""
+    return _HOOK.sub(r"\1***", _QUERY.sub(r"\1***", _PASSWORD.sub("***", text)))
+
+
+def masked_words(argv: Iterable[str]) -> list[str]:
+    """A command without passwords: each word `masked`, and what stands behind `--token`, `--alert-webhook` …"""
+    words: list[str] = []
+    hide_next = False
+    for word in argv:
+        flag = _SECRET_FLAG.fullmatch(word)
+        if flag is not None and flag["value"] is not None:
+            words.append(word[: flag.start("value")] + "=***")
+        else:
+            words.append("***" if hide_next and not word.startswith("--") else masked(word))
+        hide_next = flag is not None and flag["value"] is None
+    return words
 
 
 def container(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.measuring import environment, place
-from stoker.measuring.environment import container, describe, machine_type, masked
+from stoker.measuring.environment import container, describe, machine_type, masked, masked_words
 
 HIDDEN = "hunter2"
 
@@ -54,6 +54,7 @@ def test_variables_that_matter_are_told_and_secrets_never() -> None:
         "STOKER_CACHE_DIR": f"s3://me:{HIDDEN}@store/cache",
         "STOKER_API_KEY": HIDDEN,
         "TORCH_HUB_TOKEN": HIDDEN,
+        "STOKER_ALERT_WEBHOOK": f"https://hooks.slack.com/services/{HIDDEN}",
         "AWS_SECRET_ACCESS_KEY": HIDDEN,
         "HOME": HIDDEN,
     }
@@ -73,12 +74,29 @@ def test_variables_that_matter_are_told_and_secrets_never() -> None:
     [
         ("gs://bucket/data", "gs://bucket/data"),
         ("https://a/b?sv=1&sig=abc%3D&se=2", "https://a/b?sv=1&sig=***&se=2"),
+        ("https://hooks.slack.com/services/T1/B2/c", "https://hooks.slack.com/***"),
+        ("curl 'https://discord.com/api/webhooks/1/c' -d x", "curl 'https://discord.com/api/webhooks/***' -d x"),
+        ("https://me.webhook.office.com/webhookb2/a@b/IncomingWebhook/c", "https://me.webhook.office.com/***"),
+        ("https://store/hooks/x.zip", "https://store/hooks/x.zip"),
         ("a@b.c", "a@b.c"),
         ("/data/runs@2", "/data/runs@2"),
     ],
 )
 def test_only_passwords_are_masked(text: str, shown: str) -> None:
     assert masked(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("--alert-webhook https://chat/a --alert x", "--alert-webhook *** --alert x"),
+        ("--hf_token=a --api-key b -password c", "--hf_token=*** --api-key *** -password ***"),
+        ("--tokenizer bert --max-tokens 5 --keypoints 17", "--tokenizer bert --max-tokens 5 --keypoints 17"),
+        ("--use-auth --lr 3", "--use-auth --lr 3"),
+    ],
+)
+def test_what_stands_behind_a_secret_flag_is_masked(command: str, shown: str) -> None:
+    assert " ".join(masked_words(command.split())) == shown
 
 
 def test_containers_show(tmp_path: Path) -> None:
