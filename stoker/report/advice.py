@@ -13,6 +13,7 @@ from stoker.evaluation import Evaluation
 from stoker.records import CHECKPOINTS, CONFIG
 from stoker.report import format as fmt
 from stoker.report.why import Why
+from stoker.report.why_terminal import unsaid_command
 from stoker.schemas import Event
 
 MISTAKES_FROM = 0.15
@@ -48,14 +49,20 @@ SAID_BY_THE_END = UNEXPLAINED | {"preempted", "interrupted"}
 """Findings that know no more of a run's end than its last event, which comes first."""
 
 
+Severity = Literal["critical", "warning", "info"]
+
+
 class Advice(msgspec.Struct, kw_only=True):
     """Something to do."""
 
-    severity: Literal["critical", "warning", "info"]
+    severity: Severity
     title: str
     because: str
     fix: str
     command: str | None = None
+
+
+_SEVERITIES: dict[str, Severity] = {"critical": "critical", "warning": "warning"}
 
 
 def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]) -> list[Advice]:
@@ -63,11 +70,11 @@ def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, eve
     advice = _end(why, events)
     advice += [
         Advice(
-            severity="critical" if finding.severity == "critical" else "warning",
+            severity=_SEVERITIES.get(finding.severity, "info"),
             title=finding.title,
             because="; ".join(evidence.text for evidence in finding.evidence),
             fix=finding.fix,
-            command=finding.command,
+            command=unsaid_command(finding),
         )
         for finding in why.findings
         if finding.cause not in SAID_BY_THE_END

@@ -69,6 +69,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Version that made this report."""
     made_t: float
     run: str
+    ours: bool
+    """A training of stoker's own; else a job that it watched or a loop that it measured: nothing is scored there."""
     model: str | None
     data: str | None
     start_t: float | None
@@ -108,11 +110,12 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     events = list(records.read_lines(path, records.EVENTS, Event))
     start_t = _start(path, events)
     settings = settings_of(path)
-    if not (path / records.CONFIG).exists():
+    ours = not any("watched" in event.data or "measured" in event.data for event in events)
+    if ours and not (path / records.CONFIG).exists():
         missing.append(f"The settings are not known: {records.CONFIG} is not there.")
     values = {one.name: one.value for one in settings}
     scored = _evaluations(events, path)
-    evaluation = _evaluation(path, missing, bool(scored))
+    evaluation = _evaluation(path, missing, bool(scored)) if ours else None
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _steps(path, missing, start_t or 0.0)
     machine = _machine(path, missing, start_t or 0.0)
@@ -123,6 +126,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
         stoker=metadata.version("stoker"),
         made_t=time.time(),
         run=shown(path),
+        ours=ours,
         model=values.get("model"),
         data=Path(values["data"]).name if "data" in values else None,
         start_t=start_t,

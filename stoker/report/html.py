@@ -6,6 +6,7 @@ every request: browsers enforce it."""
 
 import json
 import time
+from collections.abc import Iterable
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -39,6 +40,8 @@ SECTIONS = (
     ("environment", "Environment"),
     ("events", "Events"),
 )
+OURS = frozenset({"results", "pictures", "settings"})
+"""Sections of which jobs of others record nothing."""
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price: float | None = None) -> Path:
@@ -77,24 +80,24 @@ def report_as_json(report: Report) -> str:
 
 
 def render(report: Report) -> str:
-    """The page."""
+    """The page. That of a job of others has no scores, pictures and settings, as nothing of them is recorded."""
     charts = Charts()
     bar = record.time_bar(report)
+    sections = [(name, title) for name, title in SECTIONS if report.ours or name not in OURS]
     body = join(
-        tag("a", "Skip to the results", href="#results", class_="skip"),
-        _navigation(),
+        tag("a", f"Skip to {sections[1][1].lower()}", href=f"#{sections[1][0]}", class_="skip"),
+        _navigation(sections),
         tag(
             "main",
             results.head(report),
             results.summary(report, bar),
             _missing(report.missing),
-            results.scores(report, charts),
-            results.pictures(report),
+            [results.scores(report, charts), results.pictures(report)] if report.ours else None,
             results.curves(report, charts),
             record.times(report, charts),
             record.machine(report, charts),
             record.data(report),
-            record.settings(report),
+            record.settings(report) if report.ours else None,
             record.environment(report),
             record.events(report),
             _foot(report),
@@ -106,13 +109,12 @@ def render(report: Report) -> str:
 def render_fleet(fleet: Fleet) -> str:
     """The page of many runs."""
     charts = Charts()
-    links: list[Child] = [tag("a", title, href=f"#{name}") for name, title in fleet_page.SECTIONS]
     same = code(f"stoker why --all {fleet.folder} --json")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     foot = tag("footer", f"Made by stoker {metadata.version('stoker')} at {made}. The same as data: ", same, ".")
     body = join(
         tag("a", "Skip to the causes", href="#causes", class_="skip"),
-        tag("nav", links, aria_label="Sections"),
+        _navigation(fleet_page.SECTIONS),
         tag("main", fleet_page.main(fleet, charts), foot),
     )
     return document(fleet.folder, body, charts)
@@ -142,8 +144,8 @@ def document(name: str, body: Markup, charts: Charts) -> str:
     )
 
 
-def _navigation() -> Markup:
-    links: list[Child] = [tag("a", title, href=f"#{name}") for name, title in SECTIONS]
+def _navigation(sections: Iterable[tuple[str, str]]) -> Markup:
+    links: list[Child] = [tag("a", title, href=f"#{name}") for name, title in sections]
     return tag("nav", links, aria_label="Sections")
 
 

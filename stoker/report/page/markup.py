@@ -17,6 +17,8 @@ class Markup(str):
 Child: TypeAlias = "str | int | Iterable[Child] | None"
 """What an element can hold: text (escaped), Markup, nothing, or several of these."""
 
+SHORT = 30
+"""Characters of a command that fit on the line of a phone."""
 _VOID = frozenset({"img", "input", "br", "meta", "rect", "line"})
 
 
@@ -100,8 +102,8 @@ def bar(share: float, *, colour: str = "var(--c0)") -> Markup:
 
 
 def code(command: str) -> Markup:
-    """A command to copy."""
-    return tag("code", command)
+    """A command to copy; a short one stays on one line."""
+    return tag("code", command, class_="nobr" if len(command) <= SHORT else None)
 
 
 def section(name: str, title: str, *children: Child) -> Markup:

@@ -11,6 +11,7 @@ from stoker.report import format as fmt
 from stoker.report.facts import Report
 from stoker.report.page import charts as draw
 from stoker.report.page.charts import PHASE_COLOURS, Charts
+from stoker.report.page.findings import experiments, findings
 from stoker.report.page.markup import Child, Markup, code, section, table, tag
 from stoker.report.page.timeline import timeline
 from stoker.report.why import PhaseShare
@@ -104,32 +105,9 @@ def times(report: Report, charts: Charts) -> Markup:
         right=range(1, 4 if money else 3),
         wide=(len(heads) - 1,),
     )
-    return section("time", "Time", tag("p", says), ledger, timeline(charts, report), _findings(report))
-
-
-def _findings(report: Report) -> list[Markup]:
-    """Each finding of the diagnosis with its evidence."""
-    made = []
-    for number, finding in enumerate(report.why.findings, start=1):
-        lost = f"{fmt.duration(finding.lost_device_s)} lost" if finding.lost_device_s is not None else ""
-        money = report.why.cost(finding.lost_device_s)
-        paid = f", cost {cost(money)}" if money is not None else ""
-        evidence = [
-            tag("li", one.text, tag("span", f" {one.place}", class_="place") if one.place else None)
-            for one in finding.evidence
-        ]
-        command = [" ", code(finding.command)] if finding.command else []
-        made.append(
-            tag(
-                "article",
-                tag("h4", f"{number}. {finding.severity}: {finding.title}"),
-                tag("p", f"{lost}{paid}") if lost else None,
-                tag("ul", evidence),
-                tag("p", tag("b", "Fix: "), finding.fix, command),
-                class_=f"finding {finding.severity}",
-            )
-        )
-    return [tag("h3", "Findings"), *made] if made else []
+    return section(
+        "time", "Time", tag("p", says), ledger, timeline(charts, report), findings(report), experiments(report)
+    )
 
 
 def machine(report: Report, charts: Charts) -> Markup:

@@ -52,6 +52,8 @@ def head(report: Report) -> Markup:
     sign, words = STATES[report.why.state]
     state = tag("span", tag("span", sign, aria_hidden="true"), f" {words}", class_=f"state {report.why.state}")
     what = [tag("b", report.model), " on ", tag("b", report.data)] if report.model and report.data else []
+    if not report.ours:
+        what = ["a job that stoker watched" if report.why.watched else "a loop that stoker measured"]
     return tag(
         "header",
         tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
@@ -80,9 +82,12 @@ def _device(report: Report) -> str:
 def summary(report: Report, time_bar: Markup | None) -> Markup:
     """How good, how long, where the time went, what to do next."""
     why, best = report.why, report.best
-    tiles = [
+    scored = [
         _tile("AP", fmt.metric(best.metrics.ap if best else None), _when(report)),
         _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "a box is right from IoU 0.5"),
+    ]
+    tiles = [
+        *(scored if report.ours else []),
         _tile("time", fmt.duration(why.wall_s), f"{fmt.plural(why.steps, 'step')}, {fmt.number(why.img_per_s)} img/s"),
         _tile("device busy", fmt.share(why.productive_share), "of its time on optimizer steps"),
     ]

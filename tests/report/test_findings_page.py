@@ -1,0 +1,74 @@
+"""The page's findings and experiments; and the page of a job that stoker did not train."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.records import PROBES, RunFolder
+from stoker.report.advice import advise
+from stoker.report.facts import Report, collect
+from stoker.report.html import OURS, SECTIONS, render
+from stoker.schemas import Evidence, Finding, Probe
+from tests.report.runs import write_run
+
+
+def finding(severity: str, command: str) -> Finding:
+    return Finding(cause="x", severity=severity, title=f"An {severity} finding", fix="put --cache disk behind it",
+                   evidence=[Evidence(text="a number", place="steps.jsonl: phases")], command=command,
+                   confidence=0.8, lost_device_s=9.0, verified="refuted by x")  # fmt: skip
+
+
+def with_findings(run: Path, *findings: Finding) -> Report:
+    report = collect(run)
+    report.why = msgspec.structs.replace(report.why, findings=list(findings))
+    report.advice = advise(report.why, [], None, [])
+    return report
+
+
+def test_a_finding_has_its_place_its_confidence_and_what_an_experiment_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", settings="[run]\n")
+    page = render(with_findings(run, finding("info", "--cache disk"), finding("critical", "stoker data check")))
+    first, second = re.findall(r"<article.*?</article>", page, re.DOTALL)
+    for said in ("a number", "steps.jsonl: phases", "9 s lost", "Confidence: 80 %; refuted by x"):
+        assert said in first
+    assert "<code" not in first, "the fix has said it"
+    assert re.search("<code.*stoker data check</code>", second)
+
+
+def test_the_summary_is_as_grave_as_the_finding(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", settings="[run]\n")
+    advice = with_findings(run, *(finding(name, "a") for name in ("info", "warning", "critical"))).advice
+    assert [one.severity for one in advice[:3]] == ["info", "warning", "critical"]
+
+
+def test_experiments_are_on_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", settings="[run]\n")
+    assert "Experiments" not in render(collect(run))
+    folder = RunFolder(run, 1)
+    folder.append(PROBES, Probe(t=1.0, attempt=1, what="cached_batch", steps=40, before_img_per_s=10.0,
+                                after_img_per_s=18.0, ratio=1.8, ratio_low=1.7, ratio_high=1.9))  # fmt: skip
+    folder.close()
+    page = render(collect(run))
+    assert "1.70 … 1.90, 40 steps each" in page
+    assert ">1.80<" in page
+
+
+@pytest.mark.parametrize(
+    ("told", "words"), [({"watched": {"output": "recorded"}}, "watched"), ({"measured": True}, "measured")]
+)
+def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
+    tmp_path: Path, told: dict[str, object], words: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    folder = RunFolder(run, 1)
+    folder.event("started", **told)
+    folder.close()
+    page = render(collect(run))
+    linked = re.findall(r'href="#(\w+)"', page.partition("</nav>")[0].partition("<nav")[2])
+    assert linked == re.findall(r'<section id="(\w+)"', page)
+    assert set(linked) == {name for name, _ in SECTIONS} - OURS
+    assert f"that stoker {words}" in page
+    for absent in ("evaluation.json", "config.toml", "<dt>AP</dt>", "scored"):
+        assert absent not in page.partition("<script")[0]
