@@ -48,6 +48,7 @@ _DEATHS = (
             _says(r"No space left on device.*(/dev/shm|/torch_)", "I"),
             _says(r"killed by signal: Bus error", "B"),
             _says(r"unable to (write to|mmap|resize) file </torch_", "I"),
+            _says(r"unable to allocate shared memory\(shm\) for file </torch_", "R"),
         ),
         fix="More shared memory: `docker run --shm-size 8g` or `--ipc host`, in Kubernetes an emptyDir of medium "
         "Memory at /dev/shm; or fewer loader processes",
@@ -264,7 +265,10 @@ _DEATHS = (
         id="disk_full",
         title="A disk was full",
         reason="dies: storage",
-        signs=(_says(r"No space left on device|Disk quota exceeded", "R"),),
+        signs=(
+            _says(r"No space left on device|Disk quota exceeded", "R"),
+            _says(r"enforce fail at inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+", "R"),
+        ),
         fix="Make room, keep fewer checkpoints, or write to another disk; a quota, or no inodes left, say the same",
     ),
     Death(
