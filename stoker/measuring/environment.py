@@ -1,7 +1,8 @@
 """What a run ran on, written once into environment.json: versions, machine, limits, GPUs, settings from outside.
 
 A run is explained, compared and repeated from this. It never holds a secret: variables are taken by name, those that
-look like a secret are left out, and passwords in addresses and behind flags are masked. `why` reads it; the doctor checks it.
+look like a secret are left out, and passwords in addresses and behind flags are masked. `why` reads it; the doctor
+checks it.
 """
 
 import os

@@ -19,6 +19,8 @@ from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 COVERED = 0.9
 """Share of a rule's duration that must have been measured before it can hold: a line may be late."""
+OF_ALERT = "of_alert"
+"""In the data of an event that is about telling of alerts: `on warning` would tell of it for ever."""
 LONGEST_S = 24 * 3600.0
 """Longest duration of a rule: what is kept for it is a number a second."""
 
@@ -149,6 +151,8 @@ class Alerts:
     def see(self, line: Seen) -> list[Alert]:
         """A new line of the records, in the order of time; the rules that begin to hold with it."""
         if isinstance(line, Event):
+            if OF_ALERT in line.data:
+                return []
             return [Alert(rule=rule.rule.text, text=sentence(line), t=line.t) for rule in self._rules
                     if rule.rule.kind == line.kind]  # fmt: skip
         if isinstance(line, StepWindow):

@@ -1,9 +1,10 @@
 """Tells of an alert: an event of the run, a command, a webhook, the end of the run. In the order in which they came.
 
 Commands and webhooks run on a thread of their own and may take their time; what could not be told is a warning of the
-run. Not here: when something is to be told (`alerts.py`).
+run, of which no rule tells in turn. Not here: when something is to be told (`alerts.py`).
 """
 
+import http.client
 import json
 import os
 import queue
@@ -14,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from stoker.monitor.alerts import Alert
+from stoker.monitor.alerts import OF_ALERT, Alert
 from stoker.monitor.options import Monitoring
 from stoker.records import RunFolder
 
@@ -44,7 +45,7 @@ class Delivery:
             try:
                 self._waiting.put_nowait(alert)
             except queue.Full:
-                self._folder.event("warning", f"not told of, {MOST_WAITING} others wait: {alert.text}")
+                self._warn(f"not told of, {MOST_WAITING} others wait: {alert.text}")
         if self._stop is not None:
             self._stop()
 
@@ -71,12 +72,15 @@ class Delivery:
                 command, shell=True, input=told.encode(), timeout=COMMAND_S, check=False, capture_output=True,
                 env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": str(self._folder.path.absolute())},
             )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self._folder.event("warning", f"the command of an alert failed: {error}")
+        except subprocess.TimeoutExpired:  # which would quote the command, and what secrets are in it
+            self._warn(f"the command of an alert was ended after {COMMAND_S:.0f} s")
+            return
+        except OSError as error:
+            self._warn(f"the command of an alert failed: {error}")
             return
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip()[-500:]
-            self._folder.event("warning", f"the command of an alert ended with {done.returncode}: {said}")
+            self._warn(f"the command of an alert ended with {done.returncode}: {said}")
 
     def _post(self, address: str, alert: Alert) -> None:
         """As Slack's incoming webhooks want it: {"text": …}; Mattermost, Discord (…/slack) and Teams take the same."""
@@ -92,6 +96,11 @@ class Delivery:
                     break
             except OSError as error:
                 cause = str(getattr(error, "reason", error))
+            except (http.client.HTTPException, ValueError) as error:  # an odd answer, or an address that is none
+                cause = type(error).__name__
             if attempt < TRIES:
                 time.sleep(2.0**attempt)
-        self._folder.event("warning", f"an alert could not be posted: {cause}")
+        self._warn(f"an alert could not be posted: {cause}")
+
+    def _warn(self, text: str) -> None:
+        self._folder.event("warning", text, **{OF_ALERT: True})

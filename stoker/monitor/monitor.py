@@ -41,16 +41,17 @@ def monitoring(
     options.check()
     with contextlib.ExitStack() as stack:
         told = Alerts(options.rules(), time.time())
-        sinks: list[Callable[[Seen], None]] = []
+        sinks: dict[str, Callable[[Seen], None]] = {}
         if options.alert:
             delivery = Delivery(folder, options, stop)
             stack.callback(delivery.close)
-            sinks.append(lambda line: _tell(delivery, told, line))
+            sinks["alerts"] = lambda line: _tell(delivery, told, line)
         if log == "json":
-            sinks.append(JsonLog(log_file or sys.stdout, run=str(folder.path)).see)
+            sinks["the log"] = JsonLog(log_file or sys.stdout, run=str(folder.path)).see
         if options.metrics_port is not None:
-            sinks.append(_serve(folder, options.metrics_port, told, stack))
-        sinks += [_track(folder, name, stack) for name in options.track]
+            sinks["metrics"] = _serve(folder, options.metrics_port, told, stack)
+        for name in options.track:
+            sinks[name] = _track(folder, name, stack)
         if not sinks:
             yield
             return
@@ -104,12 +105,18 @@ def _track(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callabl
         if values := values_of(line):
             tracker.log(values, step)
 
-    stack.callback(lambda: tracker.close(failed=failed))
+    def close() -> None:
+        try:
+            tracker.close(failed=failed)
+        except Exception as error:  # noqa: BLE001 (a tracker's own: what it was told last may be lost, the run is not)
+            folder.event("warning", f"{name} could not be closed: {type(error).__name__}: {error}")
+
+    stack.callback(close)
     return see
 
 
 class _Thread:
-    def __init__(self, folder: RunFolder, sinks: list[Callable[[Seen], None]]) -> None:
+    def __init__(self, folder: RunFolder, sinks: dict[str, Callable[[Seen], None]]) -> None:
         self._folder = folder
         self._sinks = sinks
         self._follower = Follower(folder.path, folder.attempt)
@@ -125,22 +132,24 @@ class _Thread:
         self._thread.join(30.0)
 
     def _run(self) -> None:
-        last = False
+        last = failed = False
         while not last:
             last = self._ending.wait(POLL_S)
             try:
                 lines = self._follower.read()
-            except OSError as error:
-                self._folder.event("warning", f"the run's records cannot be followed: {error}")
-                return
+            except OSError as error:  # a storage that went away may come back
+                if not failed:
+                    failed = True
+                    self._folder.event("warning", f"the run's records cannot be followed: {error}")
+                continue
+            failed = False
             for line in lines:
                 self._hand(line)
 
     def _hand(self, line: Seen) -> None:
-        for sink in list(self._sinks):
+        for name, sink in list(self._sinks.items()):
             try:
                 sink(line)
             except Exception as error:  # noqa: BLE001 (a tracker, a log that went away: the run goes on without, and says so)
-                self._sinks.remove(sink)
-                name = getattr(sink, "__qualname__", str(sink)).partition(".")[0]
+                del self._sinks[name]
                 self._folder.event("warning", f"monitoring ({name}) ends here: {type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ credentials. A later attempt of a run goes on with the same tracked run: its id 
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +57,12 @@ class MlflowTracker:
                 self._client.log_param(self._id, key, value)
 
     def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        """In one request: a server is some milliseconds away, and each second has dozens of values."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        told = [Metric(name, value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=told)
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

@@ -17,12 +17,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.errors import ConfigError
-from stoker.monitor import prometheus
+from stoker.monitor import prometheus, trackers
 from stoker.monitor.follow import Follower
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
 from stoker.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at the records all the time."""
+    monkeypatch.setattr("stoker.monitor.monitor.POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -110,11 +116,12 @@ def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
     assert not events(folder, "warning")
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1/services/secret", "http://127.0.0.1:1/a secret"])
 def test_what_cannot_be_told_is_a_warning_without_the_secret(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.TRIES", 1)
-    address, command = "http://127.0.0.1:1/services/secret", "echo broken >&2; exit 3"
+    command = "echo broken >&2; exit 3"
     options = Monitoring(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
     with monitoring(folder, options, stop=never):
         folder.append(STEPS, window(1.0))
@@ -122,6 +129,26 @@ def test_what_cannot_be_told_is_a_warning_without_the_secret(
     assert warnings[0] == "the command of an alert ended with 3: broken"
     assert "could not be posted" in warnings[1]
     assert "secret" not in "".join(warnings)
+
+
+def test_a_command_that_lasts_too_long_is_ended_and_not_quoted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.monitor.delivery.COMMAND_S", 0.1)
+    with monitoring(folder, Monitoring(alert=("on failed",), alert_command="sleep 9 # secret"), stop=never):
+        folder.event("failed")
+    (warning,) = events(folder, "warning")
+    assert "was ended after" in warning.text
+    assert "secret" not in warning.text
+
+
+def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
+    with monitoring(folder, Monitoring(alert=("on warning",), alert_command="exit 3"), stop=never):
+        folder.event("warning", "the first")
+        while len(events(folder, "warning")) < 2:
+            pass
+        folder.event("warning", "the last")
+    assert [event.text for event in events(folder, "alert")] == ["warning: the first", "warning: the last"]
 
 
 def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
@@ -188,7 +215,7 @@ def test_a_stream_that_goes_away_ends_the_log_and_not_the_run(folder: RunFolder)
     with monitoring(folder, Monitoring(), stop=never, log="json", log_file=Closed()):
         folder.append(STEPS, window(1.0))
     (warning,) = events(folder, "warning")
-    assert warning.text == "monitoring (JsonLog) ends here: BrokenPipeError: gone"
+    assert warning.text == "monitoring (the log) ends here: BrokenPipeError: gone"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +281,28 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
         monitoring(folder, Monitoring(track=("wandb",)), stop=never),
     ):
         raise AssertionError("started")
+
+
+def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __init__(self, **_: Any) -> None:
+            """Starts, and then its server goes away."""
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            raise ConnectionError(f"no {len(values)} values at {step}")
+
+        def close(self, *, failed: bool) -> None:
+            raise ConnectionError(f"failed={failed}")
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Broken)
+    with monitoring(folder, Monitoring(track=("wandb",)), stop=never):
+        folder.append(STEPS, window(1.0))
+        folder.event("failed")
+    said = [event.text for event in events(folder, "warning")]
+    assert said == [
+        "monitoring (wandb) ends here: ConnectionError: no 4 values at 1",
+        "wandb could not be closed: ConnectionError: failed=False",
+    ]
 
 
 def test_a_watched_job_is_told_of_and_ended(tmp_path: Path) -> None:
