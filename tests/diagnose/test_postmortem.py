@@ -30,6 +30,8 @@ SAID: dict[str, tuple[str, ...]] = {
         "RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
         "workers are out of shared memory. Please try to raise your shared memory limit.",
         "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f'",
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_10449_227263199_0>: No space left on "
+        "device (28)",
         "RuntimeError: unable to write to file </torch_71_330>",
     ),
     "loader_worker_killed": (
@@ -99,7 +101,10 @@ SAID: dict[str, tuple[str, ...]] = {
     ),
     "bucket_object_missing": ("NotFoundError: Error executing an HTTP request: HTTP response code 404 with body",),
     "bucket_unreachable": ("Error executing an HTTP request: libcurl code 6 meaning 'Couldn't resolve host name'",),
-    "disk_full": ("OSError: [Errno 28] No space left on device",),
+    "disk_full": (
+        "OSError: [Errno 28] No space left on device",
+        "RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534",
+    ),
 }
 
 KILLED, BY_TERM = -int(signal.SIGKILL), -int(signal.SIGTERM)
