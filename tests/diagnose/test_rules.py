@@ -85,10 +85,14 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
 
 def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_processors(tmp_path: Path) -> None:
     waits = {"config": None, "shares": {"input_wait": 0.4}}
-    rests = findings(tmp_path / "rests", waits | {"host": lambda _: {"process_cpu": 0.65}})
-    busy = findings(tmp_path / "busy", waits | {"host": lambda _: {"process_cpu": 1.0}})
-    assert [f.cause for f in rests] == ["slow_storage"]
-    assert [f.cause for f in busy] == ["input_bound"]
+    for name, cores, cause in (
+        ("rests", {"process_cpu": 0.65}, "slow_storage"),
+        ("one", {"process_cpu": 1.6, "cpu": [1.0, 0.6, 0.0, 0.0]}, "too_few_threads"),
+        ("all", {"process_cpu": 3.7, "cpu": [0.95] * 4}, "slow_decode"),
+        ("others", {"process_cpu": 1.6, "cpu": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
+    ):
+        found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
+        assert found[0].cause == cause, name
 
 
 def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
@@ -120,6 +124,10 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     rises = {"config": None, "losses": lambda s: {"total": 2.0 if s < 10 else 2.0 * 1.1 ** (s - 10)}}
     finding = of(findings(tmp_path / "run", rises), "rate_too_high")
     assert finding.lost_device_s == pytest.approx(30, abs=12)
+    blew_up = {"config": None, "losses": lambda s: {"total": 1e17 if s == 0 else 900.0 + 100 * (s % 4)}}
+    assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "rate_too_high").evidence[0].text
+    above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
+    assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "rate_too_high").evidence[0].text
     noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
     assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
 
@@ -180,7 +188,7 @@ def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -
     tail = {"config": None, "window": lambda s: {"steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
             "shares": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
-    assert [f.cause for f in found] == ["input_bound"]
+    assert [f.cause for f in found] == ["too_few_threads"]
 
 
 def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:

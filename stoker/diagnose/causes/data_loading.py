@@ -123,6 +123,11 @@ ROWS = (
         "threads and cores are idle",
         source=TFP,
         limits={
+            "one_core": Limit(
+                1.25,
+                "cores' worth of processor time beside the training thread's, of a loader that tells "
+                "nothing of its threads, up to which one thread or process does it all (our judgment)",
+            ),
             "warn_from_on_cpu": ON_CPU,
             "of_wait": MOST,
             "few": Limit(
@@ -136,7 +141,7 @@ ROWS = (
                 "(decoding threads reach 0.9 and more)",
             ),
         },
-        over=("slow_decode", "input_bound"),
+        over=("pictures_too_large", "slow_decode", "input_bound"),
         probe="more_threads",
         confidence=0.85,
         fix="--threads 0, which finds their number; of a PyTorch job, DataLoader(num_workers=) of about the cores per "

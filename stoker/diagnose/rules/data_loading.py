@@ -73,31 +73,42 @@ def network_saturated(seen: Records) -> Finding | None:
 
 
 def slow_decode(seen: Records) -> Finding | None:
+    """By the loader's stages; of a loop without them, by its own stacks, or by processes that compute while it waits:
+    what else would they do."""
     stage, of_wait = _largest_stage(seen)
-    limit = CATALOGUE["slow_decode"].limit("of_wait")
     if stage is not None:
-        return _wait(seen, "slow_decode", [_of_wait(seen, stage, of_wait), _cores(seen)]) \
-            if stage == "decode" and of_wait >= limit else None  # fmt: skip
-    if not _decodes_itself(seen):
+        if stage != "decode" or of_wait < CATALOGUE["slow_decode"].limit("of_wait"):
+            return None
+        return _wait(seen, "slow_decode", [_of_wait(seen, stage, of_wait), _cores(seen)])
+    if _decodes_itself(seen):
+        return _wait(seen, "slow_decode", [stacks(seen, "decoding", "decode"), _cores(seen)])
+    busy = _loads_with(seen)
+    if busy is None or _rests_while_waiting(seen) is not None:
         return None
-    return _wait(seen, "slow_decode", [stacks(seen, "decoding", "decode"), _cores(seen)])
+    return _wait(seen, "slow_decode", [_loading(busy), _cores(seen)], confidence=0.65)
 
 
 def too_few_threads(seen: Records) -> Finding | None:
     cause = CATALOGUE["too_few_threads"]
-    threads, cores, busy = _threads(seen), seen.host.cores, seen.cores_busy
-    if threads is None or cores is None or busy is None or busy >= cause.limit("busy_cores"):
+    cores, busy = seen.host.cores, seen.cores_busy
+    if cores is None or cores < 2 or busy is None or busy >= cause.limit("busy_cores"):
         return None
-    few = threads <= 1 or (threads <= cause.limit("few") and threads < cores / 2)
     stage, of_wait = _largest_stage(seen)
-    decodes = stage == "decode" and of_wait >= cause.limit("of_wait")
-    if not few or cores < 2 or not (decodes or (stage is None and _rests_while_waiting(seen) is None)):
+    threads, loading = _threads(seen), _loads_with(seen)
+    if stage is not None and (stage != "decode" or of_wait < cause.limit("of_wait")):
         return None
-    said = Evidence(
-        text=f"{threads} threads or processes load pictures, {cores:g} cores are there", value=float(threads),
-        place="config.toml: run.threads" if seen.ours else "events.jsonl: data.workers",
-    )  # fmt: skip
-    return _wait(seen, cause.id, [_of_wait(seen, stage, of_wait), said, _cores(seen)])
+    if threads is not None:
+        if threads > 1 and (threads > cause.limit("few") or threads >= cores / 2):
+            return None
+        said = Evidence(
+            text=f"{threads} threads or processes load pictures, {cores:g} cores are there",
+            value=float(threads),
+            place="config.toml: run.threads" if seen.ours else "events.jsonl: data.workers",
+        )
+        return _wait(seen, cause.id, [_of_wait(seen, stage, of_wait), said, _cores(seen)])
+    if loading is None or loading > cause.limit("one_core") or _rests_while_waiting(seen) is not None:
+        return None
+    return _wait(seen, cause.id, [_loading(loading), _cores(seen)], confidence=0.6)
 
 
 def too_few_cores(seen: Records) -> Finding | None:
@@ -218,13 +229,33 @@ def _of_wait(seen: Records, stage: str | None, share: float) -> Evidence | None:
 def _rests_while_waiting(seen: Records) -> Evidence | None:
     """That the process computed too little for its thread to have been busy while it waited."""
     cpu, share = seen.host.process_cpu.value, _waiting_share(seen)
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples") or cores_are_contended(seen):
+    if (
+        seen.ours
+        or cpu is None
+        or share <= 0
+        or seen.host.process_cpu.count < common("samples")
+        or cores_are_contended(seen)
+    ):
         return None
     per_wait = max(0.0, cpu - (1 - share)) / share
     if per_wait >= CATALOGUE["slow_storage"].limit("cpu_while_waiting"):
         return None
     text = f"the process used {cpu:.2f} cores: its threads rested while it waited for pictures"
     return Evidence(text=text, value=cpu, place="devices.jsonl: process_cpu")
+
+
+def _loads_with(seen: Records) -> float | None:
+    """Cores' worth of processor time beside a training thread that computes when it does not wait; our own loader tells
+    of itself."""
+    cpu, share = seen.host.process_cpu, _waiting_share(seen)
+    if seen.ours or cpu.value is None or share <= 0 or cpu.count < common("samples") or cores_are_contended(seen):
+        return None
+    return max(0.0, cpu.value - (1 - share))
+
+
+def _loading(cores: float) -> Evidence:
+    text = f"the process and its children used {cores:.2f} cores beside the training thread's work"
+    return Evidence(text=text, value=cores, place="devices.jsonl: process_cpu")
 
 
 def _threads(seen: Records) -> int | None:

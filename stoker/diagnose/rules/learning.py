@@ -31,17 +31,37 @@ def rate_too_high(seen: Records) -> Finding | None:
     told = _of_events(seen, "rate_too_high", "rate_too_high", rate="try", lost_s=_since_lowest(seen))
     if told is not None or seen.ours:
         return told
-    cause = CATALOGUE["rate_too_high"]
-    medians = seen.learning.loss.medians(int(cause.limit("group")))
-    if len(medians) < 2 or min(medians) <= 0:
+    cause, worse = CATALOGUE["rate_too_high"], _worse(seen)
+    if worse is None:
         return None
-    lowest, now = min(medians), medians[-1]
-    if now < cause.limit("rise") * lowest or math.log(now / lowest) < cause.limit("sigmas") * _noise(seen):
+    text, value, lost_s, since = worse
+    evidence = [Evidence(text=text, value=value, place="steps.jsonl: losses"), _rate(seen)]
+    return found(seen, cause.id, 1, evidence, lost_s=lost_s,
+                 estimate=since, confidence=0.65)  # fmt: skip
+
+
+def _worse(seen: Records) -> tuple[str, float, float | None, str] | None:
+    """How a loss shows that it diverged: it has risen, it is far above its beginning, or it blew up and has learnt
+    nothing since; by which factor; and which time was lost."""
+    cause, loss = CATALOGUE["rate_too_high"], seen.learning.loss
+    values, noise = loss.values, _noise(seen)
+    thirds = _thirds(loss)
+    if thirds is None or len(values) < cause.limit("least_windows") or min(values) <= 0:
         return None
-    text = f"the loss has risen from {lowest:.3g} to {now:.3g}"
-    evidence = [Evidence(text=text, value=now / lowest, place="steps.jsonl: losses"), _rate(seen)]
-    return found(seen, cause.id, 1, evidence, lost_s=_since_lowest(seen),
-                 estimate="the time since the loss was lowest", confidence=0.65)  # fmt: skip
+    sigmas = cause.limit("sigmas")
+    medians = loss.medians(int(cause.limit("group")))
+    if len(medians) > 1 and medians[-1] >= cause.limit("rise") * min(medians):
+        lowest, now = min(medians), medians[-1]
+        if math.log(now / lowest) >= sigmas * noise:
+            text = f"the loss has risen from {lowest:.3g} to {now:.3g}"
+            return text, now / lowest, _since_lowest(seen), "the time since the loss was lowest"
+    first, now = values[0], thirds[-1]
+    every = (seen.seconds("compute", "unattributed"), "all of the time in steps: nothing was learnt in it")
+    if now >= cause.limit("above_first") * first and math.log(now / first) >= sigmas * noise:
+        return f"the loss was {first:.3g} at the beginning and is {now:.3g}", now / first, *every
+    if max(values) >= cause.limit("blew_up") * now and now >= cause.limit("learns") * thirds[1]:
+        return f"the loss jumped to {max(values):.3g}, is {now:.3g} and falls no more", max(values) / now, *every
+    return None
 
 
 def rate_too_low(seen: Records) -> Finding | None:
