@@ -192,7 +192,8 @@ def open_run(text: str | Path) -> Path:
 
 def fetch_run(address: Address, *, weights: bool = False) -> Path:
     """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
-    records; weights: of its settings and best (else final, else newest) weights. Raises UsageError, StorageError."""
+    records, of all ranks; weights: of its settings and best (else final, else newest) weights. Raises UsageError,
+    StorageError."""
     from stoker.storage import download  # loads obstore, which folders do not need
 
     own = working_copy(address)
@@ -203,7 +204,7 @@ def fetch_run(address: Address, *, weights: bool = False) -> Path:
         return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL), else_newest_in=CHECKPOINTS)
     names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
              LEASE)  # fmt: skip
-    return download.fetch(address, names, events=EVENTS)
+    return download.fetch(address, names, events=EVENTS, below=RANKS)
 
 
 def is_finished(run: Path) -> bool:

@@ -37,10 +37,17 @@ def is_ahead(folder: Path, events: str, remote: bytes) -> bool:
 
 
 def fetch(
-    address: Address, names: Iterable[str], *, events: str, one_of: Iterable[str] = (), else_newest_in: str = ""
+    address: Address,
+    names: Iterable[str],
+    *,
+    events: str,
+    below: str = "",
+    one_of: Iterable[str] = (),
+    else_newest_in: str = "",
 ) -> Path:
-    """A folder with these files of the run, as far as it has them, and with the first of `one_of` that it has, else
-    the weights of its newest checkpoint. Those that are here unchanged are not fetched again.
+    """A folder with these files of the run, as far as it has them, with all that is in its folder `below`, and with the
+    first of `one_of` that it has, else the weights of its newest checkpoint. Those that are here unchanged are not
+    fetched again.
 
     events: name of the file that every run has; else_newest_in: of the folder of checkpoints. Raises UsageError when
     there is no run, StorageError.
@@ -58,7 +65,9 @@ def fetch(
     write_whole(folder / MARK, str(address).encode())
     noted = folder / FETCHED
     known: dict[str, str | None] = json.loads(noted.read_bytes()) if noted.exists() else {}
-    for name in names:
+    inner = [f"{below}/{name}" for name in objects(store, address.child(below))] if below else []
+    gone = [name for name in known if below and name.startswith(f"{below}/")]
+    for name in dict.fromkeys([*names, *inner, *gone]):
         _refresh(store, address, folder, name, known)
     found = objects(store, address) if else_newest_in else {}
     weights = (name for name in found if name.startswith(f"{else_newest_in}/step-") and name.endswith(".safetensors"))

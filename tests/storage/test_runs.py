@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import stoker.storage.download
@@ -86,6 +87,18 @@ def test_a_live_a_dead_and_a_finished_run(address: Address, put: Callable[..., N
     finished = gather(str(address))
     assert (finished.state, finished.steps) == ("finished", 30)
     assert finished.phases[0].device_s == pytest.approx(1.8)
+
+
+def test_the_records_of_all_ranks_are_fetched_and_those_that_are_gone_are_forgotten(
+    address: Address, put: Callable[..., None]
+):
+    put("finished")
+    other = window(10, time.time())
+    name = "ranks/0001/steps.jsonl"
+    write(address, name, msgspec.json.encode(other) + b"\n")
+    assert (gather(str(address)).devices, gather(str(address)).device_s) == (2, pytest.approx(2.0))
+    open_store(address).delete(address.child(name).key)
+    assert gather(str(address)).devices == 1
 
 
 def test_what_has_not_changed_is_not_fetched_again(server: Server, monkeypatch: pytest.MonkeyPatch):
