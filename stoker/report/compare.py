@@ -59,6 +59,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     ap: tuple[float | None, float | None]
     """Of the last evaluation."""
     settings: list[Change]
+    """Where both have some: jobs of others have none."""
     environment: list[Change]
     gone: list[str]
     """Causes of findings that only the first has."""
@@ -74,14 +75,16 @@ def compare(before: str | Path, after: str | Path, price: float | None = None) -
     first, second = gather(before, price), gather(after, price)
     folders = open_records(before), open_records(after)
     per, totals_s, phases = _times(first, second)
-    settings = _changes(*(_settings(folder) for folder in folders))
+    both = [_settings(folder) for folder in folders]
+    settings = _changes(*both) if all(both) else []  # of one alone, that there are none is said
     environment = _changes(*(flat(read_environment(folder)) for folder in folders))
     causes = [[finding.cause for finding in one.findings] for one in (first, second)]
     aps = _last_ap(folders[0]), _last_ap(folders[1])
     return Comparison(
         before=first.run,
         after=second.run,
-        statement=_statement(first, second, per, totals_s, phases, settings, environment, causes, aps),
+        statement=_statement(first, second, per, totals_s, phases, settings, environment, causes, aps)
+        + _without_settings(*both),
         per=per,
         total_s=totals_s,
         phases=phases,
@@ -152,8 +155,8 @@ def flat(environment: Mapping[str, Any]) -> dict[str, str]:
         if name == "gpu" and isinstance(value, dict):
             found |= _gpu(value)
         elif isinstance(value, dict):
-            words = {key: inner for key, inner in value.items() if inner is not None and key not in OF_THE_RUN}
-            found |= {f"{name}.{key}": str(inner) for key, inner in words.items()}
+            inner = flat({key: of for key, of in value.items() if key not in OF_THE_RUN})
+            found |= {f"{name}.{key}": of for key, of in inner.items()}
         elif name.endswith("_bytes") and isinstance(value, int):
             found[name] = fmt.size(value)
         else:
@@ -215,12 +218,21 @@ def _statement(
         timed.append(f"The first is {first.state}, the second {second.state}.")
     if causes[0] != causes[1]:
         gone, new = (sorted(set(a) - set(b)) for a, b in (causes, reversed(causes)))
-        said = [f"{what}: {', '.join(names)}" for what, names in (("gone", gone), ("new", new)) if names]
-        timed.append(f"Findings {'; '.join(said) or 'are the same in another order'}.")
+        said = [
+            f"Findings that are {what}: {', '.join(names)}." for what, names in (("gone", gone), ("new", new)) if names
+        ]
+        timed += said or ["Findings are the same in another order."]
     for what, changes in (("settings", settings), ("machine and versions", environment)):
         if changes:
             timed.append(f"Of {what}, {fmt.plural(len(changes), 'value')} changed: {_names(changes)}.")
     return [*timed, *same] or ["Nothing that is recorded differs."]
+
+
+def _without_settings(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """A sentence where only one of them has settings."""
+    if bool(first) == bool(second):
+        return []
+    return [f"The {'second' if first else 'first'} has no settings of stoker's: they are not compared."]
 
 
 def _names(changes: list[Change]) -> str:

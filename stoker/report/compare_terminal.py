@@ -30,7 +30,7 @@ def _times(found: Comparison) -> Iterator[RenderableType]:
         return
     yield ""
     unit = "s per step" if found.per == "step" else "device-seconds per 1,000 pictures"
-    made = table("phase", "first", "second", "change", "share", "", right=(1, 2, 3, 4, 5))
+    made = table("phase", "first", "second", "change", "share, first", "second", right=(1, 2, 3, 4, 5))
     for row in found.phases:
         change = row.after_s - row.before_s
         shares = fmt.share(row.before_share), fmt.share(row.after_share)

@@ -48,15 +48,15 @@ second  b
 The second took 38 % less time per step: 10 s → 6.2 s.
 The largest difference is input_wait: 4 s → 0.2 s per step.
 AP 0.300 → 0.310.
-Findings gone: input_bound.
+Findings that are gone: input_bound.
 Of settings, 1 value changed: threads.
 Of machine and versions, 2 values changed: packages.torch, variables.NCCL_DEBUG.
 
 time, s per step
-phase       first  second  change  share
-input_wait      4     0.2    −3.8   40 %  3.2 %
-compute         6       6       0   60 %   97 %
-total          10     6.2    −3.8  100 %  100 %
+phase       first  second  change  share, first  second
+input_wait      4     0.2    −3.8          40 %   3.2 %
+compute         6       6       0          60 %    97 %
+total          10     6.2    −3.8         100 %   100 %
 img/s         1.6    2.58
 AP          0.300   0.310
 
@@ -119,12 +119,24 @@ def test_what_is_another_in_every_run_is_not_compared() -> None:
     assert told["gpu"] == "2 × Tesla T4"
     assert told["memory_limit_bytes"] == "16.0 GiB"
     assert "GPU-1" not in str(told)
+    assert flat({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
     assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(told)
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", settings='[run]\nx = "\\u001b[2Jgone"\n')
-    assert "\x1b" not in shown(compare(a, write_run(tmp_path / "b")))
+    text = shown(compare(a, write_run(tmp_path / "b", settings='[run]\nx = "here"\n')))
+    assert "gone" in text
+    assert "\x1b" not in text
+
+
+def test_a_job_of_others_has_no_settings_to_compare(tmp_path: Path) -> None:
+    ours = write_run(tmp_path / "a", settings="[run]\nthreads = 1\n")
+    other = write_run(tmp_path / "b")
+    said = "The {} has no settings of stoker's: they are not compared."
+    assert (compare(ours, other).settings, compare(other, ours).settings) == ([], [])
+    assert said.format("second") in compare(ours, other).statement
+    assert said.format("first") in compare(other, ours).statement
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
