@@ -200,7 +200,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     cpu: list[float] = []
     """Busy share of each core of the machine, 0 … 1."""
     process_cpu: float | None = None
-    """Processor seconds per second of this process."""
+    """Processor seconds per second of this process and its children."""
     rss_bytes: int | None = None
     """Resident memory of this process and its children."""
     memory_used_bytes: int | None = None

@@ -137,7 +137,7 @@ class Measure:
         self._written_steps = self.step_count
         self._thread = threading.get_ident()
         clock = LateClock()
-        self._ledger = Ledger(clock, started_s=began_s)
+        self._ledger = Ledger(clock, started_s=began_s, otherwise="host")  # what else the loop does
         self._inside = Inside(self._ledger, clock, self._device)
         if self._book.folder is not None:
             self._witness = Witness(self._book.folder)

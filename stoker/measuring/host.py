@@ -164,7 +164,7 @@ class Host:
         return _Counters(
             at_s=at_s,
             cores=machine.core_ticks(self._proc),
-            process_s=time.process_time() if self._pid is None else tree.cpu_s,
+            process_s=time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s,
             psi_s={what: machine.pressure_s(self._proc / "pressure" / what) for what in ("cpu", "memory", "io")},
             throttled_s=self._cgroup.throttled_s(),
             tree=tree,

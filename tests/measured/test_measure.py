@@ -55,7 +55,7 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
     assert sum(found.phases.values()) == pytest.approx(found.device_s)
     floors = {"input_wait": 0.2, "compute": 0.1, "eval": 0.06, "checkpoint": 0.05}
     assert all(found.phases[name] >= least_s for name, least_s in floors.items())
-    assert set(found.phases) == {*floors, "startup", "unattributed"}
+    assert set(found.phases) == {*floors, "startup", "host"}
     assert (found.steps, found.step, found.pictures) == (10, 10, 40)
     assert (m.step_count, m.picture_count, m.path) == (10, 40, run)
     assert [event.kind for event in events(run)] == ["started", "finished"]
