@@ -14,7 +14,8 @@ import msgspec
 AS_OF = "2025-06"
 """When the prices below were the clouds' own, in US dollars per hour, on demand, Linux. AWS:
 aws.amazon.com/ec2/pricing, p4 and p5 after the cut of June 2025. GCP: cloud.google.com/compute/all-pricing and
-gpus-pricing."""
+gpus-pricing. Each row was compared with copies of the clouds' price lists in public repositories; those of 2026 still
+have the same."""
 CURRENCY = "USD"
 REGIONS = {"AWS": "us-east-1", "GCP": "us-central1"}
 
@@ -46,10 +47,11 @@ _GCP: dict[str, tuple[str, int, float]] = {
     "a3-highgpu-4g": ("H100", 4, 44.245), "a3-highgpu-8g": ("H100", 8, 88.49),
     "g2-standard-4": ("L4", 1, 0.706832), "g2-standard-8": ("L4", 1, 0.853624),
     "g2-standard-12": ("L4", 1, 1.000416), "g2-standard-16": ("L4", 1, 1.147208),
-    "g2-standard-24": ("L4", 2, 2.000832), "g2-standard-32": ("L4", 1, 1.734364),
-    "g2-standard-48": ("L4", 4, 4.001664), "g2-standard-96": ("L4", 8, 8.003328),
+    "g2-standard-24": ("L4", 2, 2.000832), "g2-standard-32": ("L4", 1, 1.734377),
+    "g2-standard-48": ("L4", 4, 4.001665), "g2-standard-96": ("L4", 8, 8.003331),
 }  # fmt: skip
-"""Machine type → GPU, how many, price of the machine; a3's with their local SSDs."""
+"""Machine type → GPU, how many, price of the machine; a3's with their local SSDs. A g2 costs 0.146792 for four cores
+with 16 GiB, and 0.560040 for each L4."""
 
 _N1_CORE, _N1_GIB = 0.031611, 0.004237
 _N1_GIB_PER_CORE = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}

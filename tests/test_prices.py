@@ -39,6 +39,13 @@ def test_the_cheapest_machine_costs_more_with_more_gpus() -> None:
         assert max(each) == pytest.approx(min(each), rel=1e-3)
 
 
+def test_a_g2_costs_what_its_cores_and_its_gpus_cost() -> None:
+    for name, (_, gpus, price) in prices._GCP.items():
+        if name.startswith("g2-standard-"):
+            cores = int(name.rpartition("-")[2])
+            assert price == pytest.approx(cores / 4 * 0.146792036 + gpus * 0.56004024, abs=1e-6), name
+
+
 @pytest.mark.parametrize(("name", "gib", "known"), [
     ("NVIDIA A100-SXM4-40GB", 40, "A100-40"), ("NVIDIA A100-SXM4-80GB", 80, "A100-80"),
     ("NVIDIA A100 80GB PCIe", None, "A100-80"), ("Tesla T4", 15, "T4"), ("Tesla V100-SXM2-16GB", 16, "V100"),
