@@ -30,8 +30,8 @@ _SET = 0x02
 brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
 
 _WAITING = 1000
-"""Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at "
-"least."""
+"""Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at
+least."""
 
 _ENDS = ("finished", "failed", "preempted")
 
@@ -115,6 +115,8 @@ def _add_evaluation(seen: Records, event: Event) -> None:
     if not isinstance(ap, int | float):
         return
     learning.newest_ap = float(ap)
+    boxes = metrics.get("boxes") if isinstance(metrics, dict) else None
+    learning.boxes = boxes if isinstance(boxes, int) else None
     if learning.best is None or ap > learning.best[1]:
         learning.best, learning.evaluations_since_best = (event.t, float(ap), event.step), 0
     else:

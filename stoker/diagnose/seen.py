@@ -47,6 +47,8 @@ class Learning:
     best: tuple[float, float, int | None] | None = None
     """(t, AP, step) of the best evaluation."""
     newest_ap: float | None = None
+    boxes: int | None = None
+    """True boxes of the newest evaluation."""
     evaluations: int = 0
     evaluations_since_best: int = 0
     device_s_since_best: float = 0.0

@@ -14,8 +14,8 @@ from stoker.diagnose.rules import diagnose, judge, read, write_findings
 from stoker.diagnose.rules.judge import weigh
 from stoker.records import CONFIG, DEVICES, EVENTS, FINDINGS, PROBES, QUARANTINE, STACKS, STEPS, TRACES
 from stoker.schemas import Evidence, Finding, Probe
-from tests.diagnose.built import FACTS, OURS, make_run
-from tests.diagnose.cases import CASES, DECODING
+from tests.diagnose.built import FACTS, OURS, T0, make_run
+from tests.diagnose.cases import CASES, DECODING, FETCHING, _measured
 
 FILES = (CONFIG, DEVICES, EVENTS, PROBES, QUARANTINE, STACKS, STEPS, TRACES)
 
@@ -51,6 +51,34 @@ def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_o
         "disk_nearly_full", "evaluation_heavy", "work_lost_to_restarts", "input_bound", "quarantined_pictures",
         "gpu_memory_unused",
     ]  # fmt: skip
+
+
+def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -> None:
+    ours = diagnose(make_run(tmp_path / "ours", shares={"input_wait": 0.3}, stages=FETCHING))[0]
+    assert (ours.cause, ours.command, ours.patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
+    cached = OURS.replace('cache = "none"', 'cache = "disk"')
+    done = diagnose(make_run(tmp_path / "done", shares={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
+    assert (done.cause, done.command, done.patch) == ("slow_storage", None, {})
+    assert done.fix == f"{ours.fix} (cache is disk already)"
+    case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.1})
+    others = diagnose(make_run(tmp_path / "others", **case))[0]
+    assert (others.cause, others.command, others.patch) == ("slow_storage", None, {})
+    assert others.fix == f"{ours.fix} (the flags are those of `stoker train`)"
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    failed = [("failed", "[Errno 28] No space left on device", {"exit_code": 3})]
+    for events, cause in (([], "disk_nearly_full"), (failed, "disk_full")):
+        run = make_run(tmp_path / cause, host=lambda _: {"disk_free_bytes": 10**6}, events=events, end=None)
+        assert [name for name in names(diagnose(run)) if name.startswith("disk")] == [cause]
+
+
+def test_a_fall_of_ap_on_few_boxes_proves_nothing(tmp_path: Path) -> None:
+    for boxes, found in ((3, []), (300, ["overfitting"]), (None, ["overfitting"])):
+        told = [{"ap": ap} | ({} if boxes is None else {"boxes": boxes}) for ap in (0.5, 0.9, 0.8, 0.7)]
+        events = [("evaluated", "", {"metrics": metrics}) for metrics in told]
+        run = make_run(tmp_path / str(boxes), events=events, event_t=lambda n: T0 + 10 + 5 * n)
+        assert names(diagnose(run)) == found
 
 
 def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:

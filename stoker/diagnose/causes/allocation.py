@@ -79,8 +79,7 @@ ROWS = (
         over=("threads_oversubscribed", "cpu_contention", *INPUT_SYMPTOMS),
         confidence=0.85,
         fix="A higher CPU limit of the container (Kubernetes: resources.limits.cpu; docker: --cpus), or no more "
-        "threads "
-        "than it has",
+        "threads than it has",
         command="docker run --cpus",
     ),
     Cause(

@@ -87,7 +87,7 @@ ROWS = (
         },
         over=("slow_storage", "input_bound"),
         confidence=0.6,
-        fix="Fewer bytes: --cache disk, pictures stored at twice the canvas at most (`stoker data pack`); or a machine "
+        fix="Fewer bytes: --cache disk, pictures stored at twice the canvas at most; or a machine "
         "with a faster network",
         command="--cache disk",
         patch={"cache": "disk"},
@@ -180,13 +180,11 @@ ROWS = (
         warn_from=8.0,
         measure="pixels of the median picture over those of the canvas, where decoding makes the device wait",
         source="our judgment: JPEG decoders skip work in steps of 2, 4 and 8 (DCT scaling), 8 times the pixels "
-        "is beyond "
-        "the first; benchmarks/loader.py has the cost by size",
+        "is beyond the first; benchmarks/loader.py has the cost by size",
         limits={"of_wait": MOST, "wait": Limit(0.05, "input_wait, share of the device time: as input_bound")},
         over=("slow_decode", "input_bound"),
         confidence=0.75,
-        fix="Store them at twice the canvas once (`stoker data pack`), or --cache disk, which does it in the "
-        "first epoch",
+        fix="Store them once at twice the canvas, or --cache disk, which does it in the first epoch",
         command="--cache disk",
         patch={"cache": "disk"},
     ),

@@ -91,6 +91,9 @@ ROWS = (
         limits={
             "least_fall": Limit(0.02, "points of AP (of 1) that it must have fallen (our judgment)"),
             "evaluations": Limit(2, "evaluations since the best one (our judgment: one may be an accident)"),
+            "sigmas": Limit(
+                2.0, "standard errors of a share of as many objects as there are true boxes, that it must have fallen"
+            ),
         },
         confidence=0.7,
         fix="--patience 3 ends such a run; more pictures or more augmentation (--mosaic 0.5 --crop 0.7) help; "

@@ -35,7 +35,7 @@ def disk_nearly_full(seen: Records) -> Finding | None:
     free = seen.host.disk_free
     if free is None:
         return None
-    text = f"at least {free / 2**20:,.0f} MiB were free"
+    text = f"{free / 2**20:,.0f} MiB were free, at the least"
     evidence = [Evidence(text=text, value=float(free), place="devices.jsonl: disk_free_bytes")]
     return found(seen, "disk_nearly_full", free, evidence)
 

@@ -35,6 +35,7 @@ def found(
     if severity is None or (threshold is not None and measured < threshold):
         return None
     lines = [line for line in evidence if line is not None]
+    fix, command, patch = _way_out(seen, cause.fix + more_fix, command or cause.command, patch, cause.patch)
     if lost_s is not None:
         lost_s = min(max(0.0, lost_s), seen.totals.device_s)
         if estimate:
@@ -46,11 +47,26 @@ def found(
         evidence=lines,
         lost_device_s=lost_s,
         lost_money=lost_s * seen.price / 3600 if lost_s is not None and seen.price > 0 else None,
-        fix=cause.fix + more_fix,
-        command=command or cause.command,
+        fix=fix,
+        command=command,
         confidence=cause.confidence if confidence is None else confidence,
-        patch=cause.patch if patch is None else patch,
+        patch=patch,
     )
+
+
+def _way_out(
+    seen: Records, fix: str, command: str | None, patch: dict[str, Any] | None, usual: dict[str, Any]
+) -> tuple[str, str | None, dict[str, Any]]:
+    """What can be done: a job of others knows none of stoker's flags and settings, and what is set is not advised."""
+    patch = usual if patch is None else patch
+    flag = command is not None and command.startswith("--")
+    if not seen.ours:
+        said = " (the flags are those of `stoker train`)" if flag and "--" in fix else ""
+        return fix + said, None if flag else command, {}
+    if patch and all(seen.settings.get(name) == value for name, value in patch.items()):
+        set_so = ", ".join(f"{name} is {value}" for name, value in patch.items())
+        return f"{fix} ({set_so} already)", None if flag else command, {}
+    return fix, command, patch
 
 
 def is_long_enough(seen: Records) -> bool:

@@ -35,6 +35,8 @@ RULES: tuple[Rule, ...] = tuple(rule for file in _FILES for rule in file.RULES)
 _SEVERITIES = ("critical", "warning", "info")
 _WORDLESS = UNEXPLAINED | {"preempted", "interrupted"}
 """Ends that say how, and not why: a hang before them says more."""
+_SAID_BY = {"disk_full": ("disk_nearly_full",)}
+"""End → causes that it has said."""
 
 
 def diagnose(run: Path) -> list[Finding]:
@@ -54,7 +56,8 @@ def judge(seen: Records) -> list[Finding]:
         hung = [finding for finding in rest if finding.cause == "hung"]
         return [*hung, *died, *(finding for finding in rest if finding.cause != "hung")]
     ended_by = {finding.cause for finding in died}
-    return died + [finding for finding in rest if not (finding.cause == "hung" and ended_by)]
+    said = {"hung"} | {cause for end in ended_by for cause in _SAID_BY.get(end, ())} if ended_by else set()
+    return died + [finding for finding in rest if finding.cause not in said]
 
 
 def _is_told_only(finding: Finding) -> bool:

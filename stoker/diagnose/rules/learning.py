@@ -103,6 +103,9 @@ def overfitting(seen: Records) -> Finding | None:
     fall = learning.best[1] - learning.newest_ap
     if fall < cause.limit("least_fall") or learning.evaluations_since_best < cause.limit("evaluations"):
         return None
+    middle = learning.best[1] - fall / 2
+    if learning.boxes and fall < cause.limit("sigmas") * math.sqrt(middle * (1 - middle) / learning.boxes):
+        return None
     before = [value for t, value in learning.loss.points if t <= learning.best[0]]
     after = [value for t, value in learning.loss.points if t > learning.best[0]]
     if not before or not after or after[-1] >= before[-1]:
