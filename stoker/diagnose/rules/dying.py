@@ -27,7 +27,8 @@ def hung(seen: Records) -> Finding | None:
 
 def checkpoints_failed(seen: Records) -> Finding | None:
     failed = seen.checkpoint_failures
-    evidence = [Evidence(text=text, place="events.jsonl: checkpoint_failed") for text in failed[:SHOWN]]
+    texts = list(dict.fromkeys(failed))[:SHOWN]
+    evidence = [Evidence(text=text, place="events.jsonl: checkpoint_failed") for text in texts]
     return found(seen, "checkpoints_failed", len(failed), evidence)
 
 
