@@ -60,7 +60,7 @@ def run(quick: bool) -> Report:
         for what, on in (("step without", False), ("step with", True))
     ]
     added_s = statistics.median(took[True]) - statistics.median(took[False])
-    report.bars = [Bar.at_most("µs that a step costs more", added_s * 1e6, 20.0)]
+    report.bars = [Bar.at_most("µs that a step costs more", added_s * 1e6, 15.0)]
     return report
 
 

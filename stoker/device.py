@@ -204,16 +204,12 @@ class Ready:
             self._event.wait(stream)
 
 
-Mark = torch.Event | float
-"""A moment on the device's time line: an event that was recorded, or seconds of `time.perf_counter` on a CPU."""
-
-
 class DeviceClock:
     """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
 
     Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and
     loses its fine digits over hours. `resolve` must be called in the order of the marks. Events are used again when
-    they are resolved or dropped: there are never more than marks that were open at once, and one.
+    they are resolved or dropped: there are never more than marks that were open at once, and one. A CPU has no marks.
     """
 
     def __init__(self, device: Device) -> None:
@@ -223,28 +219,23 @@ class DeviceClock:
         self._pool: list[torch.Event] = []
         if not device.is_cpu:
             device.wait()
-            self._last = self._record()
+            self._last = self.mark()
             self._last.synchronize()
             self._last_s = time.perf_counter()
 
     @property
     def on_host(self) -> bool:
-        """Whether marks are moments of the host itself."""
+        """Whether the device is the host itself."""
         return self._last is None
 
-    def _record(self) -> torch.Event:
+    def mark(self) -> torch.Event:
+        """The moment at which the device will have done everything issued so far."""
         event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device.torch_device))
         return event
 
-    def mark(self) -> Mark:
-        """The moment at which the device will have done everything issued so far."""
-        return time.perf_counter() if self._last is None else self._record()
-
-    def resolve(self, mark: Mark) -> float | None:
+    def resolve(self, mark: torch.Event) -> float | None:
         """Seconds of `time.perf_counter`, or None while the device has not come so far."""
-        if isinstance(mark, float):
-            return mark
         if not mark.query():
             return None
         assert self._last is not None
@@ -253,10 +244,9 @@ class DeviceClock:
         self._last = mark
         return self._last_s
 
-    def drop(self, mark: Mark) -> None:
+    def drop(self, mark: torch.Event) -> None:
         """The mark will never be resolved: its event is free."""
-        if not isinstance(mark, float):
-            self._pool.append(mark)
+        self._pool.append(mark)
 
 
 _NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")

@@ -26,7 +26,7 @@ LEAST_WAIT_S = 20e-6
 
 
 class LateClock:
-    """Marks of the host (`ledger.Clock`) until an accelerator is in use, then of that."""
+    """The host's clock (`ledger.Clock`) until an accelerator is in use, then that one's."""
 
     def __init__(self) -> None:
         self._device: Any = None
@@ -36,21 +36,18 @@ class LateClock:
         return self._device is None
 
     def follow(self, device: "Device") -> None:
-        """From now on marks are the device's. Waits for it once."""
+        """From now on there are marks, on the device. Waits for it once."""
         self._device = device.make_clock()
 
     def mark(self) -> Any:
-        return time.perf_counter() if self._device is None else self._device.mark()
+        return self._device.mark()
 
     def resolve(self, mark: Any) -> float | None:
-        if isinstance(mark, float):
-            return mark
         at_s: float | None = self._device.resolve(mark)
         return at_s
 
     def drop(self, mark: Any) -> None:
-        if not isinstance(mark, float):
-            self._device.drop(mark)
+        self._device.drop(mark)
 
 
 class Inside:
@@ -149,20 +146,17 @@ class Inside:
         return ends
 
     def _find_device(self, torch: Any) -> None:
-        from stoker.device import Device
-
-        if self._asked is not None:
-            found = torch.device(self._asked)
-        else:
-            found = torch.accelerator.current_accelerator(check_available=True)
+        found = torch.accelerator.current_accelerator() if self._asked is None else torch.device(self._asked)
         if found is None or found.type == "cpu":
             self._seek_device = False
             return
-        module = torch.get_device_module(found.type)
-        if not getattr(module, "is_initialized", lambda: True)():
+        is_used = getattr(torch.get_device_module(found.type), "is_initialized", torch.accelerator.is_available)
+        if not is_used():  # whether there is one is not asked: CUDA would then refuse to work in forked children
             return
         if found.index is None:
             found = torch.device(found.type, torch.accelerator.current_device_index())
+        from stoker.device import Device
+
         self._seek_device = False
         self.device = Device(found)
         self._clock.follow(self.device)

@@ -69,7 +69,7 @@ class Clock(Protocol):
 
     @property
     def on_host(self) -> bool:
-        """Whether the thread that issues the work does it too (a CPU): a mark is then reached when it is made."""
+        """Whether the thread that issues the work does it too (a CPU): nothing is marked then."""
 
     def mark(self) -> Any:
         """The moment at which the device will have done everything issued so far."""
@@ -213,7 +213,6 @@ class Ledger:
             return
         self._say_later(name, begin_s, end_s)
         if self._clock.on_host:
-            self._resolve(self._now())
             self._take_from_step(begin_s, end_s)
 
     @contextlib.contextmanager
@@ -316,7 +315,7 @@ class Ledger:
 
     def _mark(self, label: str | None, *, steps: int = 0) -> None:
         issued_s = self._now()
-        if self._clock.on_host:  # done when it is said
+        if self._clock.on_host:
             self._device_changes.append(_Done(issued_s, label, steps))
             return
         if len(self._pending) >= _MOST_MARKS:

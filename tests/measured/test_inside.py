@@ -1,6 +1,7 @@
 """What is learnt from torch without the loop's help, and that torch is as before afterwards."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch._dynamo.callback
 
 import stoker
 from stoker.measured.inside import LateClock
+from stoker.measuring.ledger import Ledger
 from stoker.totals import totals
 
 
@@ -66,32 +68,47 @@ def test_a_real_compilation_is_seen(run: Path) -> None:
 
 
 class Device:
-    """An accelerator whose marks are numbers."""
+    """An accelerator that is a second late."""
 
-    def __init__(self) -> None:
-        self.dropped: list[str] = []
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self.moments = now, [5.0, 9.0]
 
     def make_clock(self) -> "Device":
         return self
 
-    def mark(self) -> str:
-        return "5.0"
+    def mark(self) -> float:
+        return self.moments.pop(0)
 
-    def resolve(self, mark: str) -> float:
-        return float(mark)
-
-    def drop(self, mark: str) -> None:
-        self.dropped.append(mark)
+    def resolve(self, mark: float) -> float | None:
+        return mark if mark <= self.now() else None
 
 
-def test_marks_of_the_host_are_resolved_also_when_a_device_has_come() -> None:
-    clock, device = LateClock(), Device()
-    early = clock.mark()
-    assert clock.on_host
-    clock.follow(device)  # type: ignore[arg-type]
-    assert not clock.on_host
-    assert clock.resolve(early) == early
-    assert clock.resolve(clock.mark()) == 5.0
-    clock.drop(early)
-    clock.drop(clock.mark())
-    assert device.dropped == ["5.0"]
+def test_a_device_that_comes_later_has_its_own_clock_from_then_on() -> None:
+    clock, now_s = LateClock(), 0.0
+    ledger = Ledger(clock, started_s=0.0, now=lambda: now_s)
+    with ledger.compute():
+        now_s = 3.0
+    clock.follow(Device(lambda: now_s))  # type: ignore[arg-type]
+    now_s = 4.0
+    with ledger.compute():
+        now_s = 9.0
+    account = ledger.window(0.0)
+    assert account is not None
+    assert account.phases == {"compute": 7.0, "unattributed": 1.0, "host": 1.0}
+    assert account.steps == 2
+
+
+def test_a_gpu_that_the_loop_does_not_use_is_not_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched() -> None:
+        raise AssertionError("it was asked for")
+
+    def built_for(check_available: bool = False) -> torch.device:
+        assert not check_available, "CUDA would refuse to work in children that are forked off from now on"
+        return torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+    for name in ("is_available", "device_count", "current_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, touched)
+    with stoker.measure(run) as m, m.step():
+        pass
+    assert totals(run).steps == 1

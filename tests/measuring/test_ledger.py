@@ -68,18 +68,9 @@ class World:
 
 
 class HostClock:
-    """Marks of a CPU: the host's clock itself."""
+    """Of a CPU, which has no marks."""
 
     on_host = True
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def resolve(self, mark: float) -> float | None:
-        return mark
-
-    def drop(self, mark: float) -> None:
-        """Nothing to free."""
 
 
 def rounded(account: Account | None) -> dict[str, float]:
