@@ -29,8 +29,7 @@ CATALOGUE: dict[str, Cause] = {cause.id: cause for file in _FILES for cause in f
 COMMON: dict[str, Limit] = {
     "steady_s": Limit(
         5.0,
-        "device-seconds after the start, per device, below which shares of time say nothing: a handful "
-        "of windows (our judgment)",
+        "seconds after the start, below which shares of time say nothing: a handful of windows (our judgment)",
     ),
     "first_window_s": Limit(
         10.0,

@@ -96,7 +96,7 @@ ROWS = (
         limits={
             "busy": Limit(0.85, "mean busy share of the cores from which others' load is taken from us (our judgment)")
         },
-        over=INPUT_SYMPTOMS,
+        over=("too_few_threads", "too_few_cores", "slow_decode"),
         confidence=0.7,
         fix="Fewer jobs on the machine, a machine of its own, or cores that are set apart (taskset, cpuset)",
     ),

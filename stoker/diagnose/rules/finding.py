@@ -71,7 +71,7 @@ def _way_out(
 
 def is_long_enough(seen: Records) -> bool:
     """Whether shares of the time after the start say something."""
-    return seen.steady.device_s >= common("steady_s") * seen.devices
+    return seen.steady.wall_s >= common("steady_s")
 
 
 def has_stacks(seen: Records) -> bool:

@@ -18,14 +18,19 @@ from stoker.schemas import Evidence, Finding
 
 
 def python_bound(seen: Records) -> Finding | None:
-    """The thread computes between steps: its stacks say so, or the process uses a core meanwhile."""
+    """The thread computes between steps: its stacks say so, or the process uses a core meanwhile. Where nobody can tell
+    whether it computes or waits, `host` alone is believed half."""
     phases = _between(seen)
     share = share_of(seen, *phases)
-    by_clock = None
-    if phases and share is not None and _rests(seen, share) is False:
-        more = [_process(seen), stacks(seen, "Python", "python")]
-        by_clock = of_phase(seen, "python_bound", *phases, more=more)
-    return by_clock or _by_stacks(seen, "python_bound", "Python", "python")
+    rests = None if share is None else _rests(seen, share)
+    by_stacks = _by_stacks(seen, "python_bound", "Python", "python")
+    if rests is None:
+        phases = tuple(name for name in phases if name == "host")
+    if not phases or rests is True or (rests is None and by_stacks is not None):
+        return by_stacks
+    more = [_process(seen), stacks(seen, "Python", "python")]
+    by_clock = of_phase(seen, "python_bound", *phases, more=more, confidence=0.5 if rests is None else None)
+    return by_clock or by_stacks
 
 
 def host_waits(seen: Records) -> Finding | None:
