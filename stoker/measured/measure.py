@@ -109,7 +109,6 @@ class Measure:
         self._thread = 0
         self._window_s = 0.0
         self._logged = Logged()
-        self._not_finite_said = False
         self._witness: Witness | None = None
 
     @property
@@ -294,9 +293,8 @@ class Measure:
 
     def _write(self, account: Account | None, *, wait: bool = False) -> None:
         reading = self._logged.take(self._inside.device, wait=wait)
-        if reading.not_finite is not None and not self._not_finite_said:
-            self._not_finite_said = True
-            self._book.event("warning", reading.not_finite, step=self.step_count)
+        for name, text in reading.odd.items():
+            self._book.event("warning", text, step=self.step_count, **{name: text})
         if account is None or account.wall_s <= 0:
             return
         window = StepWindow(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
-    from stoker.device import Device, Ready
+    from stoker.device import Device, Ready, SideStream
 
 RATE, NORM = "rate", "grad_norm"
 _NAMES = {"loss": "total"}
@@ -20,12 +20,13 @@ _NAMES = {"loss": "total"}
 
 
 class Reading(NamedTuple):
-    """losses: means over the finite values; rate: the newest; not_finite: the first that was not, in words."""
+    """losses: means over the finite values; rate: the newest; odd: what a person should know, once, by a name of it:
+    `not_finite`, the first loss that was not; `elsewhere`, losses of a device that is not the one that is measured."""
 
     losses: dict[str, float]
     rate: float | None
     grad_norm: float | None
-    not_finite: str | None
+    odd: dict[str, str]
 
 
 class Logged:
@@ -34,7 +35,9 @@ class Logged:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
         self._rate: float | None = None
-        self._not_finite: str | None = None
+        self._odd: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._stream: SideStream | None = None
         self._held: dict[str, list[Any]] = {}
         self._coming: tuple[list[str], list[Any], Ready] | None = None
 
@@ -57,14 +60,16 @@ class Logged:
     def take(self, device: "Device | None", *, wait: bool = False) -> Reading:
         """All that is known by now; begins to copy the rest. wait: for the copies."""
         self._read(wait=wait)
-        if self._held and self._coming is None and device is not None:
+        if device is None:  # not known yet, or none that torch can be asked about: the newest are enough
+            self._held = {name: values[-1:] for name, values in self._held.items()}
+        elif self._held and self._coming is None:
             self._copy(device)
             if wait:
                 self._read(wait=True)
         norm = self._sums.pop(NORM, None)
         losses = {name: total / count for name, (total, count) in self._sums.items()}
-        reading = Reading(losses, self._rate, norm[0] / norm[1] if norm else None, self._not_finite)
-        self._sums, self._rate, self._not_finite = {}, None, None
+        reading = Reading(losses, self._rate, norm[0] / norm[1] if norm else None, self._odd)
+        self._sums, self._rate, self._odd = {}, None, {}
         return reading
 
     def _count(self, name: str, value: float) -> None:
@@ -73,14 +78,25 @@ class Logged:
         elif math.isfinite(value):
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + value, count + 1)
-        elif name != NORM and self._not_finite is None:  # under a loss scaler, a gradient may be infinite now and then
-            self._not_finite = f"{'loss' if name == 'total' else name} is {value}"
+        elif name != NORM:  # under a loss scaler, a gradient may be infinite now and then
+            self._say("not_finite", f"{'loss' if name == 'total' else name} is {value}")
+
+    def _say(self, name: str, text: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            self._odd[name] = text
 
     def _copy(self, device: "Device") -> None:
         import torch
 
-        stacked = [torch.stack([one.float() for one in values]) for values in self._held.values()]
-        copies, ready = device.make_stream().to_host(stacked)
+        here = device.torch_device
+        there = next((one.device for values in self._held.values() for one in values if one.device != here), None)
+        if there is not None:
+            how = f'stoker.measure(…, device="{there}") measures that one'
+            self._say("elsewhere", f"losses lie on {there}, and the time is that of {here}: {how}")
+        stacked = [torch.stack([one.float().to(here) for one in values]) for values in self._held.values()]
+        self._stream = self._stream or device.make_stream()  # one: torch has few, and lends them again
+        copies, ready = self._stream.to_host(stacked)
         self._coming = (list(self._held), copies, ready)
         self._held = {}
 

@@ -15,6 +15,8 @@ from stoker.measured.numbers import Logged, count_pictures
 class SlowStream:
     """Copies that are there when they are told to be; a device of the tests, since tensors of a real one are not."""
 
+    torch_device = torch.device("cuda:0")
+
     def __init__(self) -> None:
         self.arrived = False
         self.waited = False
@@ -38,6 +40,9 @@ class OnDevice(torch.Tensor):
 
     device = torch.device("cuda:0")  # type: ignore[assignment]
 
+    def to(self, *_: object) -> "OnDevice":  # type: ignore[override]
+        return self
+
 
 def on_device(value: float) -> torch.Tensor:
     return torch.tensor(value).as_subclass(OnDevice)
@@ -47,7 +52,7 @@ def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
     logged, device = Logged(), SlowStream()
     for value in (1.0, 3.0):
         logged.add({"loss": on_device(value), "rate": 0.5})
-    assert logged.take(device) == ({}, 0.5, None, None)  # type: ignore[arg-type]
+    assert logged.take(device) == ({}, 0.5, None, {})  # type: ignore[arg-type]
     logged.add({"loss": on_device(10.0)})
     assert logged.take(device).losses == {}, "the copies of the window before are still under way"  # type: ignore[arg-type]
     device.arrived = True
@@ -65,6 +70,24 @@ def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
     assert logged.take(device, wait=True).losses == {"total": 1.0}  # type: ignore[arg-type]
 
 
+def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
+    logged, device = Logged(), SlowStream()
+    device.torch_device = torch.device("cuda:1")
+    for expected in ({"elsewhere"}, set()):
+        logged.add({"loss": on_device(1.0)})
+        reading = logged.take(device, wait=True)  # type: ignore[arg-type]
+        assert set(reading.odd) == expected
+        assert 'device="cuda:0"' in reading.odd.get("elsewhere", 'device="cuda:0"')
+
+
+def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
+    logged, device = Logged(), SlowStream()
+    for value in range(100):
+        logged.add({"loss": on_device(value)})
+        assert logged.take(None).losses == {}
+    assert logged.take(device, wait=True).losses == {"total": 99.0}  # type: ignore[arg-type]
+
+
 @given(st.lists(st.floats(width=32), min_size=1))
 def test_means_are_over_the_finite_values(values: list[float]) -> None:
     logged = Logged()
@@ -72,7 +95,7 @@ def test_means_are_over_the_finite_values(values: list[float]) -> None:
         logged.add({"loss": torch.tensor(value), "grad_norm": value})
     finite = [value for value in values if math.isfinite(value)]
     reading = logged.take(None)
-    assert (reading.not_finite is None) is (len(finite) == len(values))
+    assert ("not_finite" in reading.odd) is (len(finite) < len(values))
     if finite:
         assert reading.losses["total"] == pytest.approx(sum(finite) / len(finite), rel=1e-5)
         assert reading.grad_norm == reading.losses["total"]
