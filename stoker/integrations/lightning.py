@@ -8,6 +8,7 @@ says; Lightning tells it to its profiler (`train_dataloader_next`, as `profiler=
 profiler, whichever it is, is listened to during the fit. With several ranks each has its own callback, as always.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.integrations.session import Session, base_classes
@@ -49,7 +50,9 @@ class _Hooks:
         if measure is None:
             return
         self._session.end("step")
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if getattr(loss, "numel", lambda: 0)() != 1:  # a step that optimizes by itself may return anything
+            loss = None
         rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
         measure.log(loss=loss, rate=rate)
         if trainer.global_step > measure.step_count:  # else the gradient is accumulated
@@ -83,7 +86,8 @@ class _Hooks:
 
     def _close(self, error: BaseException | None) -> None:
         if self._profiler is not None:
-            del self._profiler.start, self._profiler.stop  # the methods of its class are back
+            for name in ("start", "stop"):  # the methods of its class are back
+                vars(self._profiler).pop(name, None)
             self._profiler = None
         self._session.close(error)
 

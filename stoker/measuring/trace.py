@@ -218,6 +218,7 @@ class _Digesting(threading.Thread):
         except Exception as error:  # noqa: BLE001  # a sample is lost, not the run
             self._fail(f"a window could not be kept: {type(error).__name__}: {error}")
         finally:
+            del self._opened  # what was recorded may be a hundred megabytes
             self.cost_s = time.thread_time()
 
     def _line(self) -> None:
