@@ -75,6 +75,8 @@ def _cause(cause: Cause) -> Iterator[str]:
         yield f"| experiment | `{cause.probe}`: faster with it confirms, as fast as before refutes |"
     yield f"| confidence | {100 * cause.confidence:.0f} % |"
     yield f"| fix | {_cell(cause.fix)} |"
+    if cause.fix_elsewhere:
+        yield f"| fix in other jobs | {_cell(cause.fix_elsewhere)} |"
     if cause.command:
         yield f"| command | `{cause.command}` |"
     if cause.patch:

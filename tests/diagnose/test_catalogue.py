@@ -1,6 +1,7 @@
 """The catalogue as data: complete, with sources, and the page for people that is made of it."""
 
 import ast
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from stoker.diagnose.verdicts import verdicts
 from stoker.diagnose.xids import XIDS
 from stoker.schemas import PROBE_KINDS
 
+OF_OURS = {"cold_cache", "anchors_miss_boxes", "rate_lowered", "checkpoints_failed", "quarantined_pictures"}
+"""Causes that rest on what only `stoker train` records."""
 PAGE = Path(__file__).parents[2] / "docs/verdicts.md"
 
 
@@ -40,6 +43,16 @@ def test_a_row_is_whole(cause: catalogue.Cause) -> None:
     assert not cause.probe or cause.probe in PROBE_KINDS
     assert set(cause.patch) <= set(SECTION_OF)
     assert 0 < cause.confidence < 1
+
+
+@pytest.mark.parametrize("cause", CATALOGUE.values(), ids=lambda cause: cause.id)
+def test_a_job_that_stoker_does_not_train_is_told_nothing_of_its_flags(cause: catalogue.Cause) -> None:
+    if cause.needs[0].startswith("config.toml") or cause.id in OF_OURS:
+        assert not cause.fix_elsewhere
+        return
+    words = set(re.findall(r"--[a-z][a-z-]*", cause.fix_elsewhere or cause.fix))
+    assert not words & {"--run", *("--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF)}
+    assert "STOKER_" not in (cause.fix_elsewhere or cause.fix)
 
 
 def test_no_two_causes_leave_each_other_out() -> None:

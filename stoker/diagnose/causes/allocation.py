@@ -28,6 +28,8 @@ ROWS = (
         confidence=0.9,
         fix="Keep weights, index and pictures on a disk that survives the machine (STOKER_CACHE_DIR, "
         "STOKER_WEIGHTS_DIR), and restart less often",
+        fix_elsewhere="Keep weights, pictures and compiled code on a disk that survives the machine (TORCH_HOME, "
+        "TORCHINDUCTOR_CACHE_DIR, the image of the container), and restart less often",
     ),
     Cause(
         id="checkpoint_heavy",
@@ -44,6 +46,8 @@ ROWS = (
         limits={"least_s": Limit(0.5, "seconds of saving below which nothing is said (our judgment)")},
         confidence=0.9,
         fix="Save less often, or to a faster disk",
+        fix_elsewhere="Save less often, to a faster disk, or in the background "
+        "(torch.distributed.checkpoint.async_save; a copy of the state in a thread)",
         command="--checkpoint-every 10min",
         patch={"checkpoint_every": "10min"},
     ),
@@ -64,6 +68,7 @@ ROWS = (
         over=("checkpoint_heavy",),
         confidence=0.7,
         fix="Put the run on a local SSD (--run DIR) and copy it away afterwards, or save less often",
+        fix_elsewhere="Save to a local SSD and copy it away afterwards, or save less often",
         command="--run",
     ),
     Cause(
@@ -120,6 +125,8 @@ ROWS = (
         probe="fewer_threads",
         confidence=0.75,
         fix="OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0); of stoker --threads 0",
+        fix_elsewhere="OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0), fewer "
+        "loader workers",
         command="OMP_NUM_THREADS=1",
         patch={"threads": 0},
     ),
@@ -229,6 +236,7 @@ ROWS = (
         source=OUR_JUDGMENT,
         confidence=0.9,
         fix="Save more often, and leave the run time to save when it is stopped (SIGTERM, then at least 30 s)",
+        fix_elsewhere="Save more often, and save when the job is stopped (SIGTERM, then at least 30 s)",
         command="--checkpoint-every 1min",
         patch={"checkpoint_every": "1min"},
     ),

@@ -49,6 +49,9 @@ ROWS = (
         confidence=0.8,
         fix="A build of the framework with CUDA for this driver (torch.cuda.is_available(), "
         "tf.config.list_physical_devices('GPU')); in a container `--gpus all`; of stoker leave --device out",
+        fix_elsewhere="A build of the framework with CUDA for this driver (torch.cuda.is_available(), "
+        "tf.config.list_physical_devices('GPU')), the model and the batches moved there; in a "
+        "container `--gpus all`",
         command="nvidia-smi",
     ),
     Cause(

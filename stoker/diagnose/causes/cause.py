@@ -64,6 +64,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = 0.7
     """Without a probe. 0.9: a clock measured it; 0.7: counters agree; 0.5: something else could look the same."""
     fix: str
+    fix_elsewhere: str = ""
+    """The same for a run that `stoker train` did not make, in the words of such jobs; empty: as `fix`."""
     command: str | None = None
     """What to run or to add to the command line."""
     patch: dict[str, Any] = {}

@@ -34,6 +34,10 @@ ROWS = (
         confidence=0.75,
         fix="A faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; NCCL_DEBUG="
         "INFO says which is used), fewer bytes (bf16 gradients), fewer exchanges (--accumulate, a larger --batch)",
+        fix_elsewhere="A faster link (NVLink, one machine instead of two, the network of the provider's GPU "
+        "clusters; NCCL_DEBUG=INFO says which is used), fewer bytes (bf16 gradients, "
+        "DistributedDataParallel's bf16_compress_hook), fewer exchanges (no_sync() over several "
+        "batches, a larger batch)",
         command="--accumulate 2",
         patch={"accumulate": 2},
     ),

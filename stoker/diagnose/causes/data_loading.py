@@ -27,6 +27,10 @@ ROWS = (
         confidence=0.8,
         fix="Prepare pictures faster: decoded pictures that are kept (--cache disk), a machine with more cores per "
         "device, or pictures stored at no more than twice the canvas",
+        fix_elsewhere="Prepare pictures faster: more loader workers (DataLoader(num_workers=, prefetch_factor=, "
+        "persistent_workers=True); tf.data map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch), a "
+        "faster decoder, pictures that are decoded or resized once and kept, a machine with more "
+        "cores per device",
         patch={"cache": "disk"},
     ),
     Cause(
@@ -54,6 +58,10 @@ ROWS = (
         confidence=0.85,
         fix="Bring the pictures nearer: a copy on a local SSD, a bucket in the machine's own region, or --cache disk, "
         "which reads each picture once",
+        fix_elsewhere="Bring the pictures nearer: a copy on a local SSD, a bucket in the machine's own region, few "
+        "large files (TFRecord, WebDataset) instead of many small ones; and more reads at a time: "
+        "DataLoader(num_workers=), tf.data interleave(num_parallel_calls=tf.data.AUTOTUNE) and "
+        "prefetch",
         command="--cache disk",
         patch={"cache": "disk"},
     ),
@@ -89,6 +97,8 @@ ROWS = (
         confidence=0.6,
         fix="Fewer bytes: --cache disk, pictures stored at twice the canvas at most; or a machine "
         "with a faster network",
+        fix_elsewhere="Fewer bytes: pictures stored at no more than twice what the model sees, a copy on a local "
+        "SSD that is read in every further epoch; or a machine with a faster network",
         command="--cache disk",
         patch={"cache": "disk"},
     ),
@@ -108,6 +118,9 @@ ROWS = (
         confidence=0.8,
         fix="Decode once: --cache disk keeps decoded pictures; or on the GPU (--decoder nvjpeg); or store pictures at "
         "twice the canvas at most; of a PyTorch job, a faster decoder and fewer transforms per picture",
+        fix_elsewhere="Decode less, or elsewhere: pictures stored at no more than twice what the model sees, a "
+        "faster decoder (libjpeg-turbo, nvJPEG, DALI), fewer transforms per picture, decoded pictures"
+        " that are kept (tf.data cache); and in loader workers rather than in the training thread",
         command="--cache disk",
         patch={"cache": "disk"},
     ),
@@ -146,6 +159,9 @@ ROWS = (
         confidence=0.85,
         fix="--threads 0, which finds their number; of a PyTorch job, DataLoader(num_workers=) of about the cores per "
         "GPU, with persistent_workers=True",
+        fix_elsewhere="DataLoader(num_workers=) of about the cores per GPU, with persistent_workers=True; of "
+        "tf.data map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch; of Keras PyDataset(workers=, "
+        "use_multiprocessing=True)",
         command="--threads 0",
         patch={"threads": 0},
     ),
@@ -168,6 +184,8 @@ ROWS = (
         probe="cached_batch",
         confidence=0.8,
         fix="A machine type with more vCPUs per GPU; or less work for them: --decoder nvjpeg, --cache disk",
+        fix_elsewhere="A machine type with more vCPUs per GPU; or less work for them: decoding on the GPU (nvJPEG, "
+        "DALI), pictures stored at no more than twice what the model sees",
         command="--decoder nvjpeg",
         patch={"decoder": "nvjpeg"},
     ),
@@ -185,6 +203,7 @@ ROWS = (
         over=("slow_decode", "input_bound"),
         confidence=0.75,
         fix="Store them once at twice the canvas, or --cache disk, which does it in the first epoch",
+        fix_elsewhere="Store them once at twice what the model sees",
         command="--cache disk",
         patch={"cache": "disk"},
     ),

@@ -57,6 +57,7 @@ ROWS = (
         "the old one goes",
         confidence=0.85,
         fix="Make room, keep fewer checkpoints, or put the run on another disk (--run)",
+        fix_elsewhere="Make room, keep fewer checkpoints, or write to another disk",
         command="--run",
     ),
     Cause(

@@ -45,6 +45,7 @@ ROWS = (
         },
         confidence=0.75,
         fix="A third of the rate, or a longer --warmup",
+        fix_elsewhere="A third of the learning rate, or a longer warm-up",
         command="--rate",
     ),
     Cause(
@@ -98,6 +99,7 @@ ROWS = (
         confidence=0.7,
         fix="--patience 3 ends such a run; more pictures or more augmentation (--mosaic 0.5 --crop 0.7) help; "
         "best.safetensors has the best weights",
+        fix_elsewhere="Stop at the best evaluation; more pictures or more augmentation",
         command="--patience 3",
         patch={"patience": 3},
     ),
@@ -186,6 +188,8 @@ ROWS = (
         limits={"sm_active": Limit(0.3, "mean share of the multiprocessors with work, below which it is no proof")},
         confidence=0.75,
         fix="--precision bf16; of a PyTorch job torch.autocast, or torch.set_float32_matmul_precision('high') for TF32",
+        fix_elsewhere="torch.autocast with bf16, or torch.set_float32_matmul_precision('high') for TF32; of Keras "
+        "mixed_precision.set_global_policy('mixed_bfloat16')",
         command="--precision bf16",
         patch={"precision": "bf16"},
     ),
@@ -201,6 +205,7 @@ ROWS = (
         source="ten times what fp16 loss scaling skips by itself (torch.amp.GradScaler grows every 2,000 steps)",
         confidence=0.9,
         fix="A lower --rate, a longer --warmup, --clip 1, or --precision bf16 or fp32",
+        fix_elsewhere="A lower learning rate, a longer warm-up, gradient clipping, or bf16 or fp32 instead of fp16",
         command="--rate",
     ),
     Cause(
@@ -246,6 +251,8 @@ ROWS = (
         confidence=0.8,
         fix="A lower --rate, a longer --warmup or a smaller --clip; jumps at the same pictures in every epoch: look at "
         "their boxes",
+        fix_elsewhere="A lower learning rate, a longer warm-up or a tighter gradient clipping; jumps at the same "
+        "pictures in every epoch: look at their boxes",
         command="--rate",
     ),
 )

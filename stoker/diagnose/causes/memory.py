@@ -29,6 +29,7 @@ ROWS = (
         source="our judgment: twice the batch would fit",
         confidence=0.6,
         fix="A larger --batch (--fit tries which), a larger --canvas; or a GPU with less memory, which is cheaper",
+        fix_elsewhere="A larger batch or larger pictures; or a GPU with less memory, which is cheaper",
         command="--fit",
         patch={"fit": True},
     ),
@@ -75,6 +76,7 @@ ROWS = (
         source=OOM_IS_NEAR,
         confidence=0.8,
         fix="A smaller --batch or --canvas, or --accumulate 2",
+        fix_elsewhere="A smaller batch with accumulated gradients, smaller pictures, or activation checkpointing",
         command="--accumulate 2",
         patch={"accumulate": 2},
     ),
@@ -90,6 +92,8 @@ ROWS = (
         source=OOM_IS_NEAR,
         confidence=0.85,
         fix="Fewer --threads, a smaller --batch, a higher memory limit of the container, or fewer other processes",
+        fix_elsewhere="Fewer loader workers, a smaller prefetch or batch, a higher memory limit of the container, "
+        "or fewer other processes",
         command="--threads",
     ),
     Cause(
@@ -123,6 +127,7 @@ ROWS = (
         over=("slow_decode", "input_bound"),
         confidence=0.7,
         fix="More memory, fewer loader threads or processes, a smaller cache (--cache disk instead of memory)",
+        fix_elsewhere="More memory, fewer loader workers, a smaller cache or prefetch",
         command="--cache disk",
         patch={"cache": "disk"},
     ),

@@ -67,6 +67,8 @@ ROWS = (
         confidence=0.8,
         fix="Fewer and larger kernels: --no-eager (torch.compile, CUDA graphs), a larger --batch, channels-last and "
         "bf16, fused optimizers",
+        fix_elsewhere="Fewer and larger kernels: torch.compile(mode='reduce-overhead') or CUDA graphs, a larger "
+        "batch, channels-last and bf16, fused optimizers; of TensorFlow jit_compile=True",
         command="--no-eager",
         patch={"eager": False},
     ),
@@ -87,6 +89,8 @@ ROWS = (
         probe="twice_the_batch",
         confidence=0.6,
         fix="Give each step more work: a larger --batch or --canvas, or --no-eager",
+        fix_elsewhere="Give each step more work: a larger batch or larger pictures, torch.compile; of TensorFlow "
+        "jit_compile=True",
         command="--no-eager",
         patch={"eager": False},
     ),
@@ -118,6 +122,7 @@ ROWS = (
         probe="twice_the_batch",
         confidence=0.6,
         fix="A larger --batch (the rate follows it when it is not set), or --fit, which tries",
+        fix_elsewhere="A larger batch, with a rate that follows it",
         command="--fit",
         patch={"fit": True},
     ),
@@ -135,6 +140,7 @@ ROWS = (
         probe="twice_the_batch",
         confidence=0.7,
         fix="A larger --batch; else a smaller GPU, a MIG slice, or two jobs on this one",
+        fix_elsewhere="A larger batch; else a smaller GPU, a MIG slice, or two jobs on this one",
         command="--fit",
         patch={"fit": True},
     ),
@@ -152,5 +158,8 @@ ROWS = (
         confidence=0.85,
         fix="Fixed shapes: one --canvas, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what changes; "
         "TORCH_LOGS=recompiles says why",
+        fix_elsewhere="Fixed shapes: pictures of one size, drop_last=True; torch.compile(dynamic=True), or "
+        "mark_dynamic on what changes; TORCH_LOGS=recompiles says why. Of tf.function an "
+        "input_signature",
     ),
 )

@@ -26,7 +26,7 @@ def found(
     """The finding of a cause, where what was measured reaches its threshold; None elsewhere, and without a measure.
 
     lost_s: device-seconds that it took, never more than the run has. estimate: how they were guessed; empty: a clock
-    measured them. threshold: another least value than the catalogue's. more_fix: said behind the fix.
+    measured them. threshold: another least value than the catalogue's. more_fix: said behind the fix, in a run of ours.
     """
     if measured is None:
         return None
@@ -35,7 +35,8 @@ def found(
     if severity is None or (threshold is not None and measured < threshold):
         return None
     lines = [line for line in evidence if line is not None]
-    fix, command, patch = _way_out(seen, cause.fix + more_fix, command or cause.command, patch, cause.patch)
+    fix = cause.fix + more_fix if seen.ours else cause.fix_elsewhere or cause.fix
+    fix, command, patch = _way_out(seen, fix, command or cause.command, patch, cause.patch)
     if lost_s is not None:
         lost_s = min(max(0.0, lost_s), seen.totals.device_s)
         if estimate:
@@ -61,8 +62,7 @@ def _way_out(
     patch = usual if patch is None else patch
     flag = command is not None and command.startswith("--")
     if not seen.ours:
-        said = " (the flags are those of `stoker train`)" if flag and "--" in fix else ""
-        return fix + said, None if flag else command, {}
+        return fix, None if flag else command, {}
     if patch and all(seen.settings.get(name) == value for name, value in patch.items()):
         set_so = ", ".join(f"{name} is {value}" for name, value in patch.items())
         return f"{fix} ({set_so} already)", None if flag else command, {}
