@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stoker.measuring.ledger import Ledger
 from stoker.records import PROBES
 from stoker.schemas import StepWindow
-from stoker.training.probe import summed_up
+from stoker.training.probe import LEAST_PAIRS, summed_up
 
 if TYPE_CHECKING:
     from stoker.training.start import Job, Say
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROUNDS = 8
 """Pauses, each with as many steps before and behind it as the ring holds batches."""
 BUDGET = 0.01
-"""Share of the run's time that the pauses may take."""
+"""Share of the run's time that the pauses may take, as long as the run will be."""
 FROM_SHARE = 0.05
 """Share of time in waiting for pictures from which there is a question; the diagnosis speaks from there on, too."""
 AFTER_S = 20.0
@@ -35,19 +35,22 @@ class FullRing:
     def __init__(self, job: "Job", ledger: Ledger, say: "Say") -> None:
         self._job, self._ledger, self._say = job, ledger, say
         self._done = False
+        self._news = False
+        """Whether there was a window since it was asked whether the experiment is worth it."""
         self._wall_s = self._wait_s = 0.0
         self._pairs: list[tuple[float, float]] = []
         self._before_s: float | None = None
         self._began: tuple[float, int] | None = None
         """When the steps that are being timed began, and at which step."""
         self._others = self._what_else()
-        self._paused_s = 0.0
+        self._paused_s = self._allowed_s = 0.0
 
     def seen(self, window: StepWindow) -> None:
         """A window of the run; those without steps (the start, an evaluation) do not count."""
         if window.steps and "startup" not in window.phases:
             self._wall_s += window.wall_s
             self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
+            self._news = True
 
     def _what_else(self) -> tuple[int | None, int, int]:
         """Changes where something else than steps took time: a checkpoint, an evaluation, a way back."""
@@ -55,9 +58,11 @@ class FullRing:
 
     def before_step(self, progress: float) -> None:
         """progress: share of the length that is done, 0 … 1."""
-        if self._done or self._wall_s < AFTER_S:
+        begun = bool(self._pairs) or self._began is not None
+        if self._done or self._wall_s < AFTER_S or not (begun or self._news):
             return
-        if not self._pairs and self._began is None and not self._is_worth_it(progress):
+        self._news = False
+        if not begun and not self._is_worth_it(progress):
             return
         if self._others != (others := self._what_else()):  # what is being timed does not count
             self._others, self._began, self._before_s = others, None, None
@@ -71,6 +76,9 @@ class FullRing:
         now_s, step = self._now()
         took_s = (now_s - since_s) / (step - since) / self._job.config.run.batch
         if self._before_s is None:
+            if self._paused_s >= self._allowed_s:
+                self._conclude(depth)
+                return
             self._before_s = took_s
             self._pause(depth)
             self._began = self._now()
@@ -82,10 +90,11 @@ class FullRing:
 
     def _is_worth_it(self, progress: float) -> bool:
         """Whether there is a question, and its price is within the budget of the run as long as it will be."""
-        steps_s = self._job.trained_s / max(1, self._job.step)
-        share = self._wait_s / self._wall_s
-        price_s = ROUNDS * self._job.loader.stats().depth * steps_s
-        return share >= FROM_SHARE and 0 < progress < 1 and price_s <= BUDGET * self._job.trained_s / progress
+        if self._wait_s < FROM_SHARE * self._wall_s or not 0 < progress < 1:
+            return False
+        step_s = self._job.trained_s / max(1, self._job.step)
+        self._allowed_s = BUDGET * self._job.trained_s / progress
+        return ROUNDS * self._job.loader.stats().depth * step_s <= self._allowed_s
 
     def _now(self) -> tuple[float, int]:
         with self._ledger.phase("idle"):
@@ -95,16 +104,21 @@ class FullRing:
     def _pause(self, depth: int) -> None:
         """Waits until every place of the ring is ready; one that does not fill in time is timed as it is."""
         began_s, batch = time.perf_counter(), self._job.config.run.batch
+        until_s = began_s + min(LONGEST_PAUSE_S, self._allowed_s - self._paused_s)
         with self._ledger.phase("idle"):
-            while self._job.loader.stats().ready < depth * batch and time.perf_counter() - began_s < LONGEST_PAUSE_S:
+            while self._job.loader.stats().ready < depth * batch and time.perf_counter() < until_s:
                 time.sleep(_LOOK_S)
         self._paused_s += time.perf_counter() - began_s
 
     def _conclude(self, depth: int) -> None:
+        """After ROUNDS, or when the budget is used up by rounds that something else came between."""
         self._done = True
-        found = summed_up(
-            "cached_batch", self._pairs, steps=ROUNDS * depth, attempt=self._job.folder.attempt, automatic=True
-        )
+        if len(self._pairs) < LEAST_PAIRS:
+            text = "how fast steps are with their pictures ready could not be found out, something always came between"
+            self._say("note", f"{text}; {self._paused_s:.1f} s were spent on it")
+            return
+        steps, attempt = len(self._pairs) * depth, self._job.folder.attempt
+        found = summed_up("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
         self._job.folder.append(PROBES, found)
         self._say(
             "note",

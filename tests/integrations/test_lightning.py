@@ -108,7 +108,7 @@ def test_two_callbacks_and_a_step_that_returns_anything_end_no_fit(tmp_path: Pat
             self.layer = torch.nn.Linear(4, 1)
             self.automatic_optimization = False
 
-        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:  # noqa: ARG002
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward((self.layer(batch[0]) - batch[1]).pow(2).mean())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stoker
+from stoker.data import decode
 from stoker.errors import UsageError
 from stoker.measuring.ledger import Ledger
-from stoker.records import PROBES, RunFolder, locked, read_lines
+from stoker.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.report.probing import in_words, probe
-from stoker.schemas import PROBE_KINDS, Probe, StepWindow
+from stoker.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import full_ring
 from stoker.training.full_ring import FullRing
 from stoker.training.probe import summed_up
+from tests.drawn import draw
 
 speeds = st.floats(1e-4, 10)
 
@@ -40,13 +43,15 @@ class Machine:
     now_s: float = 0.0
     ready: int = 0
     depth: int = 4
+    paused_s: float = 0.0
 
     def train(self, path: Path, steps: int, *, total: int, wait_s: float, evaluate_every: int = 0) -> FullRing:
         folder = RunFolder(path, attempt=1)
         path.mkdir(exist_ok=True)
         stats = lambda: SimpleNamespace(depth=self.depth, ready=8 * self.ready)  # noqa: E731
         job: Any = SimpleNamespace(
-            step=0, trained_s=0.0, evaluated_step=-1, slowed=0, writer=SimpleNamespace(saved_step=None), folder=folder, device=SimpleNamespace(wait=lambda: None),
+            step=0, trained_s=0.0, evaluated_step=-1, slowed=0, writer=SimpleNamespace(saved_step=None),
+            folder=folder, device=SimpleNamespace(wait=lambda: None),
             config=SimpleNamespace(run=SimpleNamespace(batch=8)), loader=SimpleNamespace(stats=stats),
         )  # fmt: skip
         clock: Any = SimpleNamespace(on_host=True)
@@ -71,7 +76,7 @@ class Machine:
         return self.now_s
 
     def sleep(self, _: float) -> None:
-        self.now_s, self.ready = self.now_s + 3.0, self.ready + 1
+        self.now_s, self.ready, self.paused_s = self.now_s + 3.0, self.ready + 1, self.paused_s + 3.0
 
 
 @pytest.fixture
@@ -90,10 +95,18 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
     if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
         assert not list(read_lines(tmp_path, PROBES, Probe))
         return
+    assert machine.paused_s == full_ring.ROUNDS * 3.0 * machine.depth
     (found,) = read_lines(tmp_path, PROBES, Probe)
     assert found.automatic
     assert found.ratio == pytest.approx(4.0)
     assert (found.before_img_per_s, found.after_img_per_s) == pytest.approx((2.0, 8.0))
+
+
+def test_rounds_that_come_to_nothing_are_within_the_budget(machine: Machine, tmp_path: Path) -> None:
+    machine.train(tmp_path, 3000, total=10_000, wait_s=3.0, evaluate_every=7)
+    assert 0 < machine.paused_s < full_ring.BUDGET * 10_000 * 4.0 + 3.0
+    (note,) = read_lines(tmp_path, EVENTS, Event)
+    assert "could not be found out" in note.text
 
 
 def test_a_short_run_and_one_that_never_waits_are_left_alone(machine: Machine, tmp_path: Path) -> None:
@@ -112,6 +125,30 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(UsageError, match="live"):
         probe(str(tmp_path), print)
     folder.close()
+
+
+@pytest.mark.slow
+def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run whose pictures come slowly: the same weights, to the last bit, as without."""
+    data, decode_into = draw(tmp_path / "data"), decode.decode_into
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.02)
+        return decode_into(*arguments, **named)
+
+    monkeypatch.setattr(decode, "decode_into", slowly)
+    monkeypatch.setattr(full_ring, "ROUNDS", 3)
+    monkeypatch.setattr(full_ring, "BUDGET", 1.0)
+    ends: list[bytes] = []
+    for name, after_s in (("with", 0.5), ("without", 1e9)):
+        monkeypatch.setattr(full_ring, "AFTER_S", after_s)
+        settings: dict[str, Any] = {"batch": 4, "canvas": (64, 64), "model": "retinanet_tiny_fpn", "threads": 1}
+        run = stoker.train(str(data), for_="80", eval_every="0", mosaic=0.4, run=str(tmp_path / name), **settings).run
+        ends.append((run / "final.safetensors").read_bytes())
+    (found,) = read_lines(tmp_path / "with", PROBES, Probe)
+    assert found.ratio > 1.2, "it saw that pictures come slowly"
+    assert not (tmp_path / "without" / PROBES).exists()
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.slow
