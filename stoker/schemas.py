@@ -39,6 +39,9 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     starved: int | None = None
     """Steps of the window whose work the device had done when the thread had only just issued the last of it: it waited
     for the host inside them. None: nobody looked (a CPU computes while it is told)."""
+    cpu: dict[str, float] = {}
+    """Processor seconds of the training thread by the phase it was in (its own line, not the device's); absent: nobody
+    measured."""
 
 
 class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):

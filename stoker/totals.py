@@ -20,6 +20,7 @@ class Totals:
     which a process trained; the time between attempts is in no window. steps: optimizer steps that were done; step: how
     many of them the newest state has, the others were lost by a kill and done again. pictures: trained on, those of
     lost steps included. slowest: rank → device-seconds that the others waited for it in exchanges (`straggler`).
+    cpu: processor seconds of the training threads by the phase they were in; empty where nobody measured.
 
     wall_s, steps and step are those of rank 0, everything else of all ranks.
     """
@@ -34,6 +35,7 @@ class Totals:
     step: int
     attempts: int
     slowest: dict[int, float] = dataclasses.field(default_factory=dict)
+    cpu: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def totals(run: Path) -> Totals:
@@ -41,6 +43,7 @@ def totals(run: Path) -> Totals:
     attempt's newest windows."""
     phases: dict[str, float] = {}
     stages: dict[str, float] = {}
+    cpu: dict[str, float] = {}
     newest: dict[int, StepWindow] = {}
     device_s, wall_s, pictures, steps = 0.0, 0.0, 0, 0
     ranks = folders(run)
@@ -49,6 +52,7 @@ def totals(run: Path) -> Totals:
         for window in read_lines(folder, STEPS, StepWindow):
             _add(phases, window.phases)
             _add(stages, window.input)
+            _add(cpu, window.cpu)
             device_s += window.wall_s * window.devices
             pictures += window.pictures
             newest[rank] = window
@@ -73,6 +77,7 @@ def totals(run: Path) -> Totals:
         step=newest[0].step if 0 in newest else 0,
         attempts=last_attempt(run),
         slowest=slowest,
+        cpu=cpu,
     )
 
 

@@ -26,7 +26,7 @@ LEAST_WAIT_S = 20e-6
 
 
 class LateClock:
-    """The host's clock (`ledger.Clock`) until an accelerator is in use, then that one's."""
+    """The host's clock (`marks.Clock`) until an accelerator is in use, then that one's."""
 
     def __init__(self) -> None:
         self._device: Any = None

@@ -4,7 +4,8 @@ The training thread says what it is doing (`phase`, `compute`); the device's mar
 of labelled intervals, merged into one. In each instant the first rule that holds decides:
 
 1. the device works on an optimizer step      -> `compute`; `recovery` when an earlier attempt had done it and lost it;
-   or is in a phase of its own                -> `comm` or `h2d`, which the thread said while issuing it
+   or is in a phase of its own, or waits
+   for its pictures to be copied              -> `comm` or `h2d`, which the thread said while issuing it
 2. the training thread is in a phase          -> that phase, the innermost one: it interrupts those around it
 3. the training thread is issuing a step      -> `host`: the device waits to be told what to do
 4. the run has said nothing since its start   -> `startup`
@@ -31,18 +32,21 @@ Windows close at the present: a step that the device has begun and not ended is 
 belongs to the next window. So nothing is estimated later and nothing is kept but the marks that are still open, some
 hundreds at most: a device that lags by more is not waiting for anybody, and its steps are then bracketed together.
 
+Beside the time, the processor time of the thread by what it was in (`Account.cpu`) tells one that works in Python from
+one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is issued, and
+where that thread computes it (a CPU), the step's own `compute` or `recovery`. What is learnt afterwards (`charge`)
+moves time, and no processor time: nobody read that clock at its ends. `startup` has it from when the ledger was made.
+
 Cost: `benchmarks/ledger.py`. Not thread-safe: one thread trains, and it alone speaks.
 """
 
 import contextlib
 import dataclasses
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
 
-import msgspec
-
+from stoker.measuring.marks import Clock, Done, Pending, Ranges, Said
 from stoker.records import INPUT_STAGES, PHASES
 
 SAYABLE = frozenset(PHASES) - {"compute", "unattributed"}
@@ -64,31 +68,6 @@ _MOST_CHANGES = 4096
 """Changes of phase that are kept before they are summed up, should nobody ask for a window."""
 
 
-class Clock(Protocol):
-    """Marks on the device's time line; `device.DeviceClock`."""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the thread that issues the work does it too (a CPU): nothing is marked then."""
-
-    def mark(self) -> Any:
-        """The moment at which the device will have done everything issued so far."""
-
-    def resolve(self, mark: Any) -> float | None:
-        """That moment in seconds of the host's clock, or None while it is not reached. Called in the order of marks;
-        a mark that is resolved is not asked for again."""
-
-    def drop(self, mark: Any) -> None:
-        """The mark will never be asked for."""
-
-
-class Ranges(Protocol):
-    """Who else wants to know what the thread says; `device.Ranges`."""
-
-    def push(self, name: str) -> None: ...
-    def pop(self) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
@@ -96,7 +75,7 @@ class Account:
     phases: device-seconds by phase, none negative, a phase that took none is absent; they add up to wall_s × devices.
     input: those of `input_wait` by stage, of records.INPUT_STAGES; they add up to it.
     steps: optimizer steps that the device ended in it. starved: steps issued in it that the device had done when the
-    last of them was issued; None on a CPU.
+    last of them was issued; None on a CPU. cpu: processor seconds of the training thread by what it said it was doing.
     """
 
     start_s: float
@@ -106,31 +85,7 @@ class Account:
     input: dict[str, float]
     steps: int
     starved: int | None
-
-
-class _Said(msgspec.Struct, frozen=True, gc=False):  # a seventh of a NamedTuple's price, eight times a step
-    """What the thread is in from at_s on; stage: of `input_wait`."""
-
-    at_s: float
-    label: str
-    stage: str
-
-
-class _Done(msgspec.Struct, frozen=True, gc=False):
-    """What the device does from at_s on (None: nothing that was said); steps: that end there."""
-
-    at_s: float
-    label: str | None
-    steps: int
-
-
-class _Pending(msgspec.Struct, frozen=True):
-    """A mark whose moment is not known yet, and what `_Done` will say of it."""
-
-    mark: Any
-    issued_s: float
-    label: str | None
-    steps: int
+    cpu: dict[str, float]
 
 
 class Ledger:
@@ -138,12 +93,14 @@ class Ledger:
 
     now: the host's clock, the one in whose seconds `clock` resolves. devices: how many devices this thread drives; each
     second of the wall is that many device-seconds. ranges: are told each phase and step (`step`) as it begins and ends.
-    otherwise: the phase of time in which the thread says nothing, after the start.
+    otherwise: the phase of time in which the thread says nothing, after the start. thread_now: processor seconds of the
+    thread that asks.
     """
 
     def __init__(
         self, clock: Clock, *, started_s: float, now: Callable[[], float] = time.perf_counter, devices: int = 1,
         ranges: Ranges | None = None, otherwise: str = "unattributed",
+        thread_now: Callable[[], float] = time.thread_time,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._ranges = ranges
@@ -153,9 +110,9 @@ class Ledger:
         self._issuing = False
         self._device_in: str | None = None
 
-        self._host_changes: deque[_Said] = deque()
-        self._device_changes: deque[_Done] = deque()
-        self._pending: deque[_Pending] = deque()
+        self._host_changes: deque[Said] = deque()
+        self._device_changes: deque[Done] = deque()
+        self._pending: deque[Pending] = deque()
         self._dropped_steps = 0
         self._skew_s = 0.0
         self._not_before_s = started_s
@@ -168,6 +125,9 @@ class Ledger:
         self._seconds: dict[str, float] = {}
         self._input: dict[str, float] = {}
         self._steps = self._starved = 0
+        self._thread_now = thread_now
+        self._cpu_read_s = thread_now()
+        self._cpu: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -185,6 +145,11 @@ class Ledger:
             self._leave()
             self._turn(interrupted)
 
+    def copy_awaited(self) -> None:
+        """From here to the next step the device waits for that step's pictures to be copied to it: `h2d`. To be called
+        just before its stream is told to wait, on an accelerator, where a step follows."""
+        self._mark("h2d")
+
     def split(self, parts: Sequence[tuple[float, str]]) -> None:
         """What the `input_wait` that ends now was spent on: (end in seconds of `now`, one of INPUT_STAGES), ascending;
         the first part begins with the phase. Raises RuntimeError in another phase, ValueError for another stage."""
@@ -196,9 +161,9 @@ class Ledger:
             if stage not in INPUT_STAGES:
                 raise ValueError(f"{stage!r} is not a stage; valid: {', '.join(INPUT_STAGES)}")
             if end_s > begin_s:
-                self._host_changes.append(_Said(begin_s, _INPUT, stage))
+                self._host_changes.append(Said(begin_s, _INPUT, stage))
                 begin_s = min(end_s, now_s)
-        self._host_changes.append(_Said(begin_s, _INPUT, _HAND_OVER))
+        self._host_changes.append(Said(begin_s, _INPUT, _HAND_OVER))
 
     def charge(self, name: str, begin_s: float, end_s: float) -> None:
         """The thread was in `name`, one of SAYABLE, from begin_s to end_s (seconds of `now`), as is only known now: a
@@ -223,7 +188,7 @@ class Ledger:
         self._issuing, interrupted, self._device_in = True, self._device_in, "recovery" if again else "compute"
         self._mark(self._device_in)
         self._calibrate()
-        self._enter("host", "step")
+        self._enter(self._device_in if self._clock.on_host else "host", "step")
         done = False
         try:
             yield
@@ -240,6 +205,7 @@ class Ledger:
         if self._now() - self._window_s < min_s:
             return None
         self._settle()
+        self._charge_cpu()
         wall_s = self._settled_s - self._window_s
         phases = {name: seconds * self._devices for name, seconds in self._seconds.items()}
         stages = {stage: seconds * self._devices for stage, seconds in self._input.items()}
@@ -253,8 +219,10 @@ class Ledger:
             input=stages,
             steps=self._steps,
             starved=None if self._clock.on_host else self._starved,
+            cpu={name: seconds for name, seconds in self._cpu.items() if seconds > 0},
         )
         self._window_s, self._seconds, self._input = self._settled_s, {}, {}
+        self._cpu.clear()
         self._steps = self._starved = 0
         return account
 
@@ -265,6 +233,7 @@ class Ledger:
     def _enter(self, label: str, shown: str | None = None) -> None:
         if self._ranges is not None:
             self._ranges.push(shown or label)
+        self._charge_cpu()
         self._stack[0] = self._otherwise
         self._stack.append(label)
         self._say(label)
@@ -272,24 +241,31 @@ class Ledger:
     def _leave(self) -> None:
         if self._ranges is not None:
             self._ranges.pop()
+        self._charge_cpu()
         self._stack.pop()
         self._say(self._stack[-1])
 
     def _say(self, label: str) -> None:
-        self._host_changes.append(_Said(self._now(), label, _HAND_OVER))
+        self._host_changes.append(Said(self._now(), label, _HAND_OVER))
         if len(self._host_changes) >= _MOST_CHANGES:
             self._settle()
+
+    def _charge_cpu(self) -> None:
+        """Gives what the thread has computed since the last time to what it is in."""
+        read_s = self._thread_now()
+        self._cpu[self._stack[-1]] += read_s - self._cpu_read_s
+        self._cpu_read_s = read_s
 
     def _say_later(self, label: str, begin_s: float, end_s: float) -> None:
         """Replaces what the thread has said of [begin_s, end_s]."""
         line, later = self._host_changes, []
         while line and line[-1].at_s >= begin_s:
             later.append(line.pop())
-        goes_on = line[-1] if line else _Said(begin_s, self._host_label, self._host_stage)
-        line.append(_Said(begin_s, label, _HAND_OVER))
+        goes_on = line[-1] if line else Said(begin_s, self._host_label, self._host_stage)
+        line.append(Said(begin_s, label, _HAND_OVER))
         while later and later[-1].at_s <= end_s:
             goes_on = later.pop()
-        line.append(_Said(end_s, goes_on.label, goes_on.stage))
+        line.append(Said(end_s, goes_on.label, goes_on.stage))
         line.extend(reversed(later))
 
     def _take_from_step(self, begin_s: float, end_s: float) -> None:
@@ -297,13 +273,13 @@ class Ledger:
         line, later = self._device_changes, []
         while line and line[-1].at_s >= begin_s:
             later.append(line.pop())
-        goes_on = line[-1] if line else _Done(begin_s, self._device_label, 0)
-        line.append(_Done(begin_s, None, 0))
+        goes_on = line[-1] if line else Done(begin_s, self._device_label, 0)
+        line.append(Done(begin_s, None, 0))
         while later and later[-1].at_s <= end_s:
             goes_on = later.pop()
             if goes_on.steps:
-                line.append(_Done(goes_on.at_s, None, goes_on.steps))
-        line.append(_Done(end_s, goes_on.label, 0))
+                line.append(Done(goes_on.at_s, None, goes_on.steps))
+        line.append(Done(end_s, goes_on.label, 0))
         line.extend(reversed(later))
 
     def _turn(self, label: str | None) -> str | None:
@@ -316,7 +292,7 @@ class Ledger:
     def _mark(self, label: str | None, *, steps: int = 0) -> None:
         issued_s = self._now()
         if self._clock.on_host:
-            self._device_changes.append(_Done(issued_s, label, steps))
+            self._device_changes.append(Done(issued_s, label, steps))
             return
         if len(self._pending) >= _MOST_MARKS:
             self._resolve(issued_s)
@@ -329,7 +305,7 @@ class Ledger:
                 self._dropped_steps += steps
                 return
         steps, self._dropped_steps = steps + self._dropped_steps, 0
-        self._pending.append(_Pending(self._clock.mark(), issued_s, label, steps))
+        self._pending.append(Pending(self._clock.mark(), issued_s, label, steps))
 
     def _calibrate(self) -> None:
         """Once a second, asks for a step's first mark at once: an idle device has reached it, which bounds it."""
@@ -360,7 +336,7 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             at_s = min(max(said_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = at_s - said_s
-            self._device_changes.append(_Done(at_s, first.label, first.steps))
+            self._device_changes.append(Done(at_s, first.label, first.steps))
 
     def _settle(self) -> None:
         """Charges all time up to now. What the device did later than that stays for the next time."""

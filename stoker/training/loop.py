@@ -118,6 +118,7 @@ class Training:
         self.say = say
         run, optim = job.config.run, job.config.optim
         self.ledger = Ledger(job.device.make_clock(), started_s=started_s, ranges=job.device.make_ranges())
+        job.loader.on_copy_awaited = self.ledger.copy_awaited
         self.tracer = Tracer(job.device, job.folder, self.ledger, say, chrome=trace)
         self.board = Board(job.folder.path, purge_step=job.step, on_error=lambda text: say("warning", text))
         self.stream = job.device.make_stream()
@@ -293,6 +294,7 @@ class Training:
             skipped=reading.skipped,
             memory_peak_bytes=job.device.memory().peak,
             starved=account.starved,
+            cpu=account.cpu,
         )
         job.folder.append(STEPS, window)
         self.board.window(window)

@@ -478,6 +478,119 @@ def test_a_charge_reaches_neither_back_into_a_window_nor_ahead() -> None:
         ledger.charge("compute", 0, 1)
 
 
+# --- what the thread computed -------------------------------------------------------------------------------------
+
+
+class Thread:
+    """A thread whose processor clock goes only while it works."""
+
+    def __init__(self, *, on_host: bool) -> None:
+        self.world = World(on_host=on_host)
+        self.cpu_s = 5.0
+        """Before the ledger was made."""
+        self.ledger = Ledger(
+            self.world, started_s=0.0, now=self.world.now, otherwise="host", thread_now=lambda: self.cpu_s
+        )
+
+    def works(self, seconds: float) -> None:
+        self.world.host(seconds)
+        self.cpu_s += seconds
+
+
+@pytest.mark.parametrize(("on_host", "step"), [(True, "compute"), (False, "host")])
+def test_a_thread_that_works_is_told_from_one_that_waits(on_host: bool, step: str) -> None:
+    thread = Thread(on_host=on_host)
+    thread.works(1)
+    with thread.ledger.phase("input_wait"):
+        thread.world.host(8)  # sleeps
+        with thread.ledger.phase("eval"):
+            thread.works(4)
+        thread.works(0.5)
+    with thread.ledger.compute():
+        thread.works(2)
+        with thread.ledger.phase("comm"):
+            thread.world.host(3)
+    with thread.ledger.phase("checkpoint"):
+        thread.works(0.25)
+        first = thread.ledger.window()
+        thread.works(0.125)
+    thread.works(16)
+    second = thread.ledger.finish()
+    assert first is not None
+    assert second is not None
+    assert first.cpu == {"startup": 1, "input_wait": 0.5, "eval": 4, step: 2, "checkpoint": 0.25}
+    assert second.cpu == {"checkpoint": 0.125, "host": 16}
+
+
+def test_work_done_again_on_a_cpu_and_what_is_learnt_afterwards() -> None:
+    thread = Thread(on_host=True)
+    with thread.ledger.compute(again=True):
+        thread.works(4)
+        thread.ledger.charge("compile", 1, 3)  # moves the time alone
+    account = thread.ledger.finish()
+    assert account is not None
+    assert account.phases == {"recovery": 2, "compile": 2}
+    assert account.cpu == {"recovery": 4}
+
+
+said = st.sampled_from(sorted(SAYABLE))
+turns = st.recursive(
+    st.lists(st.tuples(st.sampled_from(["works", "sleeps", "window"]), st.integers(0, 6)), max_size=4),
+    lambda inside: st.lists(st.tuples(said, inside), max_size=5),
+    max_leaves=20,
+)
+
+
+@given(turns, st.booleans())
+def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_time_there(
+    course: list[tuple], on_host: bool
+) -> None:
+    thread, inner = Thread(on_host=on_host), ["startup"]
+    computed: collections.Counter[str] = collections.Counter()
+    accounts = []
+
+    def run(course: list[tuple]) -> None:
+        for what, rest in course:
+            if what == "works":
+                computed[inner[-1]] += rest
+                thread.works(rest)
+            elif what == "sleeps":
+                thread.world.host(rest)
+            elif what == "window":
+                accounts.append(thread.ledger.window(rest))
+            else:
+                inner[0] = "host"
+                inner.append(what)
+                with thread.ledger.phase(what):
+                    run(rest)
+                inner.pop()
+
+    run(course)
+    accounts.append(thread.ledger.finish())
+    closed = [account for account in accounts if account is not None]
+    found: collections.Counter[str] = collections.Counter()
+    for account in closed:
+        assert all(0 < cpu_s <= account.phases[name] for name, cpu_s in account.cpu.items())
+        found.update(account.cpu)
+    assert found == +computed
+    assert found.total() == thread.cpu_s - 5.0 <= thread.world.now_s
+
+
+def test_the_real_clock_of_a_thread_stands_still_while_it_waits() -> None:
+    ledger = Ledger(HostClock(), started_s=time.perf_counter())
+    before_s = time.thread_time()
+    with ledger.phase("checkpoint"):
+        time.sleep(0.05)
+    with ledger.phase("eval"):
+        while time.thread_time() - before_s < 0.05:
+            pass
+    account = ledger.finish()
+    assert account is not None
+    assert account.cpu["checkpoint"] < 0.025
+    assert account.cpu["eval"] > 0.025
+    assert sum(account.cpu.values()) <= time.thread_time() - before_s + account.cpu["startup"]
+
+
 # --- the property -------------------------------------------------------------------------------------------------
 
 seconds = st.integers(0, 6)
