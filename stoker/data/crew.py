@@ -107,6 +107,9 @@ class Crew:
                 heapq.heappush(self._tasks, task)
             self._work.notify(len(tasks))
 
+    def give_when_fetched(self, task: Task, fetch: Fetch) -> None:
+        fetch.future.add_done_callback(lambda _: self.give(task))
+
     def _take(self, counters: Counters) -> Task | None:
         """The next task; None: leave, which is settled under the same lock, so that just as many leave as have to."""
         began_s = time.perf_counter()

@@ -120,6 +120,8 @@ class Loader:
             threads, begin, depth, self._slots[0].nbytes, is_cpu=device.is_cpu, tunes_depth=tunes_depth
         )
         self._on_tuned = on_tuned
+        self.on_copy_awaited: Callable[[], None] | None = None
+        """Called in `__next__` where the device that trains has to wait for the batch's copy, before it is told to."""
         self._gauge: Gauge | None = None
         self._counters, self._flights, self._waits = Counters(), Flights(), Waits()
         self._wait_s, self._copies = 0.0, 0
@@ -302,9 +304,11 @@ class Loader:
             and self._commit.is_empty(self._pending[0])
         ):
             self._copied = self._copy(self._pending.popleft())
-        ready.block_device()
         self._tune(crew)
         self._waits.until(QUEUE)
+        if self.on_copy_awaited is not None and not ready.done():
+            self.on_copy_awaited()
+        ready.block_device()
         return as_batch(tensors)
 
     def _take_back(self) -> None:
@@ -337,8 +341,7 @@ class Loader:
                 there.append(Task(position, work, k, None))
                 continue
             fetch, work.marks[k] = found
-            later = functools.partial(_give_one, crew, Task(position, work, k, fetch))
-            fetch.future.add_done_callback(later)  # so a slow object holds up no thread
+            crew.give_when_fetched(Task(position, work, k, fetch), fetch)  # so a slow object holds up no thread
         crew.give(*there)
 
     def _wait_for_next(self, crew: Crew) -> Work:
@@ -393,7 +396,3 @@ class Loader:
             slot = self._make_slot()
             self._slots.append(slot)
             self._free.append(slot)
-
-
-def _give_one(crew: Crew, task: Task, _: object) -> None:
-    crew.give(task)

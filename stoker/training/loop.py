@@ -112,10 +112,7 @@ class Training:
     def __init__(
         self, job: Job, screen: Screen, stop: Stop, started_s: float, say: start.Say, trace: bool = False
     ) -> None:
-        self.job = job
-        self.screen = screen
-        self.stop = stop
-        self.say = say
+        self.job, self.screen, self.stop, self.say = job, screen, stop, say
         run, optim = job.config.run, job.config.optim
         self.ledger = Ledger(job.device.make_clock(), started_s=started_s, ranges=job.device.make_ranges())
         job.loader.on_copy_awaited = self.ledger.copy_awaited

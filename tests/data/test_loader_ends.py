@@ -170,6 +170,16 @@ def test_the_next_batch_is_copied_while_the_device_has_this_one(pictures):
         assert device.blocked == device.copies[:2]
 
 
+@pytest.mark.parametrize(("polls", "awaited"), [(0, 0), (None, 25)])
+def test_who_wants_to_know_is_told_before_the_device_waits_for_a_copy(pictures, polls, awaited):
+    device, blocked_before = LateDevice(polls), []
+    with make(pictures, device=device) as loader:
+        loader.on_copy_awaited = lambda: blocked_before.append(len(device.blocked))
+        for _ in range(25):
+            next(loader)
+    assert blocked_before == list(range(awaited))
+
+
 def test_an_early_copy_does_not_bring_forward_what_is_committed(pictures):
     """A failure in the batch after next is told when that one is handed out, and its state is not ahead either."""
     expected = ids(stream(pictures, 12))

@@ -95,6 +95,25 @@ def test_time_before_the_first_word_is_startup_and_silence_later_is_unattributed
     assert (account.start_s, account.end_s, account.wall_s, account.steps) == (0, 10, 10, 0)
 
 
+def test_what_the_device_waits_for_the_copy_of_its_pictures_is_h2d() -> None:
+    world = World()
+    ledger = world.ledger()
+    for waits_s, copy_s in ((1, 2), (0, 0), (3, 2)):
+        with ledger.phase("input_wait"):
+            world.host(waits_s)
+            if copy_s:
+                ledger.copy_awaited()
+                world.device(copy_s)
+            ledger.split([(world.now_s, "decode")])
+        with ledger.compute():
+            world.device(10)
+    world.host(40)
+    account = ledger.finish()
+    assert rounded(account) == {"input_wait": 1, "h2d": 4, "compute": 30, "unattributed": 9}
+    assert account is not None
+    assert account.steps == 3
+
+
 def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> None:
     world = World()
     ledger = world.ledger()

@@ -211,12 +211,11 @@ class LateCopy(Ready):
 
 
 def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    to_host = SideStream.to_host
+    def late(copy: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda stream, tensors: (copy(stream, tensors)[0], LateCopy())
 
-    def late(self: SideStream, tensors: Any) -> Any:
-        return to_host(self, tensors)[0], LateCopy()
-
-    monkeypatch.setattr(SideStream, "to_host", late)
+    monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
+    monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     result = train(settings(data, for_="23", eval_every="10"), run=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
@@ -224,6 +223,7 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
     assert windows[-1].step == 23
     assert all(window.losses["total"] > 0 for window in windows if window.steps)
     assert sum(1 for window in windows if window.steps) > 3
+    assert sum(window.phases.get("h2d", 0.0) for window in windows) > 0, "the pictures' copies were waited for"
 
 
 def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
