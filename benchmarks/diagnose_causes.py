@@ -117,7 +117,7 @@ _ROWS = (
         accepts=("cpu_contention",), plan=plans.neighbours,
     ),
     Cause(
-        name="divergence", kinds=REAL, weak=(2, 5), strong=(100, 1000), unit="rate",
+        name="divergence", kinds=REAL, weak=(2, 5), strong=(20, 95), unit="rate",
         accepts=("loss_not_finite", "diverged", "rate_too_high", "rate_lowered", "loss_spikes", "steps_skipped"),
         plan=plans.rate,
     ),
@@ -165,7 +165,8 @@ _SIMULATED = (
     _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "gpu_underfilled"),
     _simulated("no tensor cores", driver.no_tensor_cores, (0.005, 0.015), (0, 0), "of the time",
                "tensor_cores_unused"),
-    _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_grows"),
+    _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_grows",
+               least_s=12.0),
 )  # fmt: skip
 
 CAUSES: dict[str, Cause] = {cause.name: cause for cause in (*_ROWS, *_SIMULATED)}

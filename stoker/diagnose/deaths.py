@@ -218,6 +218,19 @@ _DEATHS = (
         fix="Copy or make the shard again; a size that differs from its source's names it",
     ),
     Death(
+        id="bad_records",
+        title="Pictures or records of the data cannot be read",
+        reason="dies: bad records",
+        signs=(
+            _says(r"[\d,]+ of [\d,]+ pictures cannot be used", "R"),
+            _says(r"None of the [\d,]+ pictures tried can be used", "R"),
+            _says(r"cannot identify image file", "B"),
+            _says(r"OSError: image file is truncated", "B"),
+        ),
+        fix="Copy or download the named files again, or take them out of the annotations; `stoker data check DATA` "
+        "names all that cannot be read",
+    ),
+    Death(
         id="config_typo",
         title="The configuration has a name that does not exist",
         reason="dies: paths or environment",

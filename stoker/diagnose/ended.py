@@ -31,7 +31,8 @@ class Ended:
     exit_code: as `subprocess` has it, the negative number of a signal; a shell's 128 + signal counts as that signal.
     oom_kills: how often the kernel killed in the job's cgroup while it ran (memory.events: oom_kill, after - before).
     kernel: lines of the kernel's log of that time; pids: the job's processes. xids: what the driver reported of its
-    GPUs. empty_inputs: input files of zero bytes. still: how long nothing had moved.
+    GPUs. empty_inputs: input files of zero bytes. still: how long nothing had moved. memory_growth: of the memory's
+    share, from the sample before the newest to it.
     """
 
     exit_code: int | None = None
@@ -43,6 +44,7 @@ class Ended:
     xids: tuple[Line, ...] = ()
     oom_kills: int | None = None
     memory_share: float | None = None
+    memory_growth: float = 0.0
     gpu_memory_share: float | None = None
     gpu_used: bool | None = None
     """Whether a kernel ran on any GPU."""
@@ -115,6 +117,7 @@ def of_run(run: Path) -> Ended | None:
                    for xid in gpu.xids),
         oom_kills=told.get("oom_kills"),
         memory_share=used / limit if used is not None and limit else None,
+        memory_growth=_growth([sample for _, sample in samples[-2:]]),
         gpu_memory_share=max(gpus, default=None),
         gpu_used=any(share > 0 for share in busy) if busy else None,
         shm_share=newest.shm_used_bytes / newest.shm_total_bytes
@@ -123,6 +126,12 @@ def of_run(run: Path) -> Ended | None:
         empty_inputs=tuple(told.get("empty_inputs", ())),
         still=None if end is None else _still(run, end, [sample for _, sample in samples]),
     )  # fmt: skip
+
+
+def _growth(samples: list[DeviceSample]) -> float:
+    shares = [s.memory_used_bytes / s.memory_limit_bytes for s in samples
+              if s.memory_used_bytes is not None and s.memory_limit_bytes]  # fmt: skip
+    return max(0.0, shares[-1] - shares[0]) if len(shares) == 2 else 0.0
 
 
 def _exit_code(end: Event) -> int | None:

@@ -81,9 +81,9 @@ def _by_force(ended: Ended, matches: list[_Match]) -> Finding | None:
         evidence = [Evidence(text=text, value=float(ended.oom_kills), place="memory.events: oom_kill"), *told]
         return _finding("host_memory_killed", evidence)
     wordless = number == _SIGKILL or (ended.exit_code is None and not ended.output)
-    if wordless and ended.oom_kills is None and ended.memory_share is not None and ended.memory_share >= NEARLY_FULL:
+    if wordless and ended.oom_kills is None and (full := _was_filling(ended)):
         unproved = Evidence(text="not proved: nobody counted the kernel's kills (memory.events: oom_kill)")
-        return _finding("host_memory_killed", [*told, unproved], severity="warning")
+        return _finding("host_memory_killed", [*full, *told, unproved], severity="warning")
     asked = number in (_SIGKILL, _SIGTERM, _SIGINT)
     silent = ended.still.seconds if ended.still is not None else None
     if ended.empty_inputs and asked and (number == _SIGKILL if silent is None else silent >= SPINS_S):
@@ -100,6 +100,20 @@ def _by_force(ended: Ended, matches: list[_Match]) -> Finding | None:
         return _finding("interrupted", told)
     bus_error = number == signal.SIGBUS and ended.shm_share is not None and ended.shm_share >= NEARLY_FULL
     return _finding("shared_memory_full", told) if bus_error else None
+
+
+def _was_filling(ended: Ended) -> list[Evidence]:
+    """That the host's memory was full or would have been before the next sample; else nothing."""
+    share, growth = ended.memory_share, ended.memory_growth
+    if share is None or (share < NEARLY_FULL and share + growth < 1):
+        return []
+    if share >= NEARLY_FULL:
+        return [Evidence(text="it ended when the host's memory was full", value=share, place=ended.samples_place)]
+    text = (
+        f"the host's memory was {100 * share:.0f} % full in the last sample, {100 * growth:.0f} points more than in "
+        "the one before: it was full before there was another"
+    )
+    return [Evidence(text=text, value=share, place=ended.samples_place)]
 
 
 def _by_output(ended: Ended, matches: list[_Match], nan: list[Line]) -> Finding:

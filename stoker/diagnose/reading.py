@@ -52,7 +52,7 @@ def read(run: Path, price: float | None = None) -> Records:
         ours=bool(settings),
         ended=postmortem.of_run(run),
     )
-    newest = _read_events(run, seen)
+    newest = _read_events(run, seen, price)
     stretches = _read_steps(run, seen, newest)
     _read_devices(run, seen, stretches)
     paths: set[str] = set()
@@ -74,14 +74,19 @@ def read(run: Path, price: float | None = None) -> Records:
     return seen
 
 
-def _read_events(run: Path, seen: Records) -> Event | None:
-    """The end of the newest attempt, where it has one."""
+def _read_events(run: Path, seen: Records, price: float | None) -> Event | None:
+    """The end of the newest attempt, where it has one. price: as of `read`; None: a measured run's is in
+    the event that began it."""
     end: Event | None = None
     learning = seen.learning
     for event in records.read_lines(run, records.EVENTS, Event):
         if event.kind in ("started", "resumed"):
             end = None
+            seen.empty_inputs = []
             seen.watched |= "watched" in event.data
+            told = event.data.get("price")
+            if price is None and isinstance(told, int | float):
+                seen.price = float(told)
         elif event.kind in _ENDS:
             end = event
         elif event.kind == "checkpoint":
@@ -97,6 +102,9 @@ def _read_events(run: Path, seen: Records) -> Event | None:
         elif event.kind == "warning":
             if "not_finite" in event.data:
                 learning.not_finite = event
+            empty = event.data.get("empty_inputs")
+            if isinstance(empty, list):
+                seen.empty_inputs = [str(path) for path in empty]
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
                 seen.storage_warnings.append(event.text)
         if event.kind == "note" and isinstance(event.data.get("facts"), dict):

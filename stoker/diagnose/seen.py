@@ -211,6 +211,8 @@ class Records:
     checkpoints: int = 0
     checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
     storage_warnings: list[str] = dataclasses.field(default_factory=list)
+    empty_inputs: list[str] = dataclasses.field(default_factory=list)
+    """Files of zero bytes that a watched job reads and says nothing, of its newest attempt."""
     gpu_faults: list[Event] = dataclasses.field(default_factory=list)
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
     """Path → error, of the first ones."""

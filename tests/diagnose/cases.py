@@ -182,7 +182,10 @@ CASES: dict[str, tuple[Case, Case]] = {
         {"shares": {"checkpoint": 0.03}} | _event("checkpoint", 5) | _host(psi_io=0.3),
     ),
     "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
-    "cpu_contention": (_host(cpu=[0.97] * 4, process_cpu=1.8), _host(cpu=[0.97] * 4, process_cpu=3.7)),
+    "cpu_contention": (
+        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
+        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=1.9),  # a busy neighbour, and cores enough for both
+    ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
     "idle_gpus": (
         {"gpus": 2, "gpu": lambda _, n: {} if n == 0 else {"utilisation": 0.0, "memory_used_bytes": 0}},
@@ -213,6 +216,10 @@ CASES: dict[str, tuple[Case, Case]] = {
     # dying
     "hung": ({"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
              {"silent": 60, "end": None}),  # the processors are busy: perhaps an evaluation
+    "empty_input": (
+        _watched(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
+        _watched(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
+    ),
     "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint")),
     "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
     "storage_errors": (_event("warning", 3, storage="429"), {"events": [("warning", "the disk is odd", {})] * 3}),
@@ -225,7 +232,7 @@ CASES: dict[str, tuple[Case, Case]] = {
 
 MAY_BE_BESIDE: dict[str, set[str]] = {
     "gpu_not_used": {"job_says_no_steps", "unattributed_time"}, "witnesses_disagree": {"unattributed_time"},
-    "loss_not_finite": {"rate_too_low"}, "hung": {"no_last_word"},
+    "loss_not_finite": {"rate_too_low"}, "hung": {"no_last_word"}, "empty_input": {"no_last_word", "unattributed_time"},
 }  # fmt: skip
 """Cause → others that the same records also show, and rightly."""
 

@@ -60,10 +60,20 @@ def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -
     done = diagnose(make_run(tmp_path / "done", shares={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
     assert (done.cause, done.command, done.patch) == ("slow_storage", None, {})
     assert done.fix == f"{ours.fix} (cache is disk already)"
-    case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.1})
+    case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
     others = diagnose(make_run(tmp_path / "others", **case))[0]
     assert (others.cause, others.command, others.patch) == ("slow_storage", None, {})
-    assert others.fix == f"{ours.fix} (the flags are those of `stoker train`)"
+    assert others.fix == CATALOGUE["slow_storage"].fix_elsewhere
+
+
+def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **_measured(shares={"input_wait": 0.3}))
+    events = (run / EVENTS).read_text().replace('"kind":"started"', '"kind":"started","data":{"price":7.2}', 1)
+    (run / EVENTS).write_text(events)
+    (finding, *_) = diagnose(run)
+    assert finding.lost_device_s is not None
+    assert finding.lost_money == pytest.approx(finding.lost_device_s * 7.2 / 3600)
+    assert read(run, price=1.0).price == 1.0
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path) -> None:

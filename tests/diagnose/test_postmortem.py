@@ -88,6 +88,12 @@ SAID: dict[str, tuple[str, ...]] = {
         "tensorflow.python.framework.errors_impl.DataLossError: corrupted record at 12345",
         "truncated record at 777' failed with Read less bytes than requested",
     ),
+    "bad_records": (
+        "stoker.errors.DataError: 24 of 64 pictures cannot be used; up to 0.01 of them may be bad.",
+        "None of the 12 pictures tried can be used.",
+        "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
+        "OSError: image file is truncated (3 bytes not processed)",
+    ),
     "config_typo": ('google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',),
     "path_wrong": (
         "tensorflow...NotFoundError: RuntimeError: Did not find any input files matching the glob pattern ['/a-*']",
@@ -262,6 +268,13 @@ def test_a_kill_outranks_what_was_printed_before_it() -> None:
     assert [(f.cause, f.severity) for f in found] == [("host_memory_killed", "critical"), ("gpu_out_of_memory", "info")]
     assert quoted(found[0])[0] == ("the kernel killed 2 processes of the job's cgroup for memory",
                                    "memory.events: oom_kill")  # fmt: skip
+
+
+def test_a_kill_while_memory_was_filling_faster_than_it_is_sampled() -> None:
+    for share, growth, cause in ((0.9, 0.15, "host_memory_killed"), (0.8, 0.15, "no_last_word")):
+        found = explain(Ended(memory_share=share, memory_growth=growth))
+        assert found[0].cause == cause
+    assert "15 points more" in explain(Ended(memory_share=0.9, memory_growth=0.15))[0].evidence[0].text
 
 
 @pytest.mark.parametrize(("share", "oom_kills", "cause", "severity"), [

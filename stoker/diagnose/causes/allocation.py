@@ -92,14 +92,17 @@ ROWS = (
         title="Other processes take the processors",
         reason="allocation and scheduling",
         looks_like="img/s varies with the hour; the same run is faster elsewhere",
-        needs=("devices.jsonl: cpu, process_cpu",),
+        needs=("devices.jsonl: cpu, process_cpu, threads_running",),
         info_from=0.10,
-        warn_from=0.25,
+        warn_from=0.20,
         critical_from=0.50,
-        measure="share of the cores that other processes use, where the cores are busy",
-        source="our judgment: the job would have used that much more",
+        measure="share of the processor time that the run's threads wanted (they ran, or waited for a processor) and "
+        "other processes had, where the cores are busy",
+        source="our judgment: a fifth of the speed is worth a word to the neighbours; less comes and goes",
         limits={
-            "busy": Limit(0.85, "mean busy share of the cores from which others' load is taken from us (our judgment)")
+            "busy": Limit(
+                0.85, "mean busy share of the cores from which others' load may be taken from us (our judgment)"
+            )
         },
         over=("too_few_threads", "too_few_cores", "slow_decode"),
         confidence=0.7,

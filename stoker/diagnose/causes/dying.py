@@ -24,12 +24,40 @@ ROWS = (
                 "three times its time limit of 600 s (torch.distributed, default_pg_timeout)",
             ),
         },
-        over=("input_bound", "slow_storage", "communication_bound", "straggler"),
+        over=(
+            "input_bound",
+            "slow_storage",
+            "too_few_threads",
+            "slow_decode",
+            "communication_bound",
+            "straggler",
+            "host_waits",
+            "python_bound",
+            "idle_by_intent",
+        ),
         confidence=0.8,
         fix="py-spy dump --pid shows where each process waits: a collective that one rank does not reach, a "
         "storage that "
         "does not answer, a lock; then end it and continue from its checkpoint",
         command="py-spy dump --pid",
+    ),
+    Cause(
+        id="empty_input",
+        title="The job reads a file of zero bytes and says nothing",
+        reason="dies: bad records",
+        looks_like="a core at 100 %, no step and no message: TensorFlow's record reader spins on an empty shard",
+        needs=("events.jsonl: warning with data.empty_inputs", "steps.jsonl: steps, t"),
+        critical_from=1,
+        measure="empty files that it has open while it says nothing and does no step",
+        source="by count; watch/recorder.py has how long it must have said nothing",
+        limits={
+            "least_s": Limit(
+                10.0, "seconds since the last step, where there was one: as hung; a job that steps is not held up"
+            )
+        },
+        over=("hung", "job_says_no_steps", "input_bound", "slow_storage", "too_few_threads", "slow_decode"),
+        confidence=0.85,
+        fix="Make or copy the named file again, or take it out of the job's list, and start the job anew",
     ),
     Cause(
         id="checkpoints_failed",

@@ -4,7 +4,7 @@ Clocks, heat and other users of the GPUs: `gpus.py`.
 """
 
 from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.finding import attempts, counter, found, of_phase, percent, phase, share_of
+from stoker.diagnose.rules.finding import attempts, counter, found, of_phase, percent, phase, share_of, taken_by_others
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
 
@@ -41,13 +41,19 @@ def cpu_quota(seen: Records) -> Finding | None:
 
 
 def cpu_contention(seen: Records) -> Finding | None:
-    cause, busy, others = CATALOGUE["cpu_contention"], seen.cores_busy, seen.host.others.value
-    if busy is None or others is None or busy < cause.limit("busy"):
+    """A busy neighbour alone takes nothing: the run must have wanted more than it got."""
+    taken, busy, others, got = taken_by_others(seen), seen.cores_busy, seen.host.others.value, seen.host.process_cpu
+    if taken is None or busy is None or others is None or got.value is None:
         return None
+    share, wanted = taken
     text = f"the cores were {100 * busy:.0f} % busy, {100 * others:.0f} % with other processes"
-    said = Evidence(text=text, value=others, place="devices.jsonl: cpu, process_cpu")
-    return found(seen, cause.id, others, [said, _waiting_for_cores(seen)], lost_s=_of_cores(seen, others),
-                 estimate=_SHARE_OF_CORES)  # fmt: skip
+    wants = f"its threads wanted {wanted:.2f} cores and got {got.value:.2f}"
+    evidence = [
+        Evidence(text=text, value=others, place="devices.jsonl: cpu, process_cpu"),
+        Evidence(text=wants, value=share, place="devices.jsonl: threads_running, process_cpu"),
+        _waiting_for_cores(seen),
+    ]
+    return found(seen, "cpu_contention", share, evidence, lost_s=_of_cores(seen, share), estimate=_SHARE_OF_CORES)
 
 
 def threads_oversubscribed(seen: Records) -> Finding | None:

@@ -1,8 +1,7 @@
 """Rules of "data loading". Several look at the same wait for pictures; the catalogue says which replaces which."""
 
-from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.rules.finding import (
-    cores_are_contended,
     counter,
     found,
     has_stacks,
@@ -13,6 +12,7 @@ from stoker.diagnose.rules.finding import (
     share_of,
     stack_share,
     stacks,
+    wanted_cpu,
 )
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
@@ -228,14 +228,8 @@ def _of_wait(seen: Records, stage: str | None, share: float) -> Evidence | None:
 
 def _rests_while_waiting(seen: Records) -> Evidence | None:
     """That the process computed too little for its thread to have been busy while it waited."""
-    cpu, share = seen.host.process_cpu.value, _waiting_share(seen)
-    if (
-        seen.ours
-        or cpu is None
-        or share <= 0
-        or seen.host.process_cpu.count < common("samples")
-        or cores_are_contended(seen)
-    ):
+    cpu, share = wanted_cpu(seen), _waiting_share(seen)
+    if seen.ours or cpu is None or share <= 0:
         return None
     per_wait = max(0.0, cpu - (1 - share)) / share
     if per_wait >= CATALOGUE["slow_storage"].limit("cpu_while_waiting"):
@@ -247,10 +241,8 @@ def _rests_while_waiting(seen: Records) -> Evidence | None:
 def _loads_with(seen: Records) -> float | None:
     """Cores' worth of processor time beside a training thread that computes when it does not wait; our own loader tells
     of itself."""
-    cpu, share = seen.host.process_cpu, _waiting_share(seen)
-    if seen.ours or cpu.value is None or share <= 0 or cpu.count < common("samples") or cores_are_contended(seen):
-        return None
-    return max(0.0, cpu.value - (1 - share))
+    cpu, share = wanted_cpu(seen), _waiting_share(seen)
+    return None if seen.ours or cpu is None or share <= 0 else max(0.0, cpu - (1 - share))
 
 
 def _loading(cores: float) -> Evidence:

@@ -25,6 +25,17 @@ def hung(seen: Records) -> Finding | None:
                  estimate="all since the last step")  # fmt: skip
 
 
+def empty_input(seen: Records) -> Finding | None:
+    cause, files, silence = CATALOGUE["empty_input"], seen.empty_inputs, seen.silence
+    if not files or (seen.totals.steps and (silence is None or silence.since_s < cause.limit("least_s"))):
+        return None
+    evidence = [Evidence(text=f"{path}: 0 bytes", value=0.0, place="events.jsonl: warning") for path in files[:SHOWN]]
+    if silence is not None and seen.totals.steps:
+        text = f"no step for {silence.since_s:,.0f} s"
+        evidence.append(Evidence(text=text, value=silence.since_s, place="steps.jsonl: t; devices.jsonl: t"))
+    return found(seen, cause.id, len(files), evidence)
+
+
 def checkpoints_failed(seen: Records) -> Finding | None:
     failed = seen.checkpoint_failures
     texts = list(dict.fromkeys(failed))[:SHOWN]
@@ -57,4 +68,4 @@ def quarantined_pictures(seen: Records) -> Finding | None:
     return found(seen, "quarantined_pictures", count, evidence)
 
 
-RULES = (hung, checkpoints_failed, disk_nearly_full, storage_errors, quarantined_pictures)
+RULES = (hung, empty_input, checkpoints_failed, disk_nearly_full, storage_errors, quarantined_pictures)

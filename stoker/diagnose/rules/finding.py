@@ -89,12 +89,33 @@ def stack_share(seen: Records, cause_id: str, *kinds: str) -> float | None:
     return share if share - common("sigmas") * error >= least else None
 
 
-def cores_are_contended(seen: Records) -> bool:
-    """Whether others take so much of the cores that the run's own processor time says nothing about what it wants."""
-    cause, busy, others = CATALOGUE["cpu_contention"], seen.cores_busy, seen.host.others.value
-    return (
-        busy is not None and busy >= cause.limit("busy") and others is not None and cause.severity(others) is not None
-    )
+def taken_by_others(seen: Records) -> tuple[float, float] | None:
+    """(share of the processor time that this run's threads wanted and others had instead, the time that they wanted, in
+    cores). Threads that ran or waited for a processor, against what they got; what a quota or the run's own number of
+    threads withholds is not others'. None where the cores are not full, or nobody counted the threads."""
+    busy, others, cores = seen.cores_busy, seen.host.others.value, seen.host.cores
+    got, wanted = seen.host.process_cpu, seen.host.threads_running.value
+    if busy is None or others is None or not cores or got.value is None or wanted is None:
+        return None
+    if busy < CATALOGUE["cpu_contention"].limit("busy") or got.count < common("samples") or wanted <= 0:
+        return None
+    withheld = seen.host.withheld.value or 0.0
+    missing = min(others * cores, wanted - got.value) - withheld * got.value
+    return max(0.0, missing) / wanted, wanted
+
+
+def wanted_cpu(seen: Records) -> float | None:
+    """Cores' worth of processor time that the run used, or would have used if others had left it to the run. None where
+    there are few samples, or others may have taken it and nobody knows how much."""
+    used, busy, others = seen.host.process_cpu, seen.cores_busy, seen.host.others.value
+    if used.value is None or used.count < common("samples"):
+        return None
+    cause = CATALOGUE["cpu_contention"]
+    full = busy is not None and others is not None and busy >= cause.limit("busy") and cause.severity(others)
+    if not full:
+        return used.value
+    taken = taken_by_others(seen)
+    return None if taken is None else max(used.value, taken[1])
 
 
 def share_of(seen: Records, *phases: str) -> float | None:

@@ -1,8 +1,7 @@
 """Rules of "too little parallel work": the device has pictures, and stands still or works at half its width."""
 
-from stoker.diagnose.catalogue import CATALOGUE, common
+from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.rules.finding import (
-    cores_are_contended,
     counter,
     found,
     is_long_enough,
@@ -12,6 +11,7 @@ from stoker.diagnose.rules.finding import (
     share_of,
     stack_share,
     stacks,
+    wanted_cpu,
 )
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
@@ -34,14 +34,28 @@ def python_bound(seen: Records) -> Finding | None:
 
 
 def host_waits(seen: Records) -> Finding | None:
-    """The thread waits by name; or between steps, while the process uses little of a core."""
+    """The thread waits by name; between steps, while the process uses little of a core; or in steps of a job that
+    computes on processors, while they use less than the steps take."""
     between = _between(seen)
     share = share_of(seen, *between)
     rests = share is not None and _rests(seen, share) is True
     phases = (*(("sync",) if seen.seconds("sync") > 0 else ()), *(between if rests else ()))
     more = [_process(seen), stacks(seen, "a wait", "sync", "idle")]
     by_clock = of_phase(seen, "host_waits", *phases, more=more) if phases else None
-    return by_clock or _by_stacks(seen, "host_waits", "a wait", "sync", "idle")
+    return by_clock or _rests_in_steps(seen) or _by_stacks(seen, "host_waits", "a wait", "sync", "idle")
+
+
+def _rests_in_steps(seen: Records) -> Finding | None:
+    """By a lower bound: all that the process used is taken for work on steps."""
+    cpu, share = wanted_cpu(seen), share_of(seen, "compute")
+    if seen.ours or not seen.on_cpu or seen.ranks > 1 or cpu is None or not share:
+        return None
+    rest = share - cpu
+    said = Evidence(text=f"the process used {cpu:.2f} cores while {percent(share)} of the time was in steps", value=cpu,
+                    place="devices.jsonl: process_cpu")  # fmt: skip
+    return found(seen, "host_waits", rest, [said, phase(seen, "compute"), stacks(seen, "a wait", "sync", "idle")],
+                 lost_s=rest * seen.steady.device_s,
+                 estimate="the time in steps in which no processor worked")  # fmt: skip
 
 
 def launch_bound(seen: Records) -> Finding | None:
@@ -128,10 +142,12 @@ def driver_utilisation(seen: Records) -> float | None:
 
 
 def _by_stacks(seen: Records, cause_id: str, what: str, *kinds: str) -> Finding | None:
-    """Of a job whose loop nobody times."""
+    """Of a job whose loop nobody times. No device stood still for longer than its driver says."""
     share = stack_share(seen, cause_id, *kinds)
     if share is None or not is_long_enough(seen):
         return None
+    busy = [gpu.utilisation.value for gpu in seen.gpus.values() if gpu.utilisation.value is not None]
+    share = min(share, 1 - max(busy, default=0.0))
     evidence = [stacks(seen, what, *kinds), _process(seen)]
     return found(seen, cause_id, share, evidence, lost_s=share * seen.steady.device_s,
                  estimate="the share of the main thread's stacks")  # fmt: skip
@@ -146,8 +162,8 @@ def _between(seen: Records) -> tuple[str, ...]:
 
 def _rests(seen: Records, share: float) -> bool | None:
     """Whether the process used little of a core in a phase of this share, if it used one in the rest of the time."""
-    cpu = seen.host.process_cpu.value
-    if cpu is None or share <= 0 or seen.host.process_cpu.count < common("samples") or cores_are_contended(seen):
+    cpu = wanted_cpu(seen)
+    if cpu is None or share <= 0:
         return None
     return max(0.0, cpu - (1 - share)) / share < CATALOGUE["host_waits"].limit("busy")
 
