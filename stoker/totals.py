@@ -9,8 +9,8 @@ from stoker.schemas import StepWindow
 
 COMPARED_S = 10.0
 """Seconds of all ranks that are compared with each other: some windows each, since a window of a second has one step
-more or less than that of another rank. Ranks that are slow in turn within it are seen as `comm`: no rank knows by itself
-how long the others waited."""
+more or less than that of another rank. Ranks that are slow in turn within it are seen as `comm`: no rank knows by
+itself how long the others waited."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
