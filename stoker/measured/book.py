@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UsageError, writing
+from stoker.errors import StokerError, UsageError, writing
 from stoker.measuring.environment import describe_loop
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
@@ -201,3 +201,25 @@ def _store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """What the process will end with, unless somebody catches the error."""
+    if isinstance(error, StokerError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 0 if error is None else 1
+
+
+def script_name() -> str:
+    """The name of the running script or module; "loop" where there is none (a notebook, `python -c`)."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    path = Path(getattr(main, "__file__", None) or "")
+    name = path.parent.name if path.stem == "__main__" else path.stem
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__").rpartition(".")[2]
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in name) or "loop"

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from stoker.diagnose.rules import diagnose, write_findings
-from stoker.errors import StokerError, UsageError
-from stoker.measured.book import Book
+from stoker.errors import UsageError
+from stoker.measured.book import Book, exit_code_of, script_name
 from stoker.measured.inside import Inside, LateClock
 from stoker.measured.numbers import Logged, count_pictures
 from stoker.measuring.ledger import SAYABLE, Account, Ledger
@@ -100,7 +100,7 @@ class Measure:
         self._monitor = monitor
         self._device = None if device is None else str(device)
         self._pictures = pictures
-        self._uncounted = False
+        self._uncounted = self._workers_told = False
         self._seen = 0
         self._written_steps = self._written_pictures = 0
         self._depth = 0
@@ -130,7 +130,9 @@ class Measure:
         if self._closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         began_s = time.perf_counter()
-        self._book = Book(self._run, self._name or _script(), self._price, self._first_step, _entered, self._monitor)
+        self._book = Book(
+            self._run, self._name or script_name(), self._price, self._first_step, _entered, self._monitor
+        )
         _entered += 1
         self.step_count = self._book.step
         self._written_steps = self.step_count
@@ -255,6 +257,13 @@ class Measure:
             self.see(batch)
             self._tick()
 
+    def tell_workers(self, batches: Any) -> None:
+        """Has the record say how many processes load the data, where what gives it knows that: a DataLoader."""
+        workers = getattr(batches, "num_workers", None)
+        if isinstance(workers, int) and self._recording and not (self._depth or self._workers_told):
+            self._workers_told = True
+            self._book.event("note", f"the loop's loader has {workers} worker processes", workers=workers)
+
     @contextlib.contextmanager
     def _issue(self, *, steps: int, pictures: int | None) -> Iterator[None]:
         self._check("m.step()")
@@ -311,13 +320,14 @@ class Measure:
             grad_norm=reading.grad_norm,
             memory_peak_bytes=self._inside.peak_bytes(),
             starved=account.starved,
+            cpu=account.cpu,
         )
         self._written_steps, self._written_pictures = self.step_count, self.picture_count
         self._book.write(window)
 
     def _conclude(self, error: BaseException | None) -> None:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        self._book.ended(text, step=self.step_count, exit_code=_exit_code(error))
+        self._book.ended(text, step=self.step_count, exit_code=exit_code_of(error))
         if self._book.rank == 0 and self._book.path is not None:
             write_findings(self._book.path, diagnose(self._book.path))
 
@@ -352,6 +362,7 @@ class Data(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         measure = self._measure
+        measure.tell_workers(self._batches)
         with measure.waiting():
             source = iter(self._batches)
         while True:
@@ -362,28 +373,6 @@ class Data(Generic[Batch]):
                     return
             measure.took(batch)
             yield batch
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """What the process will end with, unless somebody catches the error."""
-    if isinstance(error, StokerError):
-        return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    return 0 if error is None else 1
-
-
-def _script() -> str:
-    """The name of the running script or module; "loop" where there is none (a notebook, `python -c`)."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    path = Path(getattr(main, "__file__", None) or "")
-    name = path.parent.name if path.stem == "__main__" else path.stem
-    if spec is not None:
-        name = spec.name.removesuffix(".__main__").rpartition(".")[2]
-    return "".join(c if c.isalnum() or c in "._" else "_" for c in name) or "loop"
 
 
 def _forked() -> None:

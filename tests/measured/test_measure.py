@@ -62,6 +62,26 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
     assert (run / FINDINGS).exists()
 
 
+def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: Path) -> None:
+    def batches(busy: bool) -> Iterator[list[int]]:
+        for _ in range(10):
+            began_s = time.thread_time()
+            while busy and time.thread_time() - began_s < 0.01:
+                pass
+            time.sleep(0 if busy else 0.01)
+            yield [1, 2]
+
+    for name, busy in (("works", True), ("waits", False)):
+        with stoker.measure(run / name) as m:
+            for _ in m.data(batches(busy)):
+                with m.step():
+                    pass
+        found = totals(run / name)
+        assert (found.cpu["input_wait"] > 0.09) == busy
+        assert found.cpu["input_wait"] < (0.05 if not busy else found.phases["input_wait"] + 0.01)
+        assert set(found.cpu) <= set(found.phases)
+
+
 def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
     with stoker.measure(run) as m:
         assert gather(run).state == "live"
@@ -317,11 +337,17 @@ def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
 def test_workers_of_a_loader_leave_it_alone(run: Path) -> None:
     with stoker.measure(run) as m:
         loader = torch.utils.data.DataLoader(torch.arange(12).reshape(6, 2), batch_size=2, num_workers=1)
-        for _ in m.data(loader):
-            with m.step():
+        with m.phase("eval"):
+            for _ in m.data(torch.utils.data.DataLoader(torch.arange(6))):  # another one's workers
                 pass
-    assert totals(run).pictures == 6
-    assert [event.kind for event in events(run)] == ["started", "finished"]
+        for _ in range(2):
+            for _ in m.data(loader):
+                with m.step():
+                    pass
+    assert totals(run).pictures == 12
+    assert [event.kind for event in events(run)] == ["started", "note", "finished"]
+    note = events(run)[1]
+    assert (note.text, note.data) == ("the loop's loader has 1 worker processes", {"workers": 1})
 
 
 LOOP = """
