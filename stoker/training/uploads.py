@@ -24,6 +24,7 @@ from stoker.records import (
     QUARANTINE,
     REPORT,
     STEPS,
+    TRACE_FILES,
 )
 from stoker.storage.address import Address
 from stoker.storage.lease import Lease, LeaseLost
@@ -163,7 +164,8 @@ class Uploads:
                     self._again_s = 0.0
                     break  # a newer one goes first
         self._remove_dropped()
-        files = [*self._folder.glob("*.jsonl"), *self._folder.glob("tensorboard/**/*")]
+        patterns = ("*.jsonl", "tensorboard/**/*", f"{TRACE_FILES}/*.json.gz")
+        files = [path for pattern in patterns for path in self._folder.glob(pattern)]
         names = {str(path.relative_to(self._folder)) for path in files if path.is_file()}
         for name in [*sorted(names - {EVENTS}), EVENTS]:  # an end that is written there means that all is there
             if everything or self._is_due(name):

@@ -114,8 +114,9 @@ def test_the_bucket_becomes_what_the_folder_is(run: Run):
         ("report.html", b"r"),
     ):
         (run.folder / name).write_bytes(data)
-    (run.folder / "tensorboard").mkdir()
-    (run.folder / "tensorboard" / "events.1").write_bytes(b"t")
+    for name in ("tensorboard/events.1", "traces/attempt-1-step-00000009.json.gz"):
+        (run.folder / name).parent.mkdir()
+        (run.folder / name).write_bytes(b"t")
     run.save(1)
     run.uploads.start()
     assert run.uploads.deliver(LIMIT_S) is None
