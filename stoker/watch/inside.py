@@ -1,7 +1,7 @@
 """What a watched job's own processes say: cells of the hook in, phases of each rank out (tier 2).
 
-The hook (`hook/`) is in the job and keeps a cell of sums for each process that may train; here they are read, at any
-time, also of a process that was killed. Phases of a window are what the sums have grown by. Pure but for `read_cell`,
+The hook (`hook/`) is in the job and keeps a cell of sums for each process that may train; they are read (`cells.py`) at
+any time, also of a process that was killed. Phases of a window are what the sums have grown by. Pure but for
 `Inside.look` and `hooked`; what goes into steps.jsonl is `recorder.py`'s.
 
 The cells lie in a folder of their own in memory (/dev/shm) or in the temporary folder, not in the run's: they are
@@ -11,121 +11,31 @@ mapped, and a page that a network storage cannot give back would kill the job.
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
-import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stoker.watch.cells import Cell, cpu_of, phases_of, read_cell
 from stoker.watch.tensorflow_trace import waited_s
 
 HOOK = Path(__file__).parent / "hook"
-HEAD_BYTES = 1024
 PREFIX = "stoker-watch-"
 FRESH_S = 60.0
 """A folder younger than this may not be locked yet."""
 
-OF_SLOT = {
-    "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
-    "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
-    "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
-}  # fmt: skip
-"""Slot of the hook's clock → phase. `maybe_`: not yet known whether for training. `graph`: `phases_of` splits it."""
-
-HOST_ONLY = ("startup", "eval", "checkpoint", "compile")
-"""Phases that are the host's to tell also where the device's own clock was read: its events are around steps only."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A process of the job, as it was when it was read. values: by slot, seconds and counts;
-    `hook/stoker_hook/clock.py` says which."""
-
-    name: str
-    pid: int
-    frameworks: tuple[str, ...]
-    slots: tuple[str, ...]
-    values: Mapping[str, float]
-    input_share: float | None = None
-    """Of `graph`, the share that waits for input."""
-
-    @property
-    def rank(self) -> int:
-        """Within this machine; 0 where nothing says that there are several."""
-        return max(0, round(self.values["rank"]))
-
-
-def read_cell(path: Path) -> Cell | None:
-    """None: it is only just being written."""
-    try:
-        data = path.read_bytes()
-        head = json.loads(data[:HEAD_BYTES])
-        slots = tuple(head["slots"])
-        values = dict(zip(slots, struct.unpack_from(f"{len(slots)}d", data, HEAD_BYTES), strict=True))
-    except (ValueError, KeyError, struct.error, FileNotFoundError):
-        return None
-    return Cell(name=path.name, pid=head["pid"], frameworks=tuple(head["frameworks"]), slots=slots, values=values)
-
-
-def phases_of(cell: Cell, now_s: float | None) -> dict[str, float]:
-    """Seconds of each phase since the cell's begin. They add up to now_s − begin; now_s: CLOCK_MONOTONIC, what runs
-    since the last mark is still running; None: of a process that has ended, up to its last mark."""
-    value = cell.values
-    seconds = {slot: value[slot] for slot in (*OF_SLOT, "graph")}
-    running = cell.slots[int(value["now_in"])]
-    if now_s is not None and running in seconds:
-        seconds[running] += max(0.0, now_s - value["mark"])
-    graph_s, share = seconds.pop("graph"), cell.input_share
-    if share is None:
-        seconds["work"] += graph_s
-    else:
-        seconds["input_wait"] += graph_s * share
-        seconds["compute"] += graph_s * (1 - share)
-    phases: dict[str, float] = {}
-    for slot, phase in OF_SLOT.items():
-        if slot == "after_step" and not value["batches"]:  # no loader was seen: what it does there nobody knows
-            phase = "unattributed"
-        phases[phase] = phases.get(phase, 0.0) + seconds[slot]
-    if value["device"]:
-        return _of_device(phases, busy_s=value["busy"], comm_s=value["device_comm"], syncs=value["syncs"],
-                          steps=value["steps"])  # fmt: skip
-    return phases
-
-
-def _of_device(
-    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float
-) -> dict[str, float]:
-    """Phases of a device whose work on steps took busy_s by its own clock, comm_s of it waiting for an exchange.
-
-    Where it had no work the host's waits are what it waited for, as far as they reach: a wait that the device's queue
-    outlasts costs nothing. The rest is `host`, or `sync` where the host waits for the device in each step.
-    """
-    phases = {name: host[name] for name in HOST_ONLY}
-    loop_s = sum(host.values()) - sum(phases.values())
-    busy_s = min(busy_s, loop_s)
-    comm_s = min(comm_s, busy_s)
-    without_s = loop_s - busy_s
-    waits = {name: host[name] for name in ("input_wait", "comm")}
-    waited_s = sum(waits.values())
-    share = min(1.0, without_s / waited_s) if waited_s > 0 else 0.0
-    phases |= {name: seconds * share for name, seconds in waits.items()}
-    phases["comm"] += comm_s
-    phases["compute"] = busy_s - comm_s
-    phases["sync" if syncs >= steps > 0 else "host"] = max(0.0, without_s - waited_s)
-    return phases
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Of one rank in one window. phases: device-seconds, they add up to the window's length × devices. step: optimizer
-    steps since the job's begin."""
+    """Of one rank in one window. phases: device-seconds, they add up to the window's length × devices. cpu: processor
+    seconds of the training thread. step: optimizer steps since the job's begin."""
 
     rank: int
     devices: int
     phases: dict[str, float]
+    cpu: dict[str, float]
     step: int
     steps: int
     pictures: int
@@ -142,11 +52,14 @@ class Account:
     def __init__(self, begin_s: float) -> None:
         self._begin_s = begin_s
         self._past: dict[str, float] = {}
+        self._past_cpu: dict[str, float] = {}
         self._counted = {"steps": 0.0, "pictures": 0.0}
         self._cell: Cell | None = None
         self._done: set[str] = set()
         self._offset: dict[str, float] = {}
+        self._offset_cpu: dict[str, float] = {}
         self._given: dict[str, float] = {}
+        self._given_cpu: dict[str, float] = {}
         self._given_counts = {"steps": 0, "pictures": 0}
         self._cut_s = self._lived_s = begin_s
         self._trained_until_s = 0.0
@@ -173,7 +86,8 @@ class Account:
             if current is not None:
                 self._end(current, now_s=self._cut_s)
             begin_s = best.values["begin"]
-            self._offset = phases_of(best, None) if begin_s < self._cut_s else {}
+            is_late = begin_s < self._cut_s
+            self._offset, self._offset_cpu = (phases_of(best, None), cpu_of(best)) if is_late else ({}, {})
             current = best
         self._cell = current
         if current is not None:
@@ -181,15 +95,16 @@ class Account:
 
     def _end(self, cell: Cell, now_s: float | None = None) -> None:
         self._past = _sum(self._past, self._own(cell, now_s))
+        self._past_cpu = _sum(self._past_cpu, _less(cpu_of(cell), self._offset_cpu))
         self._counted = {name: count + cell.values[name] for name, count in self._counted.items()}
         if cell.values["steps"]:
             self._trained_until_s = cell.values["mark"]
-        self._cell, self._offset = None, {}
+        self._cell, self._offset, self._offset_cpu = None, {}, {}
         self._done.add(cell.name)
 
     def _own(self, cell: Cell, now_s: float | None) -> dict[str, float]:
         """The cell's time under our eyes."""
-        return {name: seconds - self._offset.get(name, 0.0) for name, seconds in phases_of(cell, now_s).items()}
+        return _less(phases_of(cell, now_s), self._offset)
 
     def _total(self, name: str) -> int:
         return round(self._counted[name] + (self._cell.values[name] if self._cell is not None else 0.0))
@@ -201,21 +116,39 @@ class Account:
         if missing_s > 0:  # no process of this rank ran: it is only just starting, or has ended
             fill = {"unattributed" if self.steps else "startup": missing_s}
             self._past, targets = _sum(self._past, fill), _sum(targets, fill)
-        due = {name: max(0.0, seconds - self._given.get(name, 0.0)) for name, seconds in targets.items()}
+        due = {name: max(0.0, seconds) for name, seconds in _less(targets, self._given).items()}
         due_s = sum(due.values())
         phases = {name: seconds * wall_s / due_s for name, seconds in due.items() if seconds > 0}
         if not phases and wall_s > 0:
             phases = {"unattributed": wall_s}
         self._given = _sum(self._given, phases)
+        cpu = self._cut_cpu()
         before = self._given_counts
         self._given_counts = {name: self._total(name) for name in before}
         self._cut_s = now_s
         rate = self._cell.values["rate"] if self._cell is not None else -1.0
         return Seen(
             rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
-            step=self.steps, steps=max(0, self._given_counts["steps"] - before["steps"]),
+            cpu=cpu, step=self.steps, steps=max(0, self._given_counts["steps"] - before["steps"]),
             pictures=max(0, self._given_counts["pictures"] - before["pictures"]), rate=rate if rate >= 0 else None,
         )  # fmt: skip
+
+    def _cut_cpu(self) -> dict[str, float]:
+        """As the phases: less than is due where some was given to a phase that it turned out not to belong to."""
+        targets = self._past_cpu
+        if self._cell is not None:
+            targets = _sum(targets, _less(cpu_of(self._cell), self._offset_cpu))
+        due = {name: max(0.0, seconds) for name, seconds in _less(targets, self._given_cpu).items()}
+        new_s, due_s = sum(targets.values()) - sum(self._given_cpu.values()), sum(due.values())
+        if new_s <= 0 or due_s <= 0:
+            return {}
+        cpu = {name: seconds * new_s / due_s for name, seconds in due.items() if seconds > 0}
+        self._given_cpu = _sum(self._given_cpu, cpu)
+        return cpu
+
+
+def _less(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds - b.get(name, 0.0) for name, seconds in a.items()}
 
 
 def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
@@ -271,6 +204,11 @@ class Inside:
     def trains(self) -> bool:
         """Whether a process of the job has done a step."""
         return any(account.steps for account in self._accounts.values())
+
+    def workers(self) -> int | None:
+        """How many processes load the data of a process that trains; None where no loader said."""
+        found = (cell.values["workers"] for cell in self._cells.values() if cell.values["steps"])
+        return next((round(workers) for workers in found if workers >= 0), None)
 
     def cut(self, now_s: float, wall_s: float) -> list[Seen]:
         """The window since the last one, of each rank that trains, the lowest first; until one trains of the lowest,

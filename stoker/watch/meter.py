@@ -86,7 +86,7 @@ class Meter:
             t=now_s, attempt=self.attempt, step=step, steps=steps, pictures=pictures, wall_s=wall_s, devices=devices,
             phases={name: seconds for name, seconds in phases.items() if seconds > 0},
             losses={name: sum(values) / len(values) for name, values in self._losses.items()},
-            rate=rate, grad_norm=self._grad_norm,
+            rate=rate, grad_norm=self._grad_norm, cpu={} if seen is None else seen.cpu,
         )  # fmt: skip
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None

@@ -212,7 +212,7 @@ class Recorder:
         devices = max(1, len(environment["gpu"]["gpus"]))
         meter = Meter(attempt=self._folder.attempt, devices=devices, start_s=time.time())
         inside = Inside(self._cells, devices=devices, now_s=time.monotonic()) if self._cells is not None else None
-        lines, reader, said, spins = Lines(), Reader(), False, False
+        lines, reader, said, spins, counted = Lines(), Reader(), False, False, False
         look_s = heard_s = time.monotonic()
         while True:
             last = self._stop.wait(POLL_S)
@@ -242,6 +242,10 @@ class Recorder:
                 self._write(meter, now_s, inside)
             if inside is not None and (last or inside.trains()):
                 self.tier(INSIDE_TIER, inside.said())
+                if not counted and (workers := inside.workers()) is not None:
+                    counted = True
+                    text = f"the job's loader has {workers} worker processes"
+                    self._folder.event("note", text, workers=workers)
             if last:
                 return
 
@@ -260,7 +264,7 @@ def _window_of(seen: Seen, first: StepWindow) -> StepWindow:
     """Of another rank, in the same time as rank 0's."""
     return StepWindow(
         t=first.t, attempt=first.attempt, step=seen.step, steps=seen.steps, pictures=seen.pictures, wall_s=first.wall_s,
-        devices=seen.devices, phases=seen.phases, rate=seen.rate,
+        devices=seen.devices, phases=seen.phases, rate=seen.rate, cpu=seen.cpu,
     )  # fmt: skip
 
 

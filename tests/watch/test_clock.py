@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.watch.cells import read_cell
 from stoker.watch.hook.stoker_hook import clock as hook
 from stoker.watch.hook.stoker_hook.clock import Clock, Source
-from stoker.watch.inside import read_cell
 
 
 class Optimizer:
@@ -18,13 +18,18 @@ class Timed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._folder = folder
-        self._now_s = 0.0
+        self._now_s = self._cpu_s = 0.0
+        monkeypatch.setattr(hook, "thread_time", lambda: self._cpu_s)
         monkeypatch.setattr(hook, "monotonic", lambda: self._now_s)
         self.clock = Clock(str(folder))
         self.optimizer = Optimizer()
 
     def takes(self, seconds: float) -> None:
         self._now_s += seconds
+
+    def computes(self, seconds: float) -> None:
+        self.takes(seconds)
+        self._cpu_s += seconds
 
     def batch(self, source: Source, *, waits: float = 1.0, works: float = 0.0, evaluates: bool = False) -> None:
         self.clock.wait_begins(source, evaluates)
@@ -50,6 +55,15 @@ class Timed:
         found = {slot: cell.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
         assert sum(found.values()) == pytest.approx(self._now_s)
         return {slot: value for slot, value in found.items() if value}
+
+    def computed(self) -> dict[str, float]:
+        """Those of the thread's own processor time."""
+        self.clock.mark()
+        (path,) = self._folder.glob("*.cell")
+        cell = read_cell(path)
+        assert cell is not None
+        assert sum(cell.cpu.values()) == pytest.approx(self._cpu_s)
+        return {slot: value for slot, value in cell.cpu.items() if value}
 
     def count(self, slot: int) -> float:
         return float(self.clock.values[slot])
@@ -78,6 +92,52 @@ def test_wait_work_and_what_comes_after_the_step(timed: Timed) -> None:
     timed.takes(0.25)
     assert timed.seconds() == {"startup": 8.0, "host": 0.5, "input_wait": 3.0, "compute": 3.0, "after_step": 0.25}
     assert (timed.count(hook.STEPS), timed.count(hook.BATCHES), timed.count(hook.PICTURES)) == (2, 2, 16)
+
+
+def test_what_the_thread_computed_goes_where_the_time_goes(timed: Timed) -> None:
+    source, other = started(timed), Source()
+    timed.clock.wait_begins(source, False)
+    timed.computes(3.0)  # decodes
+    timed.takes(1.0)  # waits for the storage
+    timed.clock.wait_ends(source, 8)
+    timed.computes(0.5)
+    timed.step(works=2.0)
+    timed.clock.wait_begins(other, False)
+    timed.computes(4.0)
+    timed.clock.wait_ends(other, 8)
+    timed.computes(1.0)
+    assert timed.computed() == {"input_wait": 3.0, "compute": 0.5, "maybe_wait": 4.0, "maybe_work": 1.0}
+    timed.end(other)  # no backward came: it was an evaluation
+    assert timed.computed() == {"input_wait": 3.0, "compute": 0.5, "eval": 5.0}
+
+
+def test_another_thread_s_clock_is_no_measure(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed.clock.show()
+    timed.computes(5.0)
+    monkeypatch.setattr(hook, "get_ident", lambda: -1)  # the first to step is another thread
+    monkeypatch.setattr(hook, "thread_time", lambda: 100.0)
+    timed.step()
+    (path,) = timed._folder.glob("*.cell")
+    cell = read_cell(path)
+    assert cell is not None
+    assert sum(cell.cpu.values()) == 0.0
+
+
+def test_the_head_of_a_cell_has_room(timed: Timed) -> None:
+    timed.clock._frameworks = ["torch 2.15.0.dev20261120+cu999", "keras 3.99.99 on tensorflow", "tensorflow 2.99.99"]
+    assert len(timed.clock._head()) == hook.HEAD_BYTES
+    assert hook.HEAD_BYTES + 8 * len(timed.clock.values) <= hook.CELL_BYTES
+
+
+def test_the_workers_are_those_of_the_loader_that_trains(timed: Timed) -> None:
+    for workers, trains in ((3, True), (7, False), (-1, True)):
+        source = Source(workers)
+        timed.batch(source)
+        if trains:
+            timed.step()
+        else:
+            timed.end(source)
+        assert timed.count(hook.WORKERS) == 3
 
 
 def test_accumulated_batches_are_one_step(timed: Timed) -> None:

@@ -12,7 +12,8 @@ import pytest
 from stoker.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.report.why import Why, gather
 from stoker.schemas import Event, StepWindow
-from stoker.watch.inside import HOOK, Cell, hooked, phases_of, read_cell
+from stoker.watch.cells import Cell, cpu_of, phases_of, read_cell
+from stoker.watch.inside import HOOK, hooked
 from tests.watch import hook_jobs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -103,12 +104,45 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     counts = {name: cell.values[name] for name in ("steps", "batches", "pictures", "epochs")}
     assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "pictures": 4 + 64 + 8, "epochs": 4}
     assert cell.values["rate"] == 0.05
+    assert cell.values["workers"] == 1  # of the last loader
     phases = phases_of(cell, None)
     itself = known(tmp_path)
     assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.05, abs=0.02)
     assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
     assert phases["checkpoint"] > 0
     assert sum(phases.values()) == pytest.approx(cell.values["mark"] - cell.values["begin"])
+
+
+BUSY = """
+class Work(Slow):
+    def __getitem__(self, i):
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.004:
+            pass
+        return torch.full((3, 16, 16), i / self.n), i % 10
+
+
+for x, y in DataLoader(Slow(4), 4):  # the first step ends the start
+    measure(model(x), y).backward()
+    optimizer.step()
+for x, y in DataLoader((Work if sys.argv[1] == "works" else Slow)(64), 4):
+    measure(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["works", "sleeps"])
+def test_a_loader_that_works_in_the_thread_is_told_from_one_that_waits(how: str, tmp_path: Path) -> None:
+    begin, _, _ = hook_jobs.LOOP.partition("def detections")
+    ran([sys.executable, "-c", begin + BUSY, how], tmp_path)
+    cell = the_cell(tmp_path)
+    cpu, waited_s = cpu_of(cell), phases_of(cell, None)["input_wait"]
+    assert waited_s > 0.25
+    assert (cpu["input_wait"] > 0.25) == (how == "works")
+    assert cpu["input_wait"] < (waited_s if how == "works" else waited_s / 2)
+    assert cpu["compute"] > 0
+    assert cell.values["workers"] == 0
 
 
 def test_what_fails_in_it_is_said_and_the_job_goes_on(tmp_path: Path) -> None:

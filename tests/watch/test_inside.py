@@ -11,24 +11,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.records import PHASES
+from stoker.watch.cells import OF_SLOT, Cell, cpu_of, phases_of, read_cell
 from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.inside import OF_SLOT, Account, Cell, Inside, cells_folder, hooked, phases_of, read_cell
+from stoker.watch.inside import Account, Inside, cells_folder, hooked
 
 BEGIN_S = 1000.0
 
 
-def cell(name: str = "1.cell", *, running: str = "compute", begin_s: float = BEGIN_S, **values: float) -> Cell:
+def cell(
+    name: str = "1.cell",
+    *,
+    running: str = "compute",
+    begin_s: float = BEGIN_S,
+    cpu: dict[str, float] | None = None,
+    **values: float,
+) -> Cell:
     """A process of which `values` are known; its last mark follows from them."""
-    filled = dict.fromkeys(hook.SLOTS, 0.0) | {"rank": -1.0, "rate": -1.0, "begin": begin_s} | values
+    unknown = {"rank": -1.0, "rate": -1.0, "workers": -1.0}
+    filled = dict.fromkeys(hook.SLOTS, 0.0) | unknown | {"begin": begin_s} | values
     seconds = sum(filled[slot] for slot in (*OF_SLOT, "graph"))
     filled |= {"mark": begin_s + seconds, "now_in": float(hook.SLOTS.index(running))}
     share = filled.pop("share", None)
-    return Cell(name=name, pid=1, frameworks=("torch 2",), slots=hook.SLOTS, values=filled, input_share=share)
+    computed = dict.fromkeys(hook.SLOTS[hook.STARTUP :], 0.0) | (cpu or {})
+    return Cell(
+        name=name, pid=1, frameworks=("torch 2",), slots=hook.SLOTS, values=filled, cpu=computed, input_share=share
+    )
 
 
 def written(folder: Path, one: Cell, *, pid: int) -> None:
     head = {"pid": pid, "frameworks": one.frameworks, "slots": one.slots}
-    values = struct.pack(f"{len(one.slots)}d", *(one.values[slot] for slot in one.slots))
+    doubles = [*(one.values[slot] for slot in one.slots), *(one.cpu[slot] for slot in one.slots[hook.STARTUP :])]
+    values = struct.pack(f"{len(doubles)}d", *doubles)
     (folder / one.name).write_bytes(json.dumps(head).encode().ljust(hook.HEAD_BYTES) + values)
 
 
@@ -65,6 +78,28 @@ def test_a_wait_that_the_queue_of_the_device_outlasts_costs_nothing() -> None:
     assert waiting["sync"] == 1.0
 
 
+def test_processor_time_is_the_thread_s_own_also_where_a_device_computes() -> None:
+    cpu = {"input_wait": 3.0, "compute": 2.0, "after_step": 0.5, "graph": 4.0}
+    assert {name: value for name, value in cpu_of(cell(cpu=cpu, batches=1.0, share=0.25)).items() if value} == {
+        "input_wait": 4.0, "compute": 5.0, "host": 0.5,
+    }  # fmt: skip
+    device = cell(cpu=cpu, batches=1.0, device=1.0, busy=9.0)
+    assert {name: value for name, value in cpu_of(device).items() if value} == {
+        "input_wait": 3.0, "host": 2.5, "unattributed": 4.0,
+    }  # fmt: skip
+
+
+def test_how_many_processes_load_is_what_a_training_process_says(tmp_path: Path) -> None:
+    inside = Inside(tmp_path, devices=1, now_s=0.0)
+    for values in ({"workers": 4.0}, {"steps": 1.0}):
+        written(tmp_path, cell(**values), pid=os.getpid())
+        inside.look()
+        assert inside.workers() is None
+    written(tmp_path, cell(steps=1.0, workers=0.0), pid=os.getpid())
+    inside.look()
+    assert inside.workers() == 0
+
+
 seconds = st.floats(0.0, 100.0)
 
 
@@ -82,15 +117,19 @@ moves = st.lists(st.tuples(st.sampled_from(sorted(OF_SLOT)), st.floats(0.01, 5.0
 
 @given(moves)
 def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[str, float, bool]]) -> None:
-    account, total_s, phases = Account(BEGIN_S), 0.0, dict.fromkeys(PHASES, 0.0)
+    account, total_s, computed_s, phases = Account(BEGIN_S), 0.0, 0.0, dict.fromkeys(PHASES, 0.0)
     values: dict[str, float] = {"batches": 1.0, "steps": 1.0}
     for slot, took_s, corrected in done:
         values[slot] = values.get(slot, 0.0) + took_s
         if corrected:  # what may have been training was evaluation
             values["eval"] = values.get("eval", 0.0) + values.pop("maybe_work", 0.0)
         total_s += took_s
-        account.follow([cell(**values)], [], BEGIN_S + total_s)
+        cpu = {slot: seconds / 2 for slot, seconds in values.items() if slot in OF_SLOT}
+        account.follow([cell(cpu=cpu, **values)], [], BEGIN_S + total_s)
         seen = account.cut(BEGIN_S + total_s, took_s, rank=0, devices=2)
+        assert min(seen.cpu.values(), default=0.0) >= 0
+        computed_s += sum(seen.cpu.values())
+        assert computed_s == pytest.approx(total_s / 2)
         assert sum(seen.phases.values()) == pytest.approx(took_s * 2)
         assert min(seen.phases.values()) >= 0
         phases = {name: phases[name] + seen.phases.get(name, 0.0) for name in phases}

@@ -16,7 +16,7 @@ import mmap
 import os
 import sys
 from _thread import get_ident
-from time import monotonic
+from time import monotonic, thread_time
 from weakref import ref
 
 from . import FOLDER, say
@@ -30,17 +30,22 @@ if TYPE_CHECKING:
 
 SLOTS = (
     "begin", "mark", "now_in", "ended", "rank", "world", "steps", "batches", "pictures", "epochs", "rate",
-    "first_step", "device", "busy", "device_comm", "syncs",
+    "first_step", "device", "busy", "device_comm", "syncs", "workers",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
 """The last thirteen are seconds that add up to mark − begin (CLOCK_MONOTONIC, the same in all processes of a machine).
+Behind them come, in the same order, the processor seconds of the training thread in each. `workers`: processes of the
+newest loader that trains, −1 while no loader said.
 `now_in`: number of the slot that runs. `device`: 1 where `busy` and `device_comm` are seconds on the device's clock.
 `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, MARK, NOW_IN, ENDED, RANK, WORLD, STEPS, BATCHES, PICTURES, EPOCHS, RATE, FIRST_STEP, DEVICE, BUSY, DEVICE_COMM,
- SYNCS, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
+ SYNCS, WORKERS, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
  MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
+
+CPU = len(SLOTS) - STARTUP
+"""From a slot of seconds to that of its processor seconds."""
 
 HEAD_BYTES, CELL_BYTES = 1024, 4096
 UNPROVEN = 3
@@ -48,11 +53,13 @@ UNPROVEN = 3
 
 
 class Source:
-    """An iterator of batches. trains: None until it is known."""
+    """An iterator of batches. workers: processes that load them, −1: it does not say. trains: None until it is
+    known."""
 
-    __slots__ = ("batches", "pictures", "trains", "unproven")
+    __slots__ = ("batches", "pictures", "trains", "unproven", "workers")
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = -1) -> None:
+        self.workers = workers
         self.trains: bool | None = None
         self.unproven = 0
         self.batches = 0
@@ -69,7 +76,7 @@ class Clock:
 
     def _begin(self) -> None:
         """Also in a forked child, which must not write into its parent's cell."""
-        self.values: Any = [0.0] * len(SLOTS)
+        self.values: Any = [0.0] * (len(SLOTS) + CPU)
         self.thread = get_ident()
         self.on = True
         self._mapped = False
@@ -84,8 +91,9 @@ class Clock:
         self._others = 0
         self.marks: Any = None
         """Events of the device (`torch_cuda.py`), where there is one."""
-        self.values[RANK] = self.values[WORLD] = self.values[RATE] = -1.0
+        self.values[RANK] = self.values[WORLD] = self.values[RATE] = self.values[WORKERS] = -1.0
         self.values[BEGIN] = self.values[MARK] = self._last = monotonic()
+        self._last_cpu = thread_time()
         self.values[NOW_IN] = STARTUP
         _rank_by_environment(self.values)
 
@@ -107,7 +115,7 @@ class Clock:
                 self._memory = mmap.mmap(handle, CELL_BYTES)
             finally:
                 os.close(handle)
-            cell = memoryview(self._memory)[HEAD_BYTES : HEAD_BYTES + 8 * len(SLOTS)].cast("d")
+            cell = memoryview(self._memory)[HEAD_BYTES : HEAD_BYTES + 8 * len(self.values)].cast("d")
             for place, value in enumerate(self.values):
                 cell[place] = value
             self.values = cell
@@ -125,9 +133,12 @@ class Clock:
 
     def mark(self) -> None:
         """Charges the time since the last mark to the slot that runs."""
-        now = monotonic()
-        self.values[self._slot] += now - self._last
-        self.values[MARK] = self._last = now
+        now, cpu = monotonic(), thread_time()
+        values, slot = self.values, self._slot
+        values[slot] += now - self._last
+        values[slot + CPU] += cpu - self._last_cpu
+        values[MARK] = self._last = now
+        self._last_cpu = cpu
 
     def _go(self, slot: int) -> None:
         """From the last mark on it is in this slot; before the first step all but evaluation is startup."""
@@ -141,8 +152,10 @@ class Clock:
             self._go(slot)
 
     def move(self, source: int, target: int) -> None:
-        self.values[target] += self.values[source]
-        self.values[source] = 0.0
+        values = self.values
+        for of, to in ((source, target), (source + CPU, target + CPU)):
+            values[to] += values[of]
+            values[of] = 0.0
 
     def enter(self, slot: int) -> bool:
         """Begins an explicit phase; False (then there is no `leave`): in another thread, or inside the same phase."""
@@ -230,6 +243,8 @@ class Clock:
     def _count(self, source: Source) -> None:
         self.values[BATCHES] += source.batches
         self.values[PICTURES] += source.pictures
+        if source.workers >= 0:
+            self.values[WORKERS] = source.workers
         source.batches = source.pictures = 0
 
     def trains(self) -> None:
@@ -265,6 +280,7 @@ class Clock:
                 if self._stepped or len(self._stack) > 1:
                     return
                 self.thread = get_ident()
+                self._last_cpu = thread_time()  # that of another thread is no measure of this one
             self.trains()
             self.mark()
             first = None if self._optimizer is None else self._optimizer()
@@ -295,6 +311,8 @@ class Clock:
         """The program has ended: what Python still clears away is of no phase."""
         if self.on:
             self._stack = [WORK]
+            if get_ident() != self.thread:
+                self._last_cpu = thread_time()
             self.mark()
             self._slot = WORK
             self.values[NOW_IN] = WORK

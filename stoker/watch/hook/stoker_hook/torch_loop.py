@@ -36,7 +36,7 @@ def loaders(module: "Any") -> None:
             return following(self)
         source = self.__dict__.get(SOURCE)
         if source is None:
-            source = self.__dict__[SOURCE] = Source()
+            source = self.__dict__[SOURCE] = Source(workers_of(self))
         clock.wait_begins(source, not grad_enabled())
         try:
             batch = following(self)
@@ -51,6 +51,11 @@ def loaders(module: "Any") -> None:
     # the start of its workers; an evaluation's until it is known what the iterator is for
     module.DataLoader.__iter__ = timed(MAYBE_WAIT, module.DataLoader.__iter__)
     _used()
+
+
+def workers_of(iterator: "Any") -> int:
+    workers = getattr(iterator, "_num_workers", None)
+    return workers if isinstance(workers, int) else -1
 
 
 def pictures_in(batch: "Any") -> int:
