@@ -135,7 +135,7 @@ _ROWS = (
     ),
     Cause(
         name="bad_pictures", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
-        accepts=("quarantined_pictures",), plan=plans.bad_pictures,
+        accepts=("quarantined_pictures", "bad_records"), plan=plans.bad_pictures,
     ),
 )  # fmt: skip
 

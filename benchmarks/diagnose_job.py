@@ -92,6 +92,8 @@ class Job:
         self.fault, self.rank = asked.fault, int(os.environ.get("RANK", "0"))
         self.debt = Debt(asked.level if asked.level < 1 else 0.0, asked.log.with_suffix(f".{self.rank}.json"))
         torch.manual_seed(0)
+        if self.fault == "oversubscription":
+            torch.set_num_threads(int(asked.level))
         self.model = network(asked.width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), asked.rate, momentum=0.9)
         self.pictures = Pictures(asked.data, asked.side, self.fault, self.debt)

@@ -160,9 +160,10 @@ def slow_files(folder: Path, path: str, stall_s: float = 0.0) -> Iterator[Around
 
 @contextlib.contextmanager
 def busy_neighbours(count: int) -> Iterator[Around]:
-    """Processes of somebody else's that compute without end."""
+    """Processes of somebody else's that compute without end; each in a session of its own, since the kernel shares
+    processors out by session first (sched_autogroup)."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
-    others = [subprocess.Popen(command) for _ in range(count)]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield Around()
     finally:

@@ -211,6 +211,9 @@ def _add_steady(seen: Records, window: StepWindow, *, without: tuple[str, ...] =
             steady.phases[name] = steady.phases.get(name, 0.0) + took_s
     for name, took_s in window.input.items():
         steady.input[name] = steady.input.get(name, 0.0) + took_s
+    for name, took_s in window.cpu.items():
+        if name not in without:
+            steady.cpu[name] = steady.cpu.get(name, 0.0) + took_s
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.steps

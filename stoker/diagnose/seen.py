@@ -21,6 +21,8 @@ class Steady:
     wall_s: float = 0.0
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
     input: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Processor seconds of the training thread by the phase it was in; empty: nobody measured."""
     steps: int = 0
     pictures: int = 0
     pictured_steps: int = 0

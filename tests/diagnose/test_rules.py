@@ -95,6 +95,45 @@ def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_pro
         assert found[0].cause == cause, name
 
 
+def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(tmp_path: Path) -> None:
+    def case(shares: dict[str, float], **cpu: float) -> Case:
+        return {"config": None, "shares": shares, "window": lambda _: {"cpu": {"compute": 0.6, **cpu}}}
+
+    for name, made, host, cause in (
+        ("between, computes", case({"host": 0.4}, host=0.38), {"process_cpu": 1.0}, "python_bound"),
+        ("between, waits", case({"host": 0.4}, host=0.02), {"process_cpu": 1.9}, "host_waits"),
+        ("in steps, waits", case({}, compute=0.5), {"process_cpu": 1.6}, "host_waits"),
+        ("input, waits", case({"input_wait": 0.4}, input_wait=0.02), {"process_cpu": 0.65}, "slow_storage"),
+        ("input, decodes", case({"input_wait": 0.4}, input_wait=0.39), {"process_cpu": 1.0}, "too_few_threads"),
+        (
+            "input, a worker decodes",
+            case({"input_wait": 0.4}, input_wait=0.02),
+            {"process_cpu": 1.5},
+            "too_few_threads",
+        ),
+    ):
+        found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
+        assert [f.cause for f in found] == [cause], name
+    crowded = {"cpu": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
+    full = case({}, compute=0.5) | {"host": lambda _: crowded}
+    assert findings(tmp_path / "full", full) == []
+
+
+def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:
+    waits = {"config": None, "shares": {"input_wait": 0.5}}
+    busy = {"cpu": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
+    found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
+    assert found[0].cause == "slow_storage"
+
+
+def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
+    stacks = [{"main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
+    assert "host_waits" not in {f.cause for f in findings(tmp_path / "busy", job)}
+    idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilisation": 0.5}})
+    assert of(idle, "host_waits").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
+
+
 def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
     for cause, main in (
         ("python_bound", {"python": 0.5, "compute": 0.5}), ("slow_decode", {"decode": 0.5, "compute": 0.5}),

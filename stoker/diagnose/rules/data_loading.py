@@ -12,6 +12,7 @@ from stoker.diagnose.rules.finding import (
     share_of,
     stack_share,
     stacks,
+    thread_cpu,
     wanted_cpu,
 )
 from stoker.diagnose.seen import Records
@@ -203,7 +204,10 @@ def _waiting_share(seen: Records) -> float:
 
 
 def _decodes_itself(seen: Records) -> bool:
-    """Whether most of the wait is the training thread's own decoding."""
+    """Whether most of the wait is the training thread's own decoding: it computes meanwhile, or its stacks say so."""
+    computes = thread_cpu(seen, "input_wait")
+    if computes is not None:
+        return computes >= CATALOGUE["slow_storage"].limit("cpu_while_waiting")
     of_wait = CATALOGUE["slow_decode"].limit("of_wait")
     return has_stacks(seen) and seen.stacks.share("decode") > of_wait * _waiting_share(seen)
 
@@ -231,7 +235,7 @@ def _rests_while_waiting(seen: Records) -> Evidence | None:
     cpu, share = wanted_cpu(seen), _waiting_share(seen)
     if seen.ours or cpu is None or share <= 0:
         return None
-    per_wait = max(0.0, cpu - (1 - share)) / share
+    per_wait = max(0.0, cpu - _elsewhere(seen, share)) / share
     if per_wait >= CATALOGUE["slow_storage"].limit("cpu_while_waiting"):
         return None
     text = f"the process used {cpu:.2f} cores: its threads rested while it waited for pictures"
@@ -239,10 +243,17 @@ def _rests_while_waiting(seen: Records) -> Evidence | None:
 
 
 def _loads_with(seen: Records) -> float | None:
-    """Cores' worth of processor time beside a training thread that computes when it does not wait; our own loader tells
-    of itself."""
+    """Cores' worth of processor time beside the training thread's work on steps; our own loader tells of itself."""
     cpu, share = wanted_cpu(seen), _waiting_share(seen)
-    return None if seen.ours or cpu is None or share <= 0 else max(0.0, cpu - (1 - share))
+    return None if seen.ours or cpu is None or share <= 0 else max(0.0, cpu - _elsewhere(seen, share))
+
+
+def _elsewhere(seen: Records, share: float) -> float:
+    """Cores' worth of processor time of the training thread while it does not wait for pictures: all that time, where
+    nobody measured it."""
+    others = [name for name in seen.steady.phases if name != "input_wait"]
+    computes = thread_cpu(seen, *others)
+    return (1 - share) * (1.0 if computes is None else min(1.0, computes))
 
 
 def _loading(cores: float) -> Evidence:
@@ -253,7 +264,7 @@ def _loading(cores: float) -> Evidence:
 def _threads(seen: Records) -> int | None:
     """That load pictures; None where nobody says, or where the loader finds their number by itself."""
     threads = seen.settings.get("threads") if seen.ours else seen.facts.get("workers")
-    if threads is None and _decodes_itself(seen):
+    if threads is None and not seen.ours and _decodes_itself(seen):
         return 0
     if not isinstance(threads, int) or (seen.ours and threads == 0):
         return None

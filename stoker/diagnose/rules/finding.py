@@ -105,17 +105,36 @@ def taken_by_others(seen: Records) -> tuple[float, float] | None:
 
 
 def wanted_cpu(seen: Records) -> float | None:
-    """Cores' worth of processor time that the run used, or would have used if others had left it to the run. None where
-    there are few samples, or others may have taken it and nobody knows how much."""
-    used, busy, others = seen.host.process_cpu, seen.cores_busy, seen.host.others.value
+    """Cores' worth of processor time that the run used, or would have used if others and quotas had left it to the run.
+    None where there are few samples, or processor time was withheld and nobody knows how much."""
+    used = seen.host.process_cpu
     if used.value is None or used.count < common("samples"):
         return None
-    cause = CATALOGUE["cpu_contention"]
-    full = busy is not None and others is not None and busy >= cause.limit("busy") and cause.severity(others)
-    if not full:
-        return used.value
-    taken = taken_by_others(seen)
-    return None if taken is None else max(used.value, taken[1])
+    more = held_back(seen)
+    return None if more is None else used.value * more
+
+
+def held_back(seen: Records) -> float | None:
+    """How many times as much processor time the run's threads wanted as they got: 1 where the cores have room. None
+    where they are full, others use them too, and nobody counted the threads."""
+    cause, busy, others = CATALOGUE["cpu_contention"], seen.cores_busy, seen.host.others.value
+    full = busy is not None and busy >= cause.limit("busy")
+    quota = CATALOGUE["cpu_quota"].severity(seen.host.withheld.value or 0.0) is not None
+    if not full and not quota:
+        return 1.0
+    got, wanted = seen.host.process_cpu.value, seen.host.threads_running.value
+    if got and wanted is not None:
+        return max(1.0, wanted / got)
+    return None if quota or (others is not None and cause.severity(others) is not None) else 1.0
+
+
+def thread_cpu(seen: Records, *phases: str) -> float | None:
+    """Processor seconds that the training thread wanted for each second of these phases, after the start, where it
+    computes by itself. None: nobody measured, or a device computes, whose phases are not the thread's."""
+    took_s, more = sum(seen.steady.phases.get(name, 0.0) for name in phases), held_back(seen)
+    if not seen.steady.cpu or not seen.on_cpu or took_s <= 0 or more is None:
+        return None
+    return more * sum(seen.steady.cpu.get(name, 0.0) for name in phases) / took_s
 
 
 def share_of(seen: Records, *phases: str) -> float | None:

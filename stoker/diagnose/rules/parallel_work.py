@@ -11,6 +11,7 @@ from stoker.diagnose.rules.finding import (
     share_of,
     stack_share,
     stacks,
+    thread_cpu,
     wanted_cpu,
 )
 from stoker.diagnose.seen import Records
@@ -46,13 +47,16 @@ def host_waits(seen: Records) -> Finding | None:
 
 
 def _rests_in_steps(seen: Records) -> Finding | None:
-    """By a lower bound: all that the process used is taken for work on steps."""
-    cpu, share = wanted_cpu(seen), share_of(seen, "compute")
+    """By the thread's own processor time; else by a lower bound: all that the process used is taken for steps."""
+    cpu, share, of_thread = wanted_cpu(seen), share_of(seen, "compute"), thread_cpu(seen, "compute")
     if seen.ours or not seen.on_cpu or seen.ranks > 1 or cpu is None or not share:
         return None
-    rest = share - cpu
-    said = Evidence(text=f"the process used {cpu:.2f} cores while {percent(share)} of the time was in steps", value=cpu,
-                    place="devices.jsonl: process_cpu")  # fmt: skip
+    rest = share - cpu if of_thread is None else share * (1 - of_thread)
+    text = f"the process used {cpu:.2f} cores while {percent(share)} of the time was in steps"
+    said = Evidence(text=text, value=cpu, place="devices.jsonl: process_cpu")
+    if of_thread is not None:
+        text = f"the training thread computed {percent(of_thread)} of its time in steps"
+        said = Evidence(text=text, value=of_thread, place="steps.jsonl: cpu.compute")
     return found(seen, "host_waits", rest, [said, phase(seen, "compute"), stacks(seen, "a wait", "sync", "idle")],
                  lost_s=rest * seen.steady.device_s,
                  estimate="the time in steps in which no processor worked")  # fmt: skip
@@ -161,7 +165,11 @@ def _between(seen: Records) -> tuple[str, ...]:
 
 
 def _rests(seen: Records, share: float) -> bool | None:
-    """Whether the process used little of a core in a phase of this share, if it used one in the rest of the time."""
+    """Whether the thread used little of a core between steps: that was measured, or the process used little, if it used
+    one in the rest of the time."""
+    of_thread = thread_cpu(seen, *_between(seen))
+    if of_thread is not None:
+        return of_thread < CATALOGUE["host_waits"].limit("busy")
     cpu = wanted_cpu(seen)
     if cpu is None or share <= 0:
         return None
