@@ -2,11 +2,12 @@
 
     python benchmarks/diagnose.py [--quick] [--seed N] [--only CAUSE …] [--kinds KIND …] [--runs N] [--json FILE]
 
-A cell is a cause, at one of two strengths, in one kind of job; how large the fault is in each run is drawn by the
-seed, which is printed. Right is a run whose first finding above "info" has an id that the cell accepts; a healthy run
-is right without one. Where the injector knows how much time it took, the loss that the finding names is compared with
-it. Cells that this machine does not permit are n/a, with the reason. What is finished is kept in a file (`--partial`)
-beside the result: the same command goes on there with the same seed, as long as the catalogue is the same.
+A cell is a cause at one of two strengths; its runs are in all the kinds of jobs that can have it, by turns. How large
+the fault is in each run is drawn by the seed, which is printed. Right is a run whose first finding above "info" has an
+id that the cell accepts; a healthy run is right without one. Where the injector knows how much time it took, the loss
+that the finding names is compared with it. Cells that this machine does not permit are n/a, with the reason. What is
+finished is kept in a file (`--partial`) beside the result: the same command goes on there with the same seed, as long
+as the catalogue is the same.
 
 The causes are in `diagnose_causes.py` and `diagnose_plans.py`, the faults in `diagnose_inside.py`,
 `diagnose_outside.py` and `diagnose_driver.py`, the jobs in `diagnose_job.py`, `diagnose_keras.py` and
@@ -44,7 +45,8 @@ from stoker.totals import totals
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-RUNS, QUICK_RUNS = 3, 1
+RUNS, QUICK_RUNS = 3, 2
+"""Of each cause at each strength, in the kinds of jobs by turns; every kind has at least one in the whole benchmark."""
 HEALTHY_RUNS = 6
 """Of each kind, in the whole benchmark: the bar of healthy runs needs more than three."""
 SECONDS = 8.0
@@ -64,23 +66,28 @@ class Task(msgspec.Struct, frozen=True):
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
     """All runs, in an order drawn by the seed."""
-    runs = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
     names = arguments.only or (QUICK if arguments.quick else CAUSES)
+    strengths = arguments.strengths or (("strong",) if arguments.quick else ("weak", "strong"))
     found = []
     for name in names:
-        cause = CAUSES[name]
-        for kind in cause.kinds:
-            if kind not in arguments.kinds:
-                continue
-            if name == "healthy":
-                count = runs if arguments.runs or arguments.quick else HEALTHY_RUNS
-                found += [Task(name, "", kind, run) for run in range(count)]
-            else:
-                strengths = ("strong",) if arguments.quick and not arguments.strengths else arguments.strengths or (
-                    "weak", "strong")  # fmt: skip
-                found += [Task(name, strength, kind, run) for strength in strengths for run in range(runs)]
+        kinds = [kind for kind in CAUSES[name].kinds if kind in arguments.kinds]
+        for strength in strengths if name != "healthy" else ("",):
+            asked = enumerate(kinds_of_runs(name, strength, kinds, arguments)) if kinds else ()
+            found += [Task(name, strength, kind, run) for run, kind in asked]
     random.Random(f"order {arguments.seed}").shuffle(found)
     return found
+
+
+def kinds_of_runs(name: str, strength: str, kinds: list[str], arguments: argparse.Namespace) -> list[str]:
+    """The kind of each run of a cell: all kinds in turn, from one on that the seed draws; `--runs` of each, where it is
+    given."""
+    if arguments.runs:
+        return kinds * arguments.runs
+    if name == "healthy":
+        return kinds * (1 if arguments.quick else HEALTHY_RUNS)
+    first = random.Random(f"kinds {arguments.seed} {name} {strength}").randrange(len(kinds))
+    count = QUICK_RUNS if arguments.quick else max(RUNS, len(kinds))
+    return [kinds[(first + run) % len(kinds)] for run in range(count)]
 
 
 def level_of(task: Task, seed: int) -> float:
@@ -371,7 +378,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", choices=list(CAUSES), metavar="CAUSE", help=", ".join(CAUSES))
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     made.add_argument("--strengths", nargs="+", choices=("weak", "strong"))
-    made.add_argument("--runs", type=int, help="of each cell")
+    made.add_argument("--runs", type=int, help="of each cell in each kind of job")
     made.add_argument("--seconds", type=float, default=SECONDS, help="of a job's loop")
     made.add_argument("--partial", type=Path, metavar="FILE", help="finished runs, to go on after an interruption")
     made.add_argument("--ignore", nargs="+", default=(), metavar="ID", help="findings not to count; not for publishing")

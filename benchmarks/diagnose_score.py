@@ -64,15 +64,16 @@ def share(outcomes: Iterable[Outcome]) -> tuple[int, int]:
 
 
 def cells(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """A row for each cause, strength and kind."""
+    """A row for each cause and strength, of all kinds of jobs; of healthy ones for each kind."""
     rows = []
-    for key in dict.fromkeys((o.cause, o.strength, o.kind) for o in outcomes):
-        of_cell = [o for o in outcomes if (o.cause, o.strength, o.kind) == key]
+    for key in dict.fromkeys(_cell(o) for o in outcomes):
+        of_cell = [o for o in outcomes if _cell(o) == key]
         right, count = share(of_cell)
-        wrong = Counter(o.named for o in of_cell if o.named is not None and not o.right)
+        wrong = Counter(f"{o.named} ({o.kind})" for o in of_cell if o.named is not None and not o.right)
         offs = [o.off for o in of_cell if o.off is not None]
         reasons = sorted({o.reason for o in of_cell if o.named is None})
-        row: dict[str, Any] = {"what": f"{key[0]}, {key[1]}, {key[2]}" if key[1] else f"{key[0]}, {key[2]}"}
+        row: dict[str, Any] = {"what": ", ".join(key)}
+        row |= {"kinds": " ".join(dict.fromkeys(o.kind for o in of_cell))}
         row |= {"right": f"{right} of {count}" if count else None}
         row |= {"named instead": ", ".join(f"{n} × {name}" for name, n in wrong.items()) or "-"}
         injected = [o.injected_s for o in of_cell if o.injected_s is not None]
@@ -84,6 +85,10 @@ def cells(outcomes: list[Outcome]) -> list[dict[str, Any]]:
             row["n/a"] = "; ".join(reasons)
         rows.append(row)
     return rows
+
+
+def _cell(outcome: Outcome) -> tuple[str, str]:
+    return (outcome.cause, outcome.strength or outcome.kind)
 
 
 def confusion(outcomes: list[Outcome]) -> list[dict[str, Any]]:

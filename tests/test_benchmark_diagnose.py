@@ -51,7 +51,11 @@ def test_right_is_an_accepted_name_and_silence_of_a_healthy_job(modules: dict[st
     score = modules["diagnose_score"]
     assert score.share(outcomes[:3]) == (1, 2), "what could not be made is neither right nor wrong"
     first, second = score.cells(outcomes)
-    assert (first["right"], first["named instead"], first["n/a"]) == ("1 of 2", "1 × slow_decode", "not permitted")
+    assert (first["right"], first["named instead"], first["n/a"]) == (
+        "1 of 2",
+        "1 × slow_decode (watch)",
+        "not permitted",
+    )
     assert first["loss named, off by"] == 0.25
     assert second["right"] == "1 of 3"
 
@@ -84,6 +88,16 @@ def test_levels_and_order_are_the_seeds(modules: dict[str, ModuleType]) -> None:
     asked.seed = 6
     assert main.tasks(asked) != first
     assert set(main.tasks(asked)) == set(first)
+
+
+def test_each_cell_has_three_runs_and_every_kind_of_job(modules: dict[str, ModuleType]) -> None:
+    main, causes = modules["diagnose"], modules["diagnose_causes"].CAUSES
+    every = main.tasks(main.parser().parse_args(["--seed", "9"]))
+    for cause in causes.values():
+        for strength in ("weak", "strong") if cause.name != "healthy" else ("",):
+            kinds = [task.kind for task in every if (task.cause, task.strength) == (cause.name, strength)]
+            assert len(kinds) >= 3
+            assert set(kinds) == set(cause.kinds)
 
 
 def test_an_interrupted_benchmark_goes_on_with_its_seed(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -222,6 +236,6 @@ def test_a_small_part_of_it_runs_from_end_to_end(tmp_path: Path) -> None:
         "--seed", "1", "--seconds", "7",
     )  # fmt: skip
     rows = {row["what"]: row for row in content["rows"]}
-    assert rows["Xid (simulated), strong, simulated"]["right"] in ("1 of 1", "0 of 1")
+    assert rows["Xid (simulated), strong"]["right"] in ("2 of 2", "1 of 2", "0 of 2")
     assert {"injected: healthy", "injected: Xid (simulated)"} <= rows.keys()
     assert not (tmp_path / "result.partial.jsonl").exists()
