@@ -1,8 +1,8 @@
 """Reads a run's folder into `Records`: one pass over each file, in bounded memory, whether it lives, ended or died.
 
 The start of an attempt is all up to its first window with steps, and that window too while it is short: caches,
-autotuning and allocators warm up in it. Its end is what no clock saw after its last step: a process goes away. What is
-between is steady, and is what shares of time are of; so a short run is judged like a long one. Sums of the whole run,
+autotuning and allocators warm up in it. Its end is what no clock saw after its last step, or saw between steps: a process
+goes away. What is between is steady, and is what shares of time are of; so a short run is judged like a long one. Sums of the whole run,
 which say what was lost, are `totals.py`'s.
 """
 
@@ -197,7 +197,7 @@ def _read_steps(run: Path, seen: Records, end: Event | None) -> dict[int, _Stret
 
 def _add_end(seen: Records, waiting: list[StepWindow]) -> None:
     for window in waiting:
-        _add_steady(seen, window, without=("unattributed",))
+        _add_steady(seen, window, without=("unattributed", "host"))
     waiting.clear()
 
 
