@@ -1,9 +1,9 @@
 """Reads a run's folder into `Records`: one pass over each file, in bounded memory, whether it lives, ended or died.
 
 The start of an attempt is all up to its first window with steps, and that window too while it is short: caches,
-autotuning and allocators warm up in it. Its end is what no clock saw after its last step, or saw between steps: a process
-goes away. What is between is steady, and is what shares of time are of; so a short run is judged like a long one. Sums of the whole run,
-which say what was lost, are `totals.py`'s.
+autotuning and allocators warm up in it. Its end is what no clock saw after its last step, or saw between steps: a
+process goes away. What is between is steady, and is what shares of time are of; so a short run is judged like a long
+one. Sums of the whole run, which say what was lost, are `totals.py`'s.
 """
 
 import math
