@@ -117,6 +117,10 @@ def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(
     crowded = {"cpu": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
     full = case({}, compute=0.5) | {"host": lambda _: crowded}
     assert findings(tmp_path / "full", full) == []
+    taken = {"cpu": [1.0] * 4, "process_cpu": 0.94, "threads_running": 1.52}  # a loader's process got more than it
+    waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
+    found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
+    assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
 
 
 def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ ROWS = (
                 0.85, "mean busy share of the cores from which others' load may be taken from us (our judgment)"
             )
         },
-        over=("too_few_threads", "too_few_cores", "slow_decode"),
+        over=("too_few_cores",),
         confidence=0.7,
         fix="Fewer jobs on the machine, a machine of its own, or cores that are set apart (taskset, cpuset)",
     ),

@@ -4,6 +4,7 @@ from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.rules.finding import (
     counter,
     found,
+    held_back,
     is_long_enough,
     of_phase,
     percent,
@@ -51,7 +52,9 @@ def _rests_in_steps(seen: Records) -> Finding | None:
     cpu, share, of_thread = wanted_cpu(seen), share_of(seen, "compute"), thread_cpu(seen, "compute")
     if seen.ours or not seen.on_cpu or seen.ranks > 1 or cpu is None or not share:
         return None
-    rest = share - cpu if of_thread is None else share * (1 - of_thread)
+    rest = share - cpu
+    if of_thread is not None:  # where cores are short, a thread's part of what was withheld is not known
+        rest = min(rest, share * (1 - of_thread)) if held_back(seen) != 1 else share * (1 - of_thread)
     text = f"the process used {cpu:.2f} cores while {percent(share)} of the time was in steps"
     said = Evidence(text=text, value=cpu, place="devices.jsonl: process_cpu")
     if of_thread is not None:
