@@ -29,6 +29,8 @@ _SET = 0x02
 """NVML's bits of why a clock is low: hardware, software and hardware thermal slowdown; software power cap and power
 brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
 
+_START = ("startup", "compile")
+"""Phases that a window with steps may begin with."""
 _WAITING = 1000
 """Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at
 least."""
@@ -174,7 +176,8 @@ def _read_steps(run: Path, seen: Records, end: Event | None) -> dict[int, _Stret
             seen.first_epoch_fetch_s = fetch_s
         stretch = stretches.get(window.attempt)
         if window.steps > 0:
-            longest_s = max(longest_s, window.wall_s if last_t is None else window.t - last_t)
+            started_s = sum(window.phases.get(name, 0.0) for name in _START) / max(1, window.devices)
+            longest_s = max(longest_s, window.wall_s - started_s if last_t is None else window.t - last_t)
             last_t = window.t
             stretches[window.attempt] = _Stretch(
                 window.t if stretch is None else stretch.begin_t, window.t - window.wall_s
@@ -188,7 +191,7 @@ def _read_steps(run: Path, seen: Records, end: Event | None) -> dict[int, _Stret
             if len(waiting) > _WAITING:
                 _add_end(seen, waiting)
         elif window.steps > 0 and window.wall_s > common("first_window_s") and not seen.watched:
-            _add_steady(seen, window, without=("startup", "compile"))
+            _add_steady(seen, window, without=_START)
     _add_end(seen, waiting)
     if (end is None or end.kind != "finished") and last_t is not None and attempt == seen.totals.attempts:
         seen.silence = Silence(since_s=0.0, usual_s=longest_s, last_t=last_t)

@@ -130,6 +130,14 @@ def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> Non
     assert found[0].cause == "slow_storage"
 
 
+def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_path: Path) -> None:
+    for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.5, ["cpu_contention"]), (3.0, 2.6, [])):
+        sample = {"cpu": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
+        job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
+        found = findings(tmp_path / str(wanted), job)
+        assert [f.cause for f in found if f.severity != "info"] == cause, wanted
+
+
 def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
     stacks = [{"main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
     job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
@@ -171,6 +179,11 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "rate_too_high").evidence[0].text
     above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
     assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "rate_too_high").evidence[0].text
+    jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
+    finding = of(findings(tmp_path / "jumps", jumps), "rate_too_high")
+    assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text
+    small = {"config": None, "losses": lambda s: {"total": 2.0 * 0.8**s if s % 9 != 5 else 0.5}}  # below its beginning
+    assert findings(tmp_path / "small", small) == []
     noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
     assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
 
@@ -222,6 +235,16 @@ def test_a_hang_that_was_killed_is_said_before_the_kill(tmp_path: Path) -> None:
     case = CASES["hung"][0]
     found = findings(tmp_path / "run", case)
     assert [finding.cause for finding in found][:2] == ["hung", "no_last_word"]
+
+
+def test_a_first_window_that_is_mostly_the_start_is_no_usual_length(tmp_path: Path) -> None:
+    """As of a watched job, whose first window begins with it."""
+    first = {"wall_s": 6.0, "phases": {"startup": 5.5, "compute": 0.5}}
+    found = findings(tmp_path / "run", {
+        "silent": 16, "seconds": 4, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 9 else {},
+        "window": lambda s: first if s == 6 else {},
+    })  # fmt: skip
+    assert found[0].cause == "hung"
 
 
 def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -> None:

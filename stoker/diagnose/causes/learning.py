@@ -40,6 +40,12 @@ ROWS = (
             "group": GROUP,
             "least_windows": Limit(6, "windows with a loss (our judgment)"),
             "above_first": Limit(3.0, "times the first loss that is too much (our judgment)"),
+            "jump": Limit(
+                10.0,
+                "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "
+                "windows are no accident (our judgment)",
+            ),
+            "jumps": Limit(2, "such windows"),
             "blew_up": Limit(1e4, "largest loss over the newest from which it blew up: no healthy one starts there"),
             "learns": Limit(0.7, "newest third over the middle one below which it falls (our judgment)"),
         },

@@ -61,6 +61,13 @@ def _worse(seen: Records) -> tuple[str, float, float | None, str] | None:
         return f"the loss was {first:.3g} at the beginning and is {now:.3g}", now / first, *every
     if max(values) >= cause.limit("blew_up") * now and now >= cause.limit("learns") * thirds[1]:
         return f"the loss jumped to {max(values):.3g}, is {now:.3g} and falls no more", max(values) / now, *every
+    jumps = [value for value, least in zip(values[1:], itertools.accumulate(values, min), strict=False)
+             if value >= cause.limit("jump") * least and value >= cause.limit("above_first") * first]  # fmt: skip
+    if len(jumps) >= cause.limit("jumps"):
+        text = (
+            f"the loss was {first:.3g} at the beginning and has jumped {len(jumps)} times, to {max(jumps):.3g} at most"
+        )
+        return text, max(jumps) / first, None, ""
     return None
 
 
