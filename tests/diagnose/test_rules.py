@@ -179,6 +179,8 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "rate_too_high").evidence[0].text
     above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
     assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "rate_too_high").evidence[0].text
+    mean = {"config": None, "losses": lambda s: {"total": 5e19 / (s + 1)}}  # since the epoch began, as Keras says it
+    assert "the loss is " in of(findings(tmp_path / "mean", mean), "rate_too_high").evidence[0].text
     jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
     finding = of(findings(tmp_path / "jumps", jumps), "rate_too_high")
     assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text

@@ -96,8 +96,9 @@ ROWS = (
         info_from=0.10,
         warn_from=0.20,
         critical_from=0.50,
-        measure="processor time that the run's threads wanted (they ran, or waited for a processor) and other processes "
-        "had, where the cores are busy: share of what they wanted, or of the time, where they wanted less than a core",
+        measure="processor time that the run's threads wanted (they ran, or waited for a processor) and other "
+        "processes had, where the cores are busy: share of what they wanted, or of the time, where they wanted less "
+        "than a core",
         source="our judgment: a fifth of the speed is worth a word to the neighbours; less comes and goes",
         limits={
             "busy": Limit(

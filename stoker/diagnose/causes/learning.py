@@ -40,6 +40,9 @@ ROWS = (
             "group": GROUP,
             "least_windows": Limit(6, "windows with a loss (our judgment)"),
             "above_first": Limit(3.0, "times the first loss that is too much (our judgment)"),
+            "absurd": Limit(
+                1e6, "loss that is far beyond any beginning: random logits cost a few units a picture (our judgment)"
+            ),
             "jump": Limit(
                 10.0,
                 "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "

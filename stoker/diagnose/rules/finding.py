@@ -91,7 +91,8 @@ def stack_share(seen: Records, cause_id: str, *kinds: str) -> float | None:
 
 def taken_by_others(seen: Records) -> tuple[float, float] | None:
     """(share of the time for which that held the run up, the processor time that its threads wanted, in cores): of one
-    thread or less, the time that it stood and others had its processor; of more, their share of what was wanted. Threads that ran or waited for a processor, against what they got; what a quota or the run's own number of
+    thread or less, the time that it stood and others had its processor; of more, their share of what was wanted.
+    Threads that ran or waited for a processor are compared with what they got; what a quota or the run's own number of
     threads withholds is not others'. None where the cores are not full, or nobody counted the threads."""
     busy, others, cores = seen.cores_busy, seen.host.others.value, seen.host.cores
     got, wanted = seen.host.process_cpu, seen.host.threads_running.value

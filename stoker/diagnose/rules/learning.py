@@ -57,6 +57,8 @@ def _worse(seen: Records) -> tuple[str, float, float | None, str] | None:
             return text, now / lowest, _since_lowest(seen), "the time since the loss was lowest"
     first, now = values[0], thirds[-1]
     every = (seen.seconds("compute", "unattributed"), "all of the time in steps: nothing was learnt in it")
+    if now >= cause.limit("absurd"):
+        return f"the loss is {now:.3g}", now / first, *every
     if now >= cause.limit("above_first") * first and math.log(now / first) >= sigmas * noise:
         return f"the loss was {first:.3g} at the beginning and is {now:.3g}", now / first, *every
     if max(values) >= cause.limit("blew_up") * now and now >= cause.limit("learns") * thirds[1]:
