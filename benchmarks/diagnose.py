@@ -49,7 +49,7 @@ RUNS, QUICK_RUNS = 3, 2
 """Of each cause at each strength, in the kinds of jobs by turns; every kind has at least one in the whole benchmark."""
 HEALTHY_RUNS = 6
 """Of each kind, in the whole benchmark: the bar of healthy runs needs more than three."""
-SECONDS = 8.0
+SECONDS = 7.0
 TIMEOUT_S = 90.0
 SCRIPTS = {"measure": "diagnose_job.py", "watch": "diagnose_job.py", "keras": "diagnose_keras.py",
            "simulated": "diagnose_beside.py"}  # fmt: skip

@@ -58,7 +58,7 @@ _ROWS = (
     ),
     Cause(
         name="python_bound", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
-        accepts=("python_bound",), plan=plans.inside("python_bound"), known=True,
+        accepts=("python_bound",), plan=plans.inside("python_bound"), known=True, least_s=20.0,
     ),
     Cause(
         name="tiny_batch", kinds=("stoker", "measure", "watch"), weak=(2, 2), strong=(1, 1), unit="pictures",
@@ -70,7 +70,7 @@ _ROWS = (
     ),
     Cause(
         name="leak", kinds=("measure", "watch", "keras"), weak=(20, 40), strong=(80, 150), unit="MB/s",
-        accepts=("host_memory_leak",), plan=plans.inside("leak"),
+        accepts=("host_memory_leak",), plan=plans.inside("leak"), least_s=9.0,
     ),
     Cause(
         name="memory_kill", kinds=("measure", "watch"), weak=(400, 700), strong=(100, 200), unit="MB of room",
@@ -123,7 +123,7 @@ _ROWS = (
     ),
     Cause(
         name="low_rate", kinds=("stoker", "measure", "watch"), weak=(1e-7, 9e-7), strong=(1e-9, 1e-8), unit="rate",
-        accepts=("rate_too_low",), plan=plans.rate,
+        accepts=("rate_too_low",), plan=plans.rate, least_s=9.0,
     ),
     Cause(
         name="hang", kinds=("measure", "watch"), weak=(0, 0), strong=(1, 1), unit="1: the exchange has a time limit",
