@@ -44,12 +44,11 @@ WINDOW_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a finished training leaves."""
+    """What a finished training leaves. metrics: of the final weights, on the validation split."""
 
     run: Path
     steps: int
     metrics: Metrics
-    """Of the final weights, on the validation split."""
 
 
 def train(
@@ -344,8 +343,7 @@ class Training:
         self.scorer.start(Unscored(job.step, found, weights))
         job.evaluated_step = job.step
         self.eval_due.done()
-        remark = None if self.remarked else job.model.remark()  # the device has been waited for: all is there
-        if remark is not None:
+        if not self.remarked and (remark := job.model.remark()) is not None:  # the device has been waited for
             self.say("warning", remark)
             self.remarked = True
         if at_once or 0 < job.config.run.patience <= job.stale + 1 or not self.scorer.has_room(found):
@@ -391,8 +389,11 @@ class Training:
         raise stopped(job, self.stop)
 
     def close(self) -> None:
-        """Lets a write under way end, whatever ended the training; drops a score that nobody took in: no checkpoint is
-        behind its evaluation."""
+        """Ends what goes on beside, whatever ended the training; a score that nobody took in has no checkpoint."""
         self.scorer.give_up()
         self.tracer.close()
         self.job.writer.wait()
+        left, self.read_steps = self.job.step - self.read_steps, self.job.step
+        if left:  # an error ended it: the time of these steps is known, their losses are not
+            with contextlib.suppress(RuntimeError):  # of a device that is gone: it is not to hide the error
+                self.write_window(self.ledger.window(0.0), NO_STEPS, left)

@@ -181,8 +181,9 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
     for phase in ("compile", "idle"):
         assert spent[phase] >= 2 * DELAYS[phase]
         assert summed.phases[phase] == pytest.approx(spent[phase], rel=0.05), phase
-    # Seven steps, and the share of the others that is their own work.
-    usual = summed.phases["compute"] / (summed.steps - 7)
+    # Seven steps, and what the others of their attempt took: those before were slower, under the profiler.
+    again = [window for window in read_lines(result.run, STEPS, StepWindow) if window.attempt == 2]
+    usual = sum(one.phases.get("compute", 0.0) for one in again) / (sum(one.steps for one in again) - 7)
     assert spent["recovery"] >= 7 * DELAYS["recovery"]
     assert summed.phases["recovery"] == pytest.approx(spent["recovery"] + 7 * usual, rel=0.2)
     assert summed.phases.get("unattributed", 0.0) <= 0.03 * summed.wall_s
