@@ -123,6 +123,14 @@ def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(
     assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
 
 
+def test_what_the_thread_decodes_by_itself_is_no_fault_of_the_storage(tmp_path: Path) -> None:
+    waits = {"config": None, "shares": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
+    case = waits | {"window": lambda _: {"cpu": {"compute": 0.6, "input_wait": 0.1}}}
+    (finding,) = findings(tmp_path / "run", case | {"events": [("note", "the loader", {"workers": 0})]})
+    assert finding.cause == "slow_storage"
+    assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
+
+
 def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:
     waits = {"config": None, "shares": {"input_wait": 0.5}}
     busy = {"cpu": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}

@@ -45,7 +45,9 @@ def slow_storage(seen: Records) -> Finding | None:
     rests = _rests_while_waiting(seen)
     if rests is None or _decodes_itself(seen):
         return None
-    return _wait(seen, "slow_storage", [rests, stacks(seen, "a wait for pictures", "input_wait")], confidence=0.65)
+    computed_s = seen.totals.cpu.get("input_wait", 0.0)  # by the training thread, which decodes where nobody else does
+    return _wait(seen, "slow_storage", [rests, stacks(seen, "a wait for pictures", "input_wait")], confidence=0.65,
+                 not_s=computed_s)  # fmt: skip
 
 
 def cold_cache(seen: Records) -> Finding | None:
@@ -98,6 +100,8 @@ def too_few_threads(seen: Records) -> Finding | None:
     threads, loading = _threads(seen), _loads_with(seen)
     if stage is not None and (stage != "decode" or of_wait < cause.limit("of_wait")):
         return None
+    if stage is None and _rests_while_waiting(seen) is not None:
+        return None
     if threads is not None:
         if threads > 1 and (threads > cause.limit("few") or threads >= cores / 2):
             return None
@@ -107,7 +111,7 @@ def too_few_threads(seen: Records) -> Finding | None:
             place="config.toml: run.threads" if seen.ours else "events.jsonl: data.workers",
         )
         return _wait(seen, cause.id, [_of_wait(seen, stage, of_wait), said, _cores(seen)])
-    if loading is None or loading > cause.limit("one_core") or _rests_while_waiting(seen) is not None:
+    if loading is None or loading > cause.limit("one_core"):
         return None
     return _wait(seen, cause.id, [_loading(loading), _cores(seen)], confidence=0.6)
 
@@ -173,12 +177,12 @@ RULES = (
 
 def _wait(
     seen: Records, cause_id: str, more: list[Evidence | None], *, more_fix: str = "",
-    confidence: float | None = None,
+    confidence: float | None = None, not_s: float = 0.0,
 ) -> Finding | None:  # fmt: skip
     """A cause that is as large as the wait for pictures: measured by a clock, else estimated from stacks."""
     if seen.seconds("input_wait") > 0:
         return of_phase(seen, cause_id, "input_wait", more=more, threshold=_least(seen), more_fix=more_fix,
-                        confidence=confidence)  # fmt: skip
+                        confidence=confidence, not_s=not_s)  # fmt: skip
     share = stack_share(seen, cause_id, "input_wait", "decode")
     if share is None or not is_long_enough(seen):
         return None

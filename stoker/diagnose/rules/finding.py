@@ -149,11 +149,11 @@ def share_of(seen: Records, *phases: str) -> float | None:
 
 
 def of_phase(
-    seen: Records, cause_id: str, *phases: str, more: Iterable[Evidence | None] = (), **options: Any
+    seen: Records, cause_id: str, *phases: str, more: Iterable[Evidence | None] = (), not_s: float = 0.0, **options: Any
 ) -> Finding | None:
-    """A cause that is as large as its phases: a clock measured them."""
+    """A cause that is as large as its phases: a clock measured them. not_s: seconds of them that it did not take."""
     evidence = [*(phase(seen, name) for name in phases if seen.seconds(name) > 0), *more]
-    return found(seen, cause_id, share_of(seen, *phases), evidence, lost_s=seen.seconds(*phases), **options)
+    return found(seen, cause_id, share_of(seen, *phases), evidence, lost_s=seen.seconds(*phases) - not_s, **options)
 
 
 def phase(seen: Records, name: str) -> Evidence:
