@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -63,6 +64,8 @@ class Inside:
         self._asked = asked
         self._thread = threading.get_ident()
         self._seek_device = True
+        self._found: Any = None
+        self._is_used: Callable[[], bool] | None = None
         self._replaced: list[Replaced] = []
         self._saving = self._exchanging = False
         self._handler: Any = None
@@ -146,13 +149,16 @@ class Inside:
         return ends
 
     def _find_device(self, torch: Any) -> None:
-        found = torch.accelerator.current_accelerator() if self._asked is None else torch.device(self._asked)
-        if found is None or found.type == "cpu":
-            self._seek_device = False
+        if self._is_used is None:
+            found = torch.accelerator.current_accelerator() if self._asked is None else torch.device(self._asked)
+            if found is None or found.type == "cpu":
+                self._seek_device = False
+                return
+            module = torch.get_device_module(found.type)
+            self._found, self._is_used = found, getattr(module, "is_initialized", torch.accelerator.is_available)
+        if not self._is_used():  # whether there is one is not asked: CUDA would then refuse to work in forked children
             return
-        is_used = getattr(torch.get_device_module(found.type), "is_initialized", torch.accelerator.is_available)
-        if not is_used():  # whether there is one is not asked: CUDA would then refuse to work in forked children
-            return
+        found = self._found
         if found.index is None:
             found = torch.device(found.type, torch.accelerator.current_device_index())
         from stoker.device import Device
