@@ -2,7 +2,8 @@
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest
+# Two at a time, each on one thread: the cores are shared by whole tests rather than by the threads of one.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: setup lock peers demo test test-slow check bench bench-diagnose bench-diagnose-quick bench-gpu clean
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from stoker.cgroup import Cgroup
 from stoker.diagnose.alive import boot_id
 from stoker.errors import UsageError
-from stoker.measuring.environment import describe_job, masked
+from stoker.measuring.environment import describe_job, masked_words
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
 from stoker.records import OUTPUT
@@ -234,7 +234,7 @@ def _environment(job: Job) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(job.pid))
     quota = cgroup.cores()
     return described | {
-        "argv": [masked(word) for word in job.command],
+        "argv": masked_words(job.command),
         "cwd": job.folder,
         "cpu_quota": quota,
         "cores": cores if quota is None else max(1, min(cores, int(-(-quota // 1)))),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from stoker.errors import writing
-from stoker.measuring.environment import describe_job, masked
+from stoker.measuring.environment import describe_job, masked_words
 from stoker.measuring.kernel import kernel_lines
 from stoker.measuring.witness import Witness
 from stoker.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
@@ -68,7 +68,7 @@ def open_run_folder(
     written.
     """
     path = _new_folder(command) if run is None else Path(run).expanduser()
-    what = " ".join(masked(word) for word in command)
+    what = " ".join(masked_words(command))
     fix = "name another folder: --run DIR"
     described = describe_job(command) if environment is None else dict(environment)
     begins = _output_begins(path / OUTPUT)

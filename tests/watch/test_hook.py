@@ -107,7 +107,7 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     assert cell.values["workers"] == 1  # of the last loader
     phases = phases_of(cell, None)
     itself = known(tmp_path)
-    assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.05, abs=0.02)
+    assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)  # the end of workers
     assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
     assert phases["checkpoint"] > 0
     assert sum(phases.values()) == pytest.approx(cell.values["mark"] - cell.values["begin"])
