@@ -76,7 +76,8 @@ class Stepper(Generic[Model]):
         if self.averaged is not self.model:
             # The average's own warm-up (TF's ExponentialMovingAverage): early weights do not weigh for long.
             decay = min(self.settings.ema, (1 + done_steps) / (10 + done_steps))
-            torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
+            with torch.no_grad():  # else the averages' history would be kept: all steps so far
+                torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
             self._averaged_statistics.copy_(self._statistics)
         self.forget()
         return norm, bad
