@@ -206,4 +206,4 @@ def test_the_averages_keep_no_history():
     for step in range(3):
         ours.backward(ours.model(pictures(step, bad=False)).square().mean())
         ours.step(0.05, step)
-    assert [name for name, average in ours.averaged.named_parameters() if average.requires_grad or average.grad_fn] == []
+    assert not [name for name, average in ours.averaged.named_parameters() if average.requires_grad or average.grad_fn]
