@@ -298,7 +298,8 @@ def test_a_training_of_somebody_else_is_recorded_and_explained(script: str, tmp_
     why = subprocess.run([sys.executable, "-c", "from stoker.cli import main; main()", "why", "run"], cwd=tmp_path,
                          capture_output=True, text=True, check=True)  # fmt: skip
     assert "finished: my_train ended with exit code 0" in why.stdout
-    assert "inside the job: not recorded" in " ".join(why.stdout.split())
+    inside = "inside the job: recorded: torch" if script is TORCH else "inside the job: not recorded"
+    assert inside in " ".join(why.stdout.split())
     assert "0 pictures" not in why.stdout
     assert "trained 0 %" not in why.stdout
     assert "unattributed_time" not in [finding.cause for finding in rules.diagnose(run)]
