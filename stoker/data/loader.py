@@ -185,7 +185,8 @@ class Loader:
 
     def stats(self) -> Stats:
         """What was done so far and what is being done; a snapshot."""
-        left = sum(min(work.left, self._batch) for work in list(self._pending))
+        pending = list(self._pending)  # the thread that asks for batches may be adding to it
+        left = sum(min(work.left, self._batch) for work in pending)
         return stats_of(
             [self._counters, *(self._crew.counters() if self._crew else ())],
             self._flights,
@@ -195,7 +196,7 @@ class Loader:
             copying=sum(not ready.done() for _, ready in list(self._handed)),
             wait_s=self._wait_s,
             queued=self._crew.waiting if self._crew else 0,
-            ready=self._batch * (len(self._pending) + (self._copied is not None)) - left,
+            ready=self._batch * (len(pending) + (self._copied is not None)) - left,
             threads=self._tuner.threads,
             depth=self._tuner.depth,
             ahead=self._ahead.most if self._ahead else 0,
