@@ -82,7 +82,7 @@ _ROWS = (
     ),
     Cause(
         name="small_shm", kinds=("measure", "watch"), weak=(900, 1500), strong=(32, 128), unit="kB",
-        accepts=("shared_memory_full",), plan=plans.small_shm,
+        accepts=("shared_memory_full", "shared_memory_small"), plan=plans.small_shm,  # a weak one need not end it
     ),
     Cause(
         name="straggler", kinds=("measure",), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("straggler",),
@@ -94,7 +94,7 @@ _ROWS = (
     ),
     Cause(
         name="evaluation", kinds=("stoker", "measure", "keras"), weak=WEAK, strong=STRONG, unit=SHARE,
-        accepts=("evaluation_heavy",), plan=plans.evaluation, known=True,
+        accepts=("evaluation_heavy",), plan=plans.evaluation, known=True, least_s=12.0,
     ),
     Cause(
         name="slow_checkpoint", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,

@@ -175,6 +175,16 @@ def read_settings(run: Path) -> dict[str, Any] | None:
         raise UsageError("The run's settings are damaged.", place=path, cause=str(error), fix=fix) from error
 
 
+def price_of(run: Path) -> float:
+    """Money per device-hour as the run was told: a measured job says it when an attempt begins, training in its
+    settings. 0: unknown. Raises UsageError as `read_settings`."""
+    price = (read_settings(run) or {}).get("run", {}).get("price", 0.0)
+    for event in read_lines(run, EVENTS, Event):
+        if event.kind in ("started", "resumed"):
+            price = event.data.get("price", price)
+    return float(price)
+
+
 def open_run(text: str | Path) -> Path:
     """The folder of an existing run, to read: of one in a bucket, a copy of its records. Raises UsageError that lists
     the runs beside it; StorageError."""

@@ -20,6 +20,8 @@ class Sign(msgspec.Struct, frozen=True):
     source: str
     harmless: bool = False
     """Jobs that go on print it as well: never a verdict by itself."""
+    ends: re.Pattern[str] | None = None
+    """The line stands in a traceback, and this is in the traceback's last line."""
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +35,8 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
 
 
-def _says(pattern: str, source: str, *, harmless: bool = False) -> Sign:
-    return Sign(re.compile(pattern, re.MULTILINE), source, harmless)
+def _says(pattern: str, source: str, *, harmless: bool = False, ends: str | None = None) -> Sign:
+    return Sign(re.compile(pattern, re.MULTILINE), source, harmless, None if ends is None else re.compile(ends))
 
 
 _DEATHS = (
@@ -47,6 +49,8 @@ _DEATHS = (
             _says(r"workers are out of shared memory", "B"),
             _says(r"No space left on device.*(/dev/shm|/torch_)", "I"),
             _says(r"killed by signal: Bus error", "B"),
+            # Locks, queues and events of multiprocessing lie there, too.
+            _says(r"_multiprocessing\.SemLock\(", "R", ends=r"No space left on device"),
             _says(r"unable to (write to|mmap|resize) file </torch_", "I"),
             _says(r"unable to allocate shared memory\(shm\) for file </torch_", "R"),
         ),
@@ -280,7 +284,10 @@ _DEATHS = (
         reason="dies: storage",
         signs=(
             _says(r"No space left on device|Disk quota exceeded", "R"),
+            # torch.save does not say why a write has failed.
             _says(r"enforce fail at inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+", "R"),
+            _says(r"PytorchStreamWriter failed writing file", "I"),
+            _says(r"basic_ios::clear: iostream error", "R"),
         ),
         fix="Make room, keep fewer checkpoints, or write to another disk; a quota, or no inodes left, say the same",
     ),

@@ -13,6 +13,7 @@ from typing import Any
 from stoker import records
 from stoker.diagnose.alive import is_held, lease_holder
 from stoker.diagnose.output import Line, read_output
+from stoker.diagnose.series import Mean
 from stoker.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
 from stoker.schemas import DeviceSample, Event, StackWindow, StepWindow
 
@@ -101,31 +102,59 @@ def of_run(run: Path) -> Ended | None:
         output = tuple(Line(text, place) for text in end.text.splitlines()) if end is not None else ()
     else:
         return None
-    samples = [(n, s) for n, s in records.numbered_lines(run, DEVICES, DeviceSample) if s.attempt == attempt]
-    newest = samples[-1][1] if samples else DeviceSample(t=0.0, attempt=attempt)
+    moved = None if end is None else _last_moved(run, end)
+    seen = _read_samples(run, attempt, moved[0] if moved is not None else None)
+    newest = seen.newest[-1] if seen.newest else DeviceSample(t=0.0, attempt=attempt)
     used, limit = newest.memory_used_bytes, newest.memory_limit_bytes
     gpus = [gpu.memory_used_bytes / gpu.memory_total_bytes for gpu in newest.gpus
             if gpu.memory_used_bytes is not None and gpu.memory_total_bytes]  # fmt: skip
-    busy = [gpu.utilisation for _, sample in samples for gpu in sample.gpus if gpu.utilisation is not None]
     return Ended(
         exit_code=None if end is None else _exit_code(end),
         place=place,
         output=output,
         kernel=tuple(Line(text, place) for text in told.get("kernel", ())),
         pids=frozenset(told.get("pids", ())),
-        xids=tuple(Line(f"Xid {xid} of GPU {gpu.index}", f"{DEVICES}:{n}") for n, s in samples for gpu in s.gpus
-                   for xid in gpu.xids),
+        xids=tuple(seen.xids),
         oom_kills=told.get("oom_kills"),
         memory_share=used / limit if used is not None and limit else None,
-        memory_growth=_growth([sample for _, sample in samples[-2:]]),
+        memory_growth=_growth(seen.newest),
         gpu_memory_share=max(gpus, default=None),
-        gpu_used=any(share > 0 for share in busy) if busy else None,
+        gpu_used=seen.gpu_used,
         shm_share=newest.shm_used_bytes / newest.shm_total_bytes
         if newest.shm_used_bytes is not None and newest.shm_total_bytes else None,
-        samples_place=f"{DEVICES}:{samples[-1][0]}" if samples else "",
+        samples_place=seen.place,
         empty_inputs=tuple(told.get("empty_inputs", ())),
-        still=None if end is None else _still(run, end, [sample for _, sample in samples]),
+        still=None if end is None or moved is None else _still(run, end, *moved, seen.cpu_since),
     )  # fmt: skip
+
+
+@dataclasses.dataclass
+class _Samples:
+    """What is kept of an attempt's samples: a day has 86,400 of them."""
+
+    newest: list[DeviceSample] = dataclasses.field(default_factory=list)
+    """The last two."""
+    place: str = ""
+    gpu_used: bool | None = None
+    xids: list[Line] = dataclasses.field(default_factory=list)
+    cpu_since: Mean = dataclasses.field(default_factory=Mean)
+    """Of `process_cpu`, since the job had last moved."""
+
+
+def _read_samples(run: Path, attempt: int, moved_t: float | None) -> _Samples:
+    seen = _Samples()
+    for number, sample in records.numbered_lines(run, DEVICES, DeviceSample):
+        if sample.attempt != attempt:
+            continue
+        seen.newest = [*seen.newest[-1:], sample]
+        seen.place = f"{DEVICES}:{number}"
+        for gpu in sample.gpus:
+            seen.xids += [Line(f"Xid {xid} of GPU {gpu.index}", seen.place) for xid in gpu.xids]
+            if gpu.utilisation is not None:
+                seen.gpu_used = seen.gpu_used or gpu.utilisation > 0
+        if moved_t is not None and sample.t > moved_t:
+            seen.cpu_since.add(sample.process_cpu)
+    return seen
 
 
 def _growth(samples: list[DeviceSample]) -> float:
@@ -167,17 +196,20 @@ def _head(path: Path, offset: int) -> int | None:
         return zlib.crc32(file.read(min(offset, _HEAD_BYTES)))
 
 
-def _still(run: Path, end: Event, samples: list[DeviceSample]) -> Still | None:
-    """How long nothing had moved before the end; None where neither steps nor output were recorded."""
+def _last_moved(run: Path, end: Event) -> tuple[float, str] | None:
+    """When the job last did a step or printed a line, and the place of its newest step; None where neither was
+    recorded."""
     moved, place = None, ""
     for number, line in records.numbered_lines(run, STEPS, StepWindow):
         if line.attempt == end.attempt and line.steps > 0:
             moved, place = line.t, f"{STEPS}:{number}"
     if (run / OUTPUT).exists():
         moved = max(moved or 0.0, min((run / OUTPUT).stat().st_mtime, end.t))  # of a copy it may be later: no stillness
-    if moved is None:
-        return None
-    used = [sample.process_cpu for sample in samples if sample.t > moved and sample.process_cpu is not None]
+    return None if moved is None else (moved, place)
+
+
+def _still(run: Path, end: Event, moved: float, place: str, cpu: Mean) -> Still:
+    """How long nothing had moved before the end."""
     stacks = [(n, w) for n, w in records.numbered_lines(run, STACKS, StackWindow)
               if w.attempt == end.attempt and w.t - w.wall_s >= moved]  # fmt: skip
     count = sum(window.samples for _, window in stacks)
@@ -192,7 +224,7 @@ def _still(run: Path, end: Event, samples: list[DeviceSample]) -> Still | None:
     return Still(
         seconds=max(0.0, end.t - moved),
         place=place,
-        cores=sum(used) / len(used) if used else None,
+        cores=cpu.value,
         waits_in=most if most is not None and shares[most] >= _MOSTLY else None,
         frame=max(frames, key=lambda name: frames[name], default=None),
         stacks_place=f"{STACKS}:{stacks[-1][0]}" if stacks else "",

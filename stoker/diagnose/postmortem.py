@@ -213,7 +213,21 @@ def _matches(lines: tuple[Line, ...]) -> list[_Match]:
             if sign is not None:
                 found.append(_Match(death, sign, lines[index], index))
                 break
-    return found
+    return _with_ends(found, lines) if any(match.sign.ends is not None for match in found) else found
+
+
+def _with_ends(found: list[_Match], lines: tuple[Line, ...]) -> list[_Match]:
+    """Those whose traceback has to end in some way stay where it does, and have its last line, too."""
+    ends = {
+        last: match
+        for match in found
+        if match.sign.ends is not None
+        for start, last in tracebacks(lines)
+        if start <= match.index <= last and match.sign.ends.search(lines[last].text) is not None
+    }
+    kept = [match for match in found if match.index not in ends and (match.sign.ends is None or match in ends.values())]
+    kept += [dataclasses.replace(match, line=lines[last], index=last) for last, match in ends.items()]
+    return sorted(kept, key=lambda match: match.index)
 
 
 def _candidates(texts: list[str]) -> set[int]:

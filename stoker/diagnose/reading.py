@@ -39,7 +39,7 @@ _ENDS = ("finished", "failed", "preempted")
 
 
 def read(run: Path, price: float | None = None) -> Records:
-    """The records of a run, live, dead or finished. price: money per device-hour, instead of the run's own setting."""
+    """The records of a run, live, dead or finished. price: money per device-hour; None: as the run was told."""
     tables = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
     reasons = tables.pop("reasons", {})
     settings: dict[str, Any] = {}
@@ -47,14 +47,14 @@ def read(run: Path, price: float | None = None) -> Records:
         settings |= table if isinstance(table, dict) else {}
     seen = Records(
         totals=totals(run),
-        price=float(settings.get("price", 0.0)) if price is None else price,
+        price=records.price_of(run) if price is None else price,
         settings=settings,
         reasons=frozenset(reasons),
         from_bucket=is_address(str(settings.get("data", ""))),
         ours=bool(settings),
         ended=postmortem.of_run(run),
     )
-    newest = _read_events(run, seen, price)
+    newest = _read_events(run, seen)
     stretches = _read_steps(run, seen, newest)
     _read_devices(run, seen, stretches)
     paths: set[str] = set()
@@ -76,9 +76,8 @@ def read(run: Path, price: float | None = None) -> Records:
     return seen
 
 
-def _read_events(run: Path, seen: Records, price: float | None) -> Event | None:
-    """The end of the newest attempt, where it has one. price: as of `read`; None: a measured run's is in
-    the event that began it."""
+def _read_events(run: Path, seen: Records) -> Event | None:
+    """The end of the newest attempt, where it has one."""
     end: Event | None = None
     learning = seen.learning
     for event in records.read_lines(run, records.EVENTS, Event):
@@ -86,9 +85,6 @@ def _read_events(run: Path, seen: Records, price: float | None) -> Event | None:
             end = None
             seen.empty_inputs = []
             seen.watched |= "watched" in event.data
-            told = event.data.get("price")
-            if price is None and isinstance(told, int | float):
-                seen.price = float(told)
         elif event.kind in _ENDS:
             end = event
         elif event.kind == "checkpoint":

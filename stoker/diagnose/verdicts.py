@@ -93,7 +93,8 @@ def _death(death: Death) -> Iterator[str]:
     for sign in death.signs:
         said = ", ".join(_SOURCES[letter] for letter in sign.source)
         harmless = "; also printed by jobs that go on" if sign.harmless else ""
-        yield f"| line | `{_cell(sign.pattern.pattern)}` ({said}{harmless}) |"
+        ends = f"; in a traceback that ends in `{_cell(sign.ends.pattern)}`" if sign.ends is not None else ""
+        yield f"| line | `{_cell(sign.pattern.pattern)}` ({said}{harmless}{ends}) |"
     if not death.signs:
         yield "| known by | exit code, signal, counters and files, not by what it printed |"
     yield f"| fix | {_cell(death.fix)} |"

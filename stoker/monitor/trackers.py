@@ -8,18 +8,10 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.monitor.follow import Seen
 from stoker.schemas import DeviceSample, Event, StepWindow
-
-
-class Tracker(Protocol):
-    """An experiment tracker, as far as it is needed."""
-
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
 
 
 class WandbTracker:

@@ -212,7 +212,7 @@ def _damaged(fleet: Fleet, run: str, error: Exception) -> None:
 def _read(run: str, price: float | None) -> _One:
     path = open_records(run)
     environment = read_environment(path)
-    rate = rate_of(price, records.read_settings(path) or {}, environment)
+    rate = rate_of(path, price, environment)
     seen = rules.read(path, rate.low if rate is not None and rate.exact else 0.0)
     totals = seen.totals
     findings = rules.judge(seen)

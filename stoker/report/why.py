@@ -136,7 +136,7 @@ def gather(run: str | Path, price: float | None = None) -> Why:
     path = open_records(run)
     settings = records.read_settings(path) or {}
     environment = read_environment(path)
-    rate = rate_of(price, settings, environment)
+    rate = rate_of(path, price, environment)
     exact = rate.low if rate is not None and rate.exact else 0.0
     seen = rules.read(path, exact)
     totals = seen.totals
@@ -201,12 +201,11 @@ def read_environment(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def rate_of(price: float | None, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Price | None:
-    """What a device-hour costs: as asked (0: unknown), else the run's own setting, else by the list."""
+def rate_of(run: Path, price: float | None, environment: Mapping[str, Any]) -> Price | None:
+    """What a device-hour costs: as asked (0: unknown), else as the run was told, else by the list."""
     if price is not None:
         return prices.given(price, "--price")
-    own = settings.get("run", {}).get("price", 0.0)
-    return prices.given(float(own), "the run's own setting") or prices.of_environment(environment)
+    return prices.given(records.price_of(run), "the run's own setting") or prices.of_environment(environment)
 
 
 def was_watched(events: Sequence[Event]) -> bool:

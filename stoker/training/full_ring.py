@@ -6,19 +6,23 @@ would not have, no result changes, and the price is the pause (the ledger's `idl
 Other changes are tried after the run, by a program of its own: `probe.py`.
 """
 
+import statistics
 import time
 from typing import TYPE_CHECKING
 
 from stoker.measuring.ledger import Ledger
 from stoker.records import PROBES
-from stoker.schemas import StepWindow
-from stoker.training.probe import LEAST_PAIRS, summed_up
+from stoker.schemas import Probe, StepWindow
 
 if TYPE_CHECKING:
     from stoker.training.start import Job, Say
 
-ROUNDS = 8
-"""Pauses, each with as many steps before and behind it as the ring holds batches."""
+PAIRS = 8
+"""Pairs of before and after of an experiment; here pauses, each with as many steps before and behind it as the ring
+holds batches. With eight the second smallest and second largest ratio bound the median with 93 % confidence (order
+statistics of a binomial)."""
+LEAST_PAIRS = 3
+"""The least that say something."""
 BUDGET = 0.01
 """Share of the run's time that the pauses may take, as long as the run will be."""
 FROM_SHARE = 0.05
@@ -85,7 +89,7 @@ class FullRing:
             return
         self._pairs.append((self._before_s, took_s))
         self._before_s, self._began = None, (now_s, step)
-        if len(self._pairs) == ROUNDS:
+        if len(self._pairs) == PAIRS:
             self._conclude(depth)
 
     def _is_worth_it(self, progress: float) -> bool:
@@ -94,7 +98,7 @@ class FullRing:
             return False
         step_s = self._job.trained_s / max(1, self._job.step)
         self._allowed_s = BUDGET * self._job.trained_s / progress
-        return ROUNDS * self._job.loader.stats().depth * step_s <= self._allowed_s
+        return PAIRS * self._job.loader.stats().depth * step_s <= self._allowed_s
 
     def _now(self) -> tuple[float, int]:
         with self._ledger.phase("idle"):
@@ -111,7 +115,7 @@ class FullRing:
         self._paused_s += time.perf_counter() - began_s
 
     def _conclude(self, depth: int) -> None:
-        """After ROUNDS, or when the budget is used up by rounds that something else came between."""
+        """After PAIRS, or when the budget is used up by rounds that something else came between."""
         self._done = True
         if len(self._pairs) < LEAST_PAIRS:
             text = "how fast steps are with their pictures ready could not be found out, something always came between"
@@ -125,3 +129,17 @@ class FullRing:
             f"tried: with its pictures ready a step is {found.ratio:.2f} × as fast ({found.ratio_low:.2f} to "
             f"{found.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
         )
+
+
+def summed_up(
+    what: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int, automatic: bool = False
+) -> Probe:
+    """An experiment as a line of the records. pairs: seconds per picture before and after."""
+    ratios = sorted(a / b for a, b in pairs)
+    inner = 1 if len(ratios) >= PAIRS else 0
+    return Probe(
+        t=time.time(), attempt=attempt, what=what, steps=steps, automatic=automatic,
+        before_img_per_s=1 / statistics.median(a for a, _ in pairs),
+        after_img_per_s=1 / statistics.median(b for _, b in pairs),
+        ratio=statistics.median(ratios), ratio_low=ratios[inner], ratio_high=ratios[-1 - inner],
+    )  # fmt: skip

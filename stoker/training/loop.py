@@ -7,6 +7,7 @@ due at the start is `start.py`. Errors end the run as the exception tree says; a
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -127,7 +128,7 @@ class Training:
         self.copying: Ready | None = None
         self.reading: tuple[list[Tensor], Ready, int] | None = None
         self.read_steps = job.step
-        self.window_s = time.perf_counter()
+        self.window_s = -math.inf  # the first step has a line of its own: where the loss began
         self.rate, self.remarked = 0.0, False
         self.hopeless_at = job.hopeless_at
         """Step whose skip made too many in a row; the run goes back then."""

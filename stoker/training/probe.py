@@ -11,7 +11,6 @@ pairs. What a run tries by itself while it trains is `full_ring.py`.
 
 import contextlib
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,17 +32,14 @@ from stoker.models import build
 from stoker.records import CONFIG, last_attempt
 from stoker.schemas import PROBE_KINDS, Probe
 from stoker.training.forward import LossesOf, forward_backward, losses_of
+from stoker.training.full_ring import LEAST_PAIRS, PAIRS, summed_up
 from stoker.training.optim import Stepper
 from stoker.training.start import training_loader
 
-PAIRS = 8
-"""Pairs of before and after. With eight the second smallest and second largest ratio bound the median with 93 %
-confidence (order statistics of a binomial)."""
 ROUND_S = 0.5
 """A round is as many steps as take at least so long, and at least two: clocks and waits are then below a percent."""
 LIMIT_S = 40.0
-"""An experiment begins no further pair after so long; three are the least that say something."""
-LEAST_PAIRS = 3
+"""An experiment begins no further pair after so long."""
 
 Round = Callable[[int], float]
 """Does so many steps, waits for the device, returns seconds per picture."""
@@ -170,20 +166,6 @@ def _compare(what: str, before: Round, after: Round, steps: int, attempt: int) -
         one, two = first(steps), second(steps)
         pairs.append((one, two) if first is before else (two, one))
     return summed_up(what, pairs, steps=steps * len(pairs), attempt=attempt)
-
-
-def summed_up(
-    what: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int, automatic: bool = False
-) -> Probe:
-    """An experiment as a line of the records. pairs: seconds per picture before and after."""
-    ratios = sorted(a / b for a, b in pairs)
-    inner = 1 if len(ratios) >= PAIRS else 0
-    return Probe(
-        t=time.time(), attempt=attempt, what=what, steps=steps, automatic=automatic,
-        before_img_per_s=1 / statistics.median(a for a, _ in pairs),
-        after_img_per_s=1 / statistics.median(b for _, b in pairs),
-        ratio=statistics.median(ratios), ratio_low=ratios[inner], ratio_high=ratios[-1 - inner],
-    )  # fmt: skip
 
 
 def _unsaid(_kind: str, _text: str, /, **_: object) -> None:

@@ -29,9 +29,11 @@ from stoker.watch.frames import HELPER, Frame, classify, innermost_own
 
 WINDOW_S = 10.0
 """Time that a line covers."""
-EVERY_S, IDLE_EVERY_S = 2.0, 1.0
-"""From sample to sample of a process; the shorter one while the GPUs idle, when there is something to explain. Samples
-are taken of busy times too: a share is of all the time."""
+EVERY_S, IDLE_EVERY_S, YOUNG_EVERY_S = 2.0, 1.0, 0.8
+"""From sample to sample of a process; the shorter ones while the GPUs idle, when there is something to explain, and in
+the first YOUNG_S, when few samples would be all that is known. Samples are taken of busy times too: a share is of all
+the time."""
+YOUNG_S = 120.0
 IDLE_BELOW = 0.5
 """Utilisation of the GPUs, by the driver, below which they count as idle."""
 COST_MOST = 0.025
@@ -213,7 +215,7 @@ class Stacks:
             return
         look_s, cost_s, last_failure = 0.0, 0.0, "no Python process of the job was seen"
         turn: collections.deque[processes.Process] = collections.deque()
-        wait_s = 0.0
+        wait_s, began_s = 0.0, time.monotonic()
         while not self._stop.wait(wait_s):
             now_s = time.monotonic()
             if now_s >= look_s:
@@ -242,6 +244,7 @@ class Stacks:
                     turn.pop()
             cost_s = max(cost_s * 0.9, _children_cpu_s() - spent_s)  # falls slowly after one that was dear
             every_s = IDLE_EVERY_S if self._is_idle() else EVERY_S
+            every_s = min(every_s, YOUNG_EVERY_S) if now_s - began_s < YOUNG_S else every_s
             wait_s = max(every_s / max(1, len(turn)), min(cost_s, 1.0) / COST_MOST)
         self._write(time.time(), least_s=0.0)
         if not self._seen:

@@ -110,6 +110,9 @@ SAID: dict[str, tuple[str, ...]] = {
     "disk_full": (
         "OSError: [Errno 28] No space left on device",
         "RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534",
+        "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/0: "
+        "file write failed",
+        "RuntimeError: basic_ios::clear: iostream error",
     ),
 }
 
@@ -127,6 +130,23 @@ def quoted(finding: Finding) -> list[tuple[str, str]]:
 
 def said(finding: Finding) -> str:
     return "\n".join(evidence.text for evidence in finding.evidence)
+
+
+def test_no_room_for_a_lock_of_multiprocessing_is_shared_memory_that_is_full() -> None:
+    """Its error names no file; the frames say what it was for."""
+    frames = (
+        'Traceback (most recent call last):\n  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in '
+        "__init__\n    sl = self._semlock = _multiprocessing.SemLock(\n                         ^^^^^^^^^^^^^^^^^^^\n"
+    )
+    full, forbidden = "OSError: [Errno 28] No space left on device", "PermissionError: [Errno 13] Permission denied"
+    (found,) = died(frames + full)
+    assert found.cause == "shared_memory_full"
+    assert [evidence.text for evidence in found.evidence[:2]] == [
+        full,
+        "sl = self._semlock = _multiprocessing.SemLock(",
+    ]
+    assert [finding.cause for finding in died(frames + forbidden)] == ["ended_by_error"]
+    assert [finding.cause for finding in died(f"{TRACEBACK}{full}\nlater: {frames.splitlines()[2]}")] == ["disk_full"]
 
 
 @pytest.mark.parametrize(("cause", "line"), [(cause, line) for cause, lines in SAID.items() for line in lines])

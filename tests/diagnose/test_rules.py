@@ -194,8 +194,20 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text
     small = {"config": None, "losses": lambda s: {"total": 2.0 * 0.8**s if s % 9 != 5 else 0.5}}  # below its beginning
     assert findings(tmp_path / "small", small) == []
+    stays = {"config": None, "losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 5.2 + 0.1 * (s % 3)}}
+    finding = of(findings(tmp_path / "stays", stays), "rate_too_high")
+    assert "was 2.3 at the beginning, jumped to 8e+03 and is 5.3 now" in finding.evidence[0].text
+    returns = {"config": None, "losses": lambda s: {"total": (2.3, 80.0)[s] if s < 2 else 2.2 * 0.98**s}}
+    assert findings(tmp_path / "returns", returns) == []
     noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
     assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
+
+
+def test_a_run_of_ours_too_short_to_judge_itself_is_judged_by_its_losses(tmp_path: Path) -> None:
+    jumped = {"losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 7.2 + 0.1 * (s % 3)}}
+    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "rate_too_high"
+    long = findings(tmp_path / "long", {**jumped, "seconds": 40})
+    assert [finding.cause for finding in long if finding.severity != "info"] == []
 
 
 def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:

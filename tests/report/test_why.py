@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stoker.diagnose.rules import diagnose
 from stoker.errors import UsageError
 from stoker.records import CONFIG, ENVIRONMENT, INPUT_STAGES, PHASES, PROBES, STEPS, RunFolder, locked
 from stoker.report import format as fmt
 from stoker.report.console import print_parts
 from stoker.report.facts import collect
+from stoker.report.fleet import survey
 from stoker.report.why import MEANINGS, STAGES, Why, gather, why_as_dict
 from stoker.report.why_terminal import PROBE_WORDS, finding_lines, print_why
 from stoker.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
@@ -115,6 +117,21 @@ def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tm
     run = make_run(tmp_path / "a", end="finished")
     assert "  cost" not in shown(run)
     assert "2.00" in shown(run, price=3.6).split("total")[1].splitlines()[0]
+
+
+def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    folder = RunFolder(tmp_path / "a", 1)
+    folder.event("started", measured=True, price=7.2)
+    folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, steps=1, pictures=0, wall_s=1000.0, devices=2,
+                                    phases={"compute": 1000.0, "input_wait": 1000.0}))  # fmt: skip
+    folder.event("finished", "done")
+    folder.close()
+    found = gather(tmp_path / "a")
+    assert found.price == 7.2
+    assert survey(tmp_path).money.low == pytest.approx(2000 * 7.2 / 3600)
+    assert [finding.lost_money for finding in found.findings] == [pytest.approx(2.0)]
+    assert [finding.lost_money for finding in diagnose(tmp_path / "a")] == [pytest.approx(2.0)]
 
 
 def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:

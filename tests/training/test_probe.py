@@ -19,8 +19,7 @@ from stoker.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.report.probing import in_words, probe
 from stoker.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import full_ring
-from stoker.training.full_ring import FullRing
-from stoker.training.probe import summed_up
+from stoker.training.full_ring import FullRing, summed_up
 from tests.drawn import draw
 
 speeds = st.floats(1e-4, 10)
@@ -82,7 +81,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(full_ring, "time", SimpleNamespace(perf_counter=made.now, sleep=made.sleep))
+    monkeypatch.setattr(full_ring, "time", SimpleNamespace(time=time.time, perf_counter=made.now, sleep=made.sleep))
     monkeypatch.setattr(full_ring, "LONGEST_PAUSE_S", 60.0)
     return made
 
@@ -95,7 +94,7 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
     if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
         assert not list(read_lines(tmp_path, PROBES, Probe))
         return
-    assert machine.paused_s == full_ring.ROUNDS * 3.0 * machine.depth
+    assert machine.paused_s == full_ring.PAIRS * 3.0 * machine.depth
     (found,) = read_lines(tmp_path, PROBES, Probe)
     assert found.automatic
     assert found.ratio == pytest.approx(4.0)
@@ -133,11 +132,11 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
     data, decode_into = draw(tmp_path / "data"), decode.decode_into
 
     def slowly(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.04)
         return decode_into(*arguments, **named)
 
     monkeypatch.setattr(decode, "decode_into", slowly)
-    monkeypatch.setattr(full_ring, "ROUNDS", 3)
+    monkeypatch.setattr(full_ring, "PAIRS", 3)
     monkeypatch.setattr(full_ring, "BUDGET", 1.0)
     ends: list[bytes] = []
     for name, after_s in (("with", 0.5), ("without", 1e9)):

@@ -29,7 +29,7 @@ wait_for_input()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
-    for name, value in (("WINDOW_S", 0.3), ("EVERY_S", 0.02), ("LOOK_S", 0.02), ("COST_MOST", 100.0)):
+    for name, value in (("WINDOW_S", 0.3), ("YOUNG_EVERY_S", 0.02), ("LOOK_S", 0.02), ("COST_MOST", 100.0)):
         monkeypatch.setattr(stacks, name, value)
 
 

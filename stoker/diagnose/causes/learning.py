@@ -46,9 +46,12 @@ ROWS = (
             "jump": Limit(
                 10.0,
                 "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "
-                "windows are no accident (our judgment)",
+                "windows are no accident, nor is one after which the loss stays above its beginning (our judgment)",
             ),
             "jumps": Limit(2, "such windows"),
+            "own_windows": Limit(
+                32, "windows from which a run of ours judges itself (training/stability.py, twice GROUP)"
+            ),
             "blew_up": Limit(1e4, "largest loss over the newest from which it blew up: no healthy one starts there"),
             "learns": Limit(0.7, "newest third over the middle one below which it falls (our judgment)"),
         },

@@ -29,9 +29,10 @@ def evaluation_heavy(seen: Records) -> Finding | None:
 
 def rate_too_high(seen: Records) -> Finding | None:
     told = _of_events(seen, "rate_too_high", "rate_too_high", rate="try", lost_s=_since_lowest(seen))
-    if told is not None or seen.ours:
+    cause = CATALOGUE["rate_too_high"]
+    if told is not None or (seen.ours and len(seen.learning.loss.points) >= cause.limit("own_windows")):
         return told
-    cause, worse = CATALOGUE["rate_too_high"], _worse(seen)
+    worse = _worse(seen)
     if worse is None:
         return None
     text, value, lost_s, since = worse
@@ -41,8 +42,8 @@ def rate_too_high(seen: Records) -> Finding | None:
 
 
 def _worse(seen: Records) -> tuple[str, float, float | None, str] | None:
-    """How a loss shows that it diverged: it has risen, it is far above its beginning, or it blew up and has learnt
-    nothing since; by which factor; and which time was lost."""
+    """How a loss shows that it diverged: it has risen, it is far above its beginning, it jumped and did not come back
+    there, or it blew up and has learnt nothing since; by which factor; and which time was lost."""
     cause, loss = CATALOGUE["rate_too_high"], seen.learning.loss
     values, noise = loss.values, _noise(seen)
     thirds = _thirds(loss)
@@ -65,6 +66,9 @@ def _worse(seen: Records) -> tuple[str, float, float | None, str] | None:
         return f"the loss jumped to {max(values):.3g}, is {now:.3g} and falls no more", max(values) / now, *every
     jumps = [value for value, least in zip(values[1:], itertools.accumulate(values, min), strict=False)
              if value >= cause.limit("jump") * least and value >= cause.limit("above_first") * first]  # fmt: skip
+    if jumps and now > first and math.log(max(jumps) / first) >= sigmas * noise:
+        text = f"the loss was {first:.3g} at the beginning, jumped to {max(jumps):.3g} and is {now:.3g} now"
+        return text, max(jumps) / first, *every
     if len(jumps) >= cause.limit("jumps"):
         text = (
             f"the loss was {first:.3g} at the beginning and has jumped {len(jumps)} times, to {max(jumps):.3g} at most"

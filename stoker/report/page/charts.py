@@ -211,7 +211,8 @@ def time_unit(span_s: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def _span(report: Report) -> float:
+def span(report: Report) -> float:
+    """Seconds from the run's start to its last window or sample."""
     ends = [series.x[-1] for series in report.machine.values() if series.x]
     if report.phases.x:
         ends.append(report.phases.x[-1] + report.phases.width)
@@ -230,7 +231,7 @@ def machine(
     **layout: Any,
 ) -> Markup | None:
     """Curves of devices.jsonl that begin with `prefix/`, of those `names` that are there."""
-    unit, seconds = time_unit(_span(report))
+    unit, seconds = time_unit(span(report))
     traces = [
         trace
         for n, name in enumerate(names)

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.records import PHASES
 from stoker.report import format as fmt
 from stoker.report.facts import Report
-from stoker.report.page.charts import PHASE_COLOURS, Charts, plain, time_unit, vertical_lines
+from stoker.report.page.charts import PHASE_COLOURS, Charts, plain, span, time_unit, vertical_lines
 from stoker.report.page.markup import Markup
 
 MOST_DEVICES = 8
@@ -20,8 +20,7 @@ def timeline(charts: Charts, report: Report) -> Markup | None:
     """The chart; None where no time is recorded."""
     if not report.phases.x:
         return None
-    ends = [series.x[-1] for series in report.machine.values() if series.x]
-    unit, seconds = time_unit(max([report.phases.x[-1] + report.phases.width, *ends]))
+    unit, seconds = time_unit(span(report))
     traces = _phases(report, seconds) + _counters(report, seconds) + _marks(report, seconds)
     rows = max((mark.number for mark in report.marks if mark.number is not None), default=0)
     share: dict[str, Any] = {"range": [0, 1.02], "tickformat": ".0%", "fixedrange": True, "nticks": 4}
