@@ -90,9 +90,10 @@ def main() -> None:
     model = keras.Sequential(
         [
             layers.Input((96, 96, 3)),
-            layers.Conv2D(24, 3, 2, "same", activation="relu"),
-            layers.Conv2D(48, 3, 2, "same", activation="relu"),
-            layers.Conv2D(48, 3, 1, "same", activation="relu"),
+            layers.Conv2D(32, 3, 2, "same", activation="relu"),
+            layers.Conv2D(64, 3, 2, "same", activation="relu"),
+            layers.Conv2D(64, 3, 1, "same", activation="relu"),
+            layers.Conv2D(64, 3, 1, "same", activation="relu"),
             layers.GlobalAveragePooling2D(),
             layers.Dense(4),
         ]

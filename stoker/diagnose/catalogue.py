@@ -36,6 +36,10 @@ COMMON: dict[str, Limit] = {
         "length up to which the first window with steps still belongs to the start: caches, "
         "autotuning and allocators warm up in it (our judgment)",
     ),
+    "sampled_error": Limit(
+        0.15,
+        "relative standard error of a share of samples beyond which no loss is named by it (binomial; our judgment)",
+    ),
     "samples": Limit(
         4, "samples of stacks, or of the processor time, below which their mean says nothing (our judgment)"
     ),

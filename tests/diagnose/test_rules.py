@@ -147,7 +147,7 @@ def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_pat
 
 
 def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
-    stacks = [{"main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
+    stacks = [{"samples": 100, "main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
     job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
     assert "host_waits" not in {f.cause for f in findings(tmp_path / "busy", job)}
     idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilisation": 0.5}})
@@ -160,13 +160,15 @@ def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
         ("recompiles", {"compile": 0.3, "compute": 0.7}), ("communication_bound", {"comm": 0.4, "compute": 0.6}),
         ("host_waits", {"sync": 0.4, "compute": 0.6}),
     ):  # fmt: skip
-        stacks = [{"main": main, "frames": {"train (job.py:10)": 0.5}}] * 2
-        found = findings(tmp_path / cause, {
+        stacks = [{"samples": 100, "main": main, "frames": {"train (job.py:10)": 0.5}}] * 2
+        job = {
             "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
             "host": lambda _: {"cores": 1.0},
-        })  # fmt: skip
-        finding = of(found, cause)
+        }  # fmt: skip
+        finding = of(findings(tmp_path / cause, job), cause)
         assert any("job.py:10" in line.text for line in finding.evidence), cause
+        few = findings(tmp_path / f"{cause}-few", job | {"stacks": [stacks[0] | {"samples": 12}] * 2})
+        assert of(few, cause).lost_device_s is None, "so few samples do not say how long"
         assert any("estimate" in line.text for line in finding.evidence), cause
 
 

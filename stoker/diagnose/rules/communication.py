@@ -1,7 +1,17 @@
 """Rules of "communication": exchanges, the ranks that hold them up, and the link to the host."""
 
 from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.rules.finding import found, is_long_enough, of_phase, percent, phase, share_of, stack_share, stacks
+from stoker.diagnose.rules.finding import (
+    found,
+    is_long_enough,
+    of_phase,
+    percent,
+    phase,
+    sampled_s,
+    share_of,
+    stack_share,
+    stacks,
+)
 from stoker.diagnose.seen import Records
 from stoker.schemas import Evidence, Finding
 
@@ -40,7 +50,7 @@ def communication_bound(seen: Records) -> Finding | None:
     if sampled is None or not is_long_enough(seen):
         return None
     return found(seen, "communication_bound", sampled, [stacks(seen, "an exchange", "comm")],
-                 lost_s=sampled * seen.steady.device_s, estimate="the share of the main thread's stacks")  # fmt: skip
+                 lost_s=sampled_s(seen, sampled), estimate="the share of the main thread's stacks")  # fmt: skip
 
 
 def pcie_degraded(seen: Records) -> Finding | None:

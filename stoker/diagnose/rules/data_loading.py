@@ -9,6 +9,7 @@ from stoker.diagnose.rules.finding import (
     of_phase,
     percent,
     phase,
+    sampled_s,
     share_of,
     stack_share,
     stacks,
@@ -187,7 +188,7 @@ def _wait(
     if share is None or not is_long_enough(seen):
         return None
     evidence = [stacks(seen, "a wait for pictures or in decoding", "input_wait", "decode"), *more]
-    return found(seen, cause_id, share, evidence, lost_s=share * seen.steady.device_s, threshold=_least(seen),
+    return found(seen, cause_id, share, evidence, lost_s=sampled_s(seen, share), threshold=_least(seen),
                  estimate="the share of the main thread's stacks", more_fix=more_fix,
                  confidence=confidence)  # fmt: skip
 

@@ -89,6 +89,14 @@ def stack_share(seen: Records, cause_id: str, *kinds: str) -> float | None:
     return share if share - common("sigmas") * error >= least else None
 
 
+def sampled_s(seen: Records, share: float) -> float | None:
+    """The device-seconds of a share that samples of stacks showed; None where they are too few to say how many."""
+    if not 0 < share < 1:
+        return share * seen.steady.device_s
+    error = math.sqrt((1 - share) / (share * seen.stacks.samples))
+    return share * seen.steady.device_s if error <= common("sampled_error") else None
+
+
 def taken_by_others(seen: Records) -> tuple[float, float] | None:
     """(share of the time for which that held the run up, the processor time that its threads wanted, in cores): of one
     thread or less, the time that it stood and others had its processor; of more, their share of what was wanted.

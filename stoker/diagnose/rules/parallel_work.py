@@ -9,6 +9,7 @@ from stoker.diagnose.rules.finding import (
     of_phase,
     percent,
     phase,
+    sampled_s,
     share_of,
     stack_share,
     stacks,
@@ -156,7 +157,7 @@ def _by_stacks(seen: Records, cause_id: str, what: str, *kinds: str) -> Finding 
     busy = [gpu.utilisation.value for gpu in seen.gpus.values() if gpu.utilisation.value is not None]
     share = min(share, 1 - max(busy, default=0.0))
     evidence = [stacks(seen, what, *kinds), _process(seen)]
-    return found(seen, cause_id, share, evidence, lost_s=share * seen.steady.device_s,
+    return found(seen, cause_id, share, evidence, lost_s=sampled_s(seen, share),
                  estimate="the share of the main thread's stacks")  # fmt: skip
 
 
