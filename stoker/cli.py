@@ -197,7 +197,8 @@ def export(
     conf
         Least score of a box; whoever runs the file can give another.
     iou
-        Of two boxes of a class that overlap more than this, the weaker is dropped; whoever runs it can give another.
+        Of two boxes of a class that overlap more than this, the weaker is dropped; whoever runs it can give another. 1:
+        the file suppresses nothing.
     max_detections
         Most boxes of a picture.
     opset

@@ -96,6 +96,8 @@ class ModelSettings:
     """Loss of the boxes: L1 of the encoded offsets, or generalised IoU of the decoded boxes."""
     tail: Literal["half", "full"] = AUTO
     """Width of the end of SSDlite's MobileNetV3: half, as its COCO weights have it, or full, as ImageNet's have it."""
+    nms_free: bool = AUTO
+    """Ember: also learn to find each object at one point alone, so that detections need no suppression."""
     checkpoint_activations: bool = AUTO
     """Keep less for the backward pass and compute it again there: a bigger batch in the same memory, slower steps."""
 

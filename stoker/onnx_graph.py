@@ -33,7 +33,7 @@ CANDIDATES = ("nms_boxes", "nms_scores", "nms_labels")
 
 SUPPRESSION = """
 suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidates}] nms_scores,
-             int64[pictures,{candidates}] nms_labels, float iou_threshold)
+             int64[pictures,{candidates}] nms_labels{threshold})
     => (float[pictures,{slots},4] boxes, float[pictures,{slots}] scores, int64[pictures,{slots}] labels,
         int64[pictures] count)
 {{
@@ -43,6 +43,22 @@ suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidate
     nms_last = Constant <value_ints = [-1]> ()
     nms_most = Constant <value_ints = [{slots}]> ()
     nms_side = Constant <value_ints = [1, 1, 4]> ()
+{survivors}
+    scores, nms_index = TopK <axis = 1> (nms_left, nms_most)
+    nms_valid = Greater (scores, nms_zero)
+    nms_chosen = GatherElements <axis = 1> (nms_labels, nms_index)
+    labels = Where (nms_valid, nms_chosen, nms_none)
+    nms_column = Unsqueeze (nms_index, nms_last)
+    nms_corner = Expand (nms_column, nms_side)
+    nms_best = GatherElements <axis = 1> (nms_boxes, nms_corner)
+    nms_shown = Unsqueeze (nms_valid, nms_last)
+    boxes = Where (nms_shown, nms_best, nms_zero)
+    nms_ones = Cast <to = 7> (nms_valid)
+    count = ReduceSum <keepdims = 0> (nms_ones, nms_axis)
+}}
+"""
+"""The best `slots` of what is left after the suppression: `detections.best_of`."""
+SURVIVORS = """
     nms_columns = Constant <value_ints = [0, 2]> ()
     nms_above = Constant <value_floats = [0.0]> ()
     nms_iou = Reshape (iou_threshold, nms_axis)
@@ -58,24 +74,15 @@ suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidate
     nms_shape = Shape (nms_scores)
     nms_empty = Expand (nms_zero, nms_shape)
     nms_left = ScatterND (nms_empty, nms_place, nms_found)
-
-    scores, nms_index = TopK <axis = 1> (nms_left, nms_most)
-    nms_valid = Greater (scores, nms_zero)
-    nms_chosen = GatherElements <axis = 1> (nms_labels, nms_index)
-    labels = Where (nms_valid, nms_chosen, nms_none)
-    nms_column = Unsqueeze (nms_index, nms_last)
-    nms_corner = Expand (nms_column, nms_side)
-    nms_best = GatherElements <axis = 1> (nms_boxes, nms_corner)
-    nms_shown = Unsqueeze (nms_valid, nms_last)
-    boxes = Where (nms_shown, nms_best, nms_zero)
-    nms_ones = Cast <to = 7> (nms_valid)
-    count = ReduceSum <keepdims = 0> (nms_ones, nms_axis)
-}}
 """
 """What `detections.suppress` does, without a loop: the scores are spread over one row per class, so that the operator
 suppresses within classes and exactly (moving each class's boxes apart, the usual trick, costs the last digits of their
-corners); the survivors are scattered back to their candidates, and the best `slots` of those taken. No class can use
-more than `slots`, so that is the operator's limit per class."""
+corners); the survivors are scattered back to their candidates. No class can use more than `slots`, so that is the
+operator's limit per class."""
+ALL_SURVIVE = """
+    nms_left = Identity (nms_scores)
+"""
+"""Where the limit is 1: no two boxes overlap by more."""
 
 
 class Front(nn.Module):
@@ -102,7 +109,8 @@ def build(
     batch: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> bytes:
-    """The ONNX file of a model on the CPU. batch: pictures per call, None for any number; slots: K, boxes of a picture.
+    """The ONNX file of a model on the CPU. iou_threshold: with 1 nothing is suppressed, and the file has neither the
+    operator nor the input; batch: pictures per call, None for any number; slots: K, boxes of a picture.
 
     Raises PreflightError when a package is missing, ConfigError for a number out of range.
     """
@@ -114,20 +122,25 @@ def build(
     graph = network.graph
     candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
     slots = min(slots, candidates)
-    text = SUPPRESSION.format(candidates=candidates, slots=slots)
+    suppresses = iou_threshold < 1
+    text = SUPPRESSION.format(
+        candidates=candidates, slots=slots, survivors=SURVIVORS if suppresses else ALL_SURVIVE,
+        threshold=", float iou_threshold" if suppresses else "",
+    )  # fmt: skip
     tail = onnx.parser.parse_graph(text)
-    classes = np.arange(len(card.class_names), dtype=np.int64)[None, :, None]
-    defaults = {
+    constants: dict[str, Any] = {
         "content": np.array([card.canvas], np.int32),
         "score_threshold": np.array(score_threshold, np.float32),
-        "iou_threshold": np.array(iou_threshold, np.float32),
     }
-    for name, value in {"nms_classes": classes, **defaults}.items():
+    if suppresses:
+        constants["iou_threshold"] = np.array(iou_threshold, np.float32)
+        constants["nms_classes"] = np.arange(len(card.class_names), dtype=np.int64)[None, :, None]
+    for name, value in constants.items():
         graph.initializer.append(helper.from_array(value, name))
     graph.node.extend(tail.node)
     del graph.output[:], graph.value_info[:]
     graph.output.extend(tail.output)
-    graph.input.append(next(given for given in tail.input if given.name == "iou_threshold"))
+    graph.input.extend(given for given in tail.input if given.name == "iou_threshold")
     for value in (*graph.input, *graph.output):
         _name_pictures(value, batch)
     _strip(network)

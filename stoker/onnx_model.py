@@ -76,6 +76,7 @@ class OnnxModel(nn.Module):
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
         """The file's own limit of suppression; files from before it was written down have 0.5."""
         batch = self._session.get_inputs()[0].shape[0]
+        self._suppresses = any(given.name == "iou_threshold" for given in self._session.get_overridable_initializers())
         self.batch: int | None = batch if isinstance(batch, int) else None
         """Pictures per call where the file was exported for a fixed number."""
 
@@ -110,14 +111,20 @@ class OnnxModel(nn.Module):
         score_threshold: float | None = None,
         iou_threshold: float | None = None,
     ) -> InSlots:
-        """images: [B, 3, H, W], RGB in the canvas; content: [B, 2]. A threshold that is None is the file's own.
+        """images: [B, 3, H, W], RGB in the canvas; content: [B, 2]. A threshold that is None is the file's own. Raises
+        ConfigError for another canvas, and for a limit of overlaps where the file has no suppression.
 
         A file of a fixed batch is run as often as needed, the last time with its last picture repeated.
         """
         canvas = tuple(images.shape[2:])
         if canvas != tuple(self.card.canvas):
             raise ConfigError(f"The model's canvas is {self.card.canvas}, the pictures lie in one of {canvas}.")
-        given = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
+        given = {"score_threshold": score_threshold}
+        if self._suppresses:
+            given["iou_threshold"] = iou_threshold
+        elif iou_threshold is not None and iou_threshold < 1:
+            fix = "leave --iou out, or export with the --iou that is wanted"
+            raise ConfigError("The ONNX file suppresses nothing: it was exported so.", fix=fix)
         thresholds = {name: np.array(value, np.float32) for name, value in given.items() if value is not None}
         parts = []
         for start in range(0, len(images), self.batch or len(images)):

@@ -43,6 +43,20 @@ def light() -> Config:
     )
 
 
+def ember() -> Config:
+    """The ember family."""
+    return from_fields(
+        {
+            "optimizer": "adamw",
+            "rate": 2e-3,
+            "momentum": 0.9,
+            "weight_decay": 0.05,
+            "schedule": "cosine",
+            "batch": 8,
+        }
+    )
+
+
 def standard() -> Config:
     """Models on ResNets at about 800 x 800; SGD as torchvision's reference: 0.01 at 16 pictures."""
     return from_fields(
@@ -71,5 +85,11 @@ def ssd() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"tiny": tiny, "light": light, "standard": standard, "ssd": ssd}
+RECIPES: dict[str, Callable[[], Config]] = {
+    "tiny": tiny,
+    "light": light,
+    "ember": ember,
+    "standard": standard,
+    "ssd": ssd,
+}
 """By name; each row of `models.MODELS` says from which it is trained."""

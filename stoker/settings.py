@@ -39,6 +39,7 @@ class Settings(TypedDict, total=False):
     focal_gamma: float
     box_loss: Literal["l1", "giou"]
     tail: Literal["half", "full"]
+    nms_free: bool
     checkpoint_activations: bool
     optimizer: Literal["sgd", "adamw"]
     rate: float

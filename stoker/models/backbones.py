@@ -23,6 +23,8 @@ from torchvision.models import (
 )
 from torchvision.models._utils import IntermediateLayerGetter
 
+from stoker.models.convolutions import Halving, convolution
+from stoker.models.csp import CspBody
 from stoker.models.norms import NORMS, Norm, NormKind, fold_frozen_norms
 
 Coarser = Literal["p6p7", "pool"] | None
@@ -56,21 +58,18 @@ class FeaturePyramid(nn.Module):
         return levels
 
 
-class Halving(nn.Conv2d):
-    """A 3 × 3 convolution with stride 2 and padding 1 that writes the padding out for maps one place wide.
+class NeckedBody(nn.Module):
+    """A body and any neck on top of it: images [B, 3, H, W] → what `neck` makes of the maps of `outputs`, children of
+    `body`."""
 
-    Left to oneDNN (torch 2.15, bf16 on CPUs), the gradient of taps that see padding alone is whatever memory held.
-    """
+    def __init__(self, body: nn.Module, outputs: Sequence[str], neck: nn.Module) -> None:
+        super().__init__()
+        self.body = IntermediateLayerGetter(body, {name: name for name in outputs})
+        self.neck = neck
 
-    def __init__(self, inputs: int, outputs: int, *, groups: int = 1, bias: bool = True) -> None:
-        super().__init__(inputs, outputs, 3, stride=2, padding=1, groups=groups, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, inputs, H, W] → [B, outputs, ⌈H / 2⌉, ⌈W / 2⌉]."""
-        if x.shape[3] > 1:
-            return super().forward(x)
-        padded = functional.pad(x, (1, 1, 1, 1))
-        return functional.conv2d(padded, self.weight, self.bias, self.stride, groups=self.groups)
+    def forward(self, images: Tensor) -> list[Tensor]:
+        levels: list[Tensor] = self.neck(list(self.body(images).values()))
+        return levels
 
 
 class TopDown(nn.Module):
@@ -159,6 +158,12 @@ def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> Body:
     return Body(lambda norm: make(weights=None, norm_layer=norm), stages, outputs)
 
 
+def _csp(width: int, depths: tuple[int, ...]) -> Body:
+    layers = [f"layer{n}" for n in range(1, 5)]
+    outputs = [(name, width * 2**n) for n, name in enumerate(["stem", *layers])]
+    return Body(lambda norm: CspBody(width, depths, norm), [["stem"], *([layer] for layer in layers)], outputs)
+
+
 def _mobilenet(make: Callable[..., nn.Module], first: tuple[int, ...], channels: tuple[int, ...]) -> Body:
     """first: the number of each stage's first child, and one past the last."""
 
@@ -179,6 +184,9 @@ BODIES: dict[str, Body] = {
     "resnext50_32x4d": _resnet(resnext50_32x4d, _BOTTLENECK),
     "mobilenet_v2": _mobilenet(mobilenet_v2, (0, 2, 4, 7, 14, 19), (16, 24, 32, 96, 1280)),
     "mobilenet_v3_large": _mobilenet(mobilenet_v3_large, (0, 2, 4, 7, 13, 17), (16, 24, 40, 112, 960)),
+    "csp16": _csp(16, (1, 1, 1, 1)),
+    "csp32": _csp(32, (1, 1, 1, 1)),
+    "csp48": _csp(48, (1, 2, 2, 1)),
     "tiny": Body(
         lambda norm: TinyBody(width=16, norm=norm),
         [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]],
@@ -206,12 +214,28 @@ def pyramid(
     `FeaturePyramid`; fpn_norm, lite: as there.
     """
     row = BODIES[body]
+    network = _body(row, norm, trainable_stages)
+    chosen = dict(row.outputs[finest - 1 :]) if outputs is None else outputs
+    return FeaturePyramid(network, chosen, channels, coarser=coarser, norm=fpn_norm, lite=lite)
+
+
+def necked(
+    body: str, neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int, finest: int = 3
+) -> NeckedBody:
+    """A body of BODIES with its first stages frozen, and the neck that `neck` makes for maps of these channels; finest:
+    as for `pyramid`."""
+    row = BODIES[body]
+    network = _body(row, norm, trainable_stages)
+    names, widths = zip(*row.outputs[finest - 1 :], strict=True)
+    return NeckedBody(network, names, neck(list(widths)))
+
+
+def _body(row: "Body", norm: NormKind, trainable_stages: int) -> nn.Module:
     network = row.build(NORMS[norm])
     if norm == "frozen":
         fold_frozen_norms(network)
     freeze_first(network, row.stages, trainable_stages)
-    chosen = dict(row.outputs[finest - 1 :]) if outputs is None else outputs
-    return FeaturePyramid(network, chosen, channels, coarser=coarser, norm=fpn_norm, lite=lite)
+    return network
 
 
 def freeze_first(body: nn.Module, stages: Sequence[Sequence[str]], trainable: int) -> None:
@@ -226,7 +250,7 @@ class TinyBody(nn.Sequential):
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.add_module("stem", _convolution(3, width, norm, stride=2))
+        self.add_module("stem", convolution(3, width, norm, stride=2))
         self.add_module("layer1", _stage(width, 2 * width, norm))
         self.add_module("layer2", _stage(2 * width, 3 * width, norm))
         self.add_module("layer3", _stage(3 * width, 4 * width, norm))
@@ -234,19 +258,14 @@ class TinyBody(nn.Sequential):
 
 
 def _stage(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(_convolution(inputs, outputs, norm, stride=2), _Residual(outputs, norm))
-
-
-def _convolution(inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-    return nn.Sequential(convolution, norm(outputs), nn.ReLU(inplace=True))
+    return nn.Sequential(convolution(inputs, outputs, norm, stride=2), _Residual(outputs, norm))
 
 
 class _Residual(nn.Module):
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        self.first = _convolution(channels, channels, norm)
-        self.second = _convolution(channels, channels, norm)[:2]
+        self.first = convolution(channels, channels, norm)
+        self.second = convolution(channels, channels, norm)[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(x + self.second(self.first(x)))

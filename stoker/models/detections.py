@@ -149,6 +149,18 @@ def _suppress(
     )
 
 
+def best_of(candidates: Candidates, slots: int) -> Detections:
+    """The best `slots` of the candidates of each picture, best first, whatever they overlap. The boxes stay in pixels
+    of the canvas."""
+    scores, place = candidates.scores.topk(min(slots, candidates.scores.shape[1]), dim=1)
+    boxes = candidates.boxes.gather(1, place[..., None].expand(-1, -1, 4))
+    valid = scores > 0
+    labels = torch.where(valid, candidates.labels.gather(1, place), 0)
+    found = Detections(torch.where(valid[..., None], boxes, 0.0), scores, labels, valid)
+    empty = slots - scores.shape[1]
+    return Detections(*(functional.pad(some, (0, 0) * (some.dim() - 2) + (0, empty)) for some in found))
+
+
 def to_original(detections: Detections, scale: Tensor, size: Tensor) -> Detections:
     """The same with boxes in pixels of the original pictures: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
     per_side = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stoker.batch import Batch
 from stoker.config import ModelSettings
-from stoker.models.detections import DETECTIONS, Candidates, Detections, suppress, to_original
+from stoker.models.detections import DETECTIONS, Candidates, Detections, best_of, suppress, to_original
 
 # Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
 PIXEL_MEAN = (0.485, 0.456, 0.406)
@@ -37,7 +37,8 @@ class Detector(nn.Module):
     """
 
     iou_threshold: float = 0.5
-    """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
+    """Two boxes of a class that overlap more are one object, where the caller does not say otherwise; from 1 on nothing
+    is suppressed."""
 
     body: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
@@ -100,9 +101,10 @@ class Detector(nn.Module):
         detections: int = DETECTIONS,
     ) -> Detections:
         """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
-        `Batch`; iou_threshold: default the model's own. Waits for the host, as "nms"."""
+        `Batch`; iou_threshold: default the model's own. Waits for the host, as "nms", where that is below 1."""
         limit = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():
             found = self.candidates(raw, content, score_threshold=score_threshold)
         with torch.no_grad(), torch.autocast(scale.device.type, enabled=False):
-            return to_original(suppress(found, iou_threshold=limit, slots=detections), scale, size)
+            kept = suppress(found, iou_threshold=limit, slots=detections) if limit < 1 else best_of(found, detections)
+            return to_original(kept, scale, size)

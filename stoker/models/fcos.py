@@ -187,12 +187,15 @@ class FCOS(Detector):
         return (ClassLayer("head.classification_head.cls_logits"),)
 
 
-def points_of(canvas: tuple[int, int], grids: list[tuple[int, int]], device: torch.device) -> Points:
-    """The points of pyramid levels of `grids` (height, width), finest first, row by row."""
+def points_of(
+    canvas: tuple[int, int], grids: list[tuple[int, int]], device: torch.device, *, shift: float = 0.0
+) -> Points:
+    """The points of pyramid levels of `grids` (height, width), finest first, row by row; `shift` of a stride away from
+    its multiples."""
     levels = []
     for level, (height, width) in enumerate(grids):
-        y = torch.arange(height, device=device, dtype=torch.float32) * (canvas[0] // height)
-        x = torch.arange(width, device=device, dtype=torch.float32) * (canvas[1] // width)
+        y = (torch.arange(height, device=device, dtype=torch.float32) + shift) * (canvas[0] // height)
+        x = (torch.arange(width, device=device, dtype=torch.float32) + shift) * (canvas[1] // width)
         centre = torch.stack((x[None, :].expand(height, width), y[:, None].expand(height, width)), dim=-1).flatten(0, 1)
         unit = FINEST * 2**level
         least = unit * RANGE[0] if level > 0 else 0.0

@@ -68,6 +68,41 @@ class _FocalLoss(torch.autograd.Function):
         return torch.mul(slopes, grads[0][:, None, None], out=result), None, None, None, None
 
 
+def soft_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
+    """Sum of the sigmoid cross-entropy of each picture with targets between 0 and 1: float32 [B].
+
+    logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each place;
+    of all other classes it is 0. Differentiable once, in `logits`; `block` as for `focal_loss`.
+    """
+    loss: Tensor = _SoftCrossEntropy.apply(logits, label, quality, block or block_of(logits))
+    return loss
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Every logit as of a target of 0, whose derivative is sigmoid(x); a target of q takes q x from the loss and q from
+    the derivative. As `_FocalLoss` it keeps the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
+        slopes = torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
+        sums = []
+        for pictures in _blocks(logits, block):
+            some, channel = at_least_fp32(logits[pictures]), label[pictures][..., None]
+            target = quality[pictures][..., None].to(some.dtype)
+            costs = _log_one_minus_sigmoid(some).sum((1, 2)) + (target * some.gather(2, channel)).sum((1, 2))
+            sums.append(-costs)
+            slopes[pictures] = some.sigmoid().scatter_add_(2, channel, -target)
+        ctx.save_for_backward(slopes)
+        ctx.dtype = logits.dtype
+        return torch.cat(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        result = torch.empty_like(slopes, dtype=ctx.dtype)
+        return torch.mul(slopes, grads[0][:, None, None], out=result), None, None, None
+
+
 def _blocks(logits: Tensor, block: int) -> Iterator[slice]:
     pictures = max(1, block // (logits.shape[1] * logits.shape[2]))
     return (slice(start, start + pictures) for start in range(0, logits.shape[0], pictures))

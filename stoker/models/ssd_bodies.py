@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import mobilenet_v3_large
 
-from stoker.models.backbones import BODIES, Halving, freeze_first
+from stoker.models.backbones import BODIES, freeze_first
+from stoker.models.convolutions import Halving
 from stoker.models.losses import at_least_fp32
 from stoker.models.norms import Norm, NormKind, fold_frozen_norms, slow_norm, trained
 

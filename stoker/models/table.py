@@ -27,6 +27,7 @@ from stoker.config import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.architecture import Architecture, Cost, Defaults
 from stoker.models.detector import Detector
+from stoker.models.ember import EMBER, EMBER_ON, ember_on
 from stoker.models.faster_rcnn import FASTER_RCNN, faster_rcnn_on
 from stoker.models.fcos import FCOS_DEFAULTS, fcos_on
 from stoker.models.memory import checkpoint_activations
@@ -141,6 +142,56 @@ MODELS: dict[str, Architecture] = {
             "box_loss": ("giou", "detections are scored by overlap"),
         },
         urls={},
+    ),
+    "ember_n": _row(
+        build=ember_on("csp16", channels=(64, 128, 256), depth=1),
+        what_for="CPUs and edge devices: a small modern detector without anchors, from scratch",
+        parameters=2_621_648,
+        cost=Cost(gflop=6.47, training_gflop=19.3, memory_gib=0.81),
+        recipe="ember",
+        canvas_side=640,
+        defaults=EMBER,
+        urls={},
+    ),
+    "ember_s": _row(
+        build=ember_on("csp32", channels=(128, 256, 512), depth=1),
+        what_for="small GPUs: three times the work of ember_n",
+        parameters=9_459_536,
+        cost=Cost(gflop=21.4, training_gflop=64.1, memory_gib=1.4),
+        recipe="ember",
+        canvas_side=640,
+        defaults=EMBER,
+        urls={},
+    ),
+    "ember_m": _row(
+        build=ember_on("csp48", channels=(192, 384, 576), depth=2),
+        what_for="GPUs: nine times the work of ember_n",
+        parameters=23_276_256,
+        cost=Cost(gflop=57.4, training_gflop=172.0, memory_gib=2.3),
+        recipe="ember",
+        canvas_side=640,
+        defaults=EMBER,
+        urls={},
+    ),
+    "ember_mobilenet_v2": _row(
+        build=ember_on("mobilenet_v2", channels=(64, 128, 256), depth=1),
+        what_for="CPUs, edge devices, tens of pictures: ember_n on a body that has seen ImageNet",
+        parameters=3_963_584,
+        cost=Cost(gflop=2.24, training_gflop=6.05, memory_gib=0.37),
+        recipe="ember",
+        canvas_side=320,
+        defaults=EMBER_ON,
+        urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+    ),
+    "ember_resnet18": _row(
+        build=ember_on("resnet18", channels=(64, 128, 256), depth=1),
+        what_for="GPUs, tens of pictures: on a body that has seen ImageNet",
+        parameters=12_791_616,
+        cost=Cost(gflop=33.8, training_gflop=81.3, memory_gib=0.81),
+        recipe="ember",
+        canvas_side=640,
+        defaults=EMBER_ON,
+        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
     "fcos_resnet50_fpn": _row(
         build=fcos_on("resnet50"),

@@ -1,0 +1,312 @@
+"""Ember beside Ultralytics' YOLO11n: accuracy for the same processor time of training, on the same pictures.
+
+    python benchmarks/ember.py --ultralytics ENVIRONMENT/bin/yolo [--data bccd dice] [--budgets 675 1300] [--json FILE]
+
+Every contestant trains on one thread, on the training pictures of a data set alone, at the same canvas or one of the
+same area, and is scored once, after its last step, on the test pictures, by this project's scores: AP and AP50 of the
+final weights. How many epochs fit a budget of processor seconds (user and system, of the whole training process from
+start to end) is measured beforehand by two short trainings, and the seconds that a training took are in its row.
+
+Ultralytics' package is AGPL: it is no dependency and nothing of it is imported. It runs as a program of its own, by its
+own commands, in an environment that you make (`python -m venv E; E/bin/pip install ultralytics`); without
+`--ultralytics` it is left out. Its settings are its own defaults but batch 8, which is ours too, and no workers.
+
+Each training is written to --json FILE as it ends; what is there is not measured again.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from processes import ROOT
+from quality import SHOWN, trainval
+from report import Bar, Report, options, publish
+
+from stoker.data.index import Index, open_index
+from stoker.evaluate import ground_truth, score
+from stoker.metrics import Detections, Metrics
+
+SIDE, BATCH = 320, 8
+GOALS = {("bccd", 675): (0.53, 0.84), ("bccd", 1300): (0.58, 0.885)}
+"""AP and AP50 that the mean of ember_n has to reach, beside those of the peer in the same run."""
+SHORT = (2, 6)
+"""Epochs of the trainings that say what an epoch costs."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set as both read it. ours: what `stoker train` gets; theirs: the same as a YOLO folder, its data.yaml."""
+
+    name: str
+    ours: Path
+    theirs: Path
+    index: Index
+
+    @property
+    def canvas(self) -> tuple[str, str]:
+        """Of no more pixels than the peer's square."""
+        return ("288", "352") if self.name == "bccd" else (str(SIDE), str(SIDE))
+
+
+@dataclass(frozen=True)
+class Training:
+    contestant: str
+    data: str
+    budget: int
+    seed: int
+
+
+def make_data(name: str, shared: Path, folder: Path) -> Data:
+    source = folder / name
+    if name == "bccd":
+        trainval(shared / "bccd" / "BCCD", source)
+    else:
+        source = shared / name
+    index = open_index(source)
+    theirs = folder / f"{name}-yolo"
+    for split in ("train", "test"):
+        for kind in ("images", "labels"):
+            (theirs / kind / split).mkdir(parents=True)
+        for row in index.rows(split).tolist():
+            (theirs / "images" / split / f"{row}.jpg").write_bytes(index.read(row))
+            (theirs / "labels" / split / f"{row}.txt").write_text("\n".join(yolo_lines(index, row)))
+    names = "".join(f"  {number}: {label}\n" for number, label in enumerate(index.class_names))
+    # Its trainer wants pictures to validate on; with val=False it looks at them after the last epoch alone.
+    text = f"path: {theirs}\ntrain: images/train\nval: images/test\nnames:\n{names}"
+    (theirs / "data.yaml").write_text(text)
+    return Data(name, source, theirs / "data.yaml", index)
+
+
+def yolo_lines(index: Index, row: int) -> Iterator[str]:
+    """Class, centre and sides of each box as shares of the picture."""
+    height, width = index.size[row].tolist()
+    for place in range(index.offsets[row], index.offsets[row + 1]):
+        x1, y1, x2, y2 = index.boxes[place].tolist()
+        numbers = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
+        yield f"{index.labels[place]} " + " ".join(f"{number:.6f}" for number in numbers)
+
+
+def spend(command: list[str], folder: Path) -> tuple[str, float]:
+    """(what a command prints, processor seconds of it and its children), on one thread. Raises CalledProcessError."""
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STOKER_CACHE_DIR": str(folder / "cache"),
+        "YOLO_CONFIG_DIR": str(folder / "yolo"), "YOLO_OFFLINE": "true", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=messages)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        messages.seek(0)
+        if process.returncode:
+            print(messages.read()[-3000:], file=sys.stderr)
+            raise subprocess.CalledProcessError(process.returncode, command)
+        return output.read(), used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True)
+class Trained:
+    cpu_s: float
+    ap: float
+    ap50: float
+    commands: tuple[list[str], ...]
+
+
+Contestant = Callable[[Data, int, int, Path], Trained]
+"""Trains so many epochs with a seed into a new folder, and is scored on the test pictures."""
+
+
+def of_stoker(model: str, *more: str) -> Contestant:
+    def contestant(data: Data, epochs: int, seed: int, folder: Path) -> Trained:
+        run = folder / "run"
+        train = [
+            sys.executable, "-m", "stoker", "train", str(data.ours), "--model", model, "--device", "cpu",
+            "--for", f"{epochs}ep", "--batch", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
+            "--canvas", *data.canvas, *more,
+        ]  # fmt: skip
+        _, cpu_s = spend(train, folder)
+        scoring = [sys.executable, "-m", "stoker", "eval", str(run / "final.safetensors"), str(data.ours),
+                   "--split", "test", "--json"]  # fmt: skip
+        scores = json.loads(spend(scoring, folder)[0])
+        return Trained(cpu_s, scores["ap"], scores["ap50"], (train, scoring))
+
+    return contestant
+
+
+def of_ultralytics(program: Path, model: str) -> Contestant:
+    def contestant(data: Data, epochs: int, seed: int, folder: Path) -> Trained:
+        common = [f"data={data.theirs}", f"imgsz={SIDE}", "device=cpu", "workers=0", "plots=False", f"project={folder}"]
+        train = [
+            str(program), "detect", "train", f"model={model}.yaml", f"epochs={epochs}", f"batch={BATCH}",
+            f"seed={seed}", "pretrained=False", "val=False", "name=run", *common,
+        ]  # fmt: skip
+        _, cpu_s = spend(train, folder)
+        find = [str(program), "detect", "val", f"model={folder / 'run' / 'weights' / 'last.pt'}", "save_json=True",
+                "name=found", *common]  # fmt: skip
+        spend(find, folder)
+        metrics = score_of(json.loads((folder / "found" / "predictions.json").read_text()), data.index)
+        return Trained(cpu_s, metrics.ap, metrics.ap50, (train, find))
+
+    return contestant
+
+
+def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
+    """Of predictions as COCO's result files have them; a picture's name is its row, and classes begin at 1."""
+    rows = index.rows("test")
+    boxes = np.array([one["bbox"] for one in found], np.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    detections = Detections(
+        row=np.array([int(one["image_id"]) for one in found], np.int64),
+        boxes=boxes,
+        score=np.array([one["score"] for one in found], np.float32),
+        label=np.array([one["category_id"] - 1 for one in found], np.int64),
+        pictures=np.asarray(rows, np.int64),
+    )
+    return score(ground_truth(index, rows), detections)
+
+
+def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
+    weights = str(asked.shared / "weights" / "mobilenet_v2_imagenet.pth")
+    made = {
+        "ember_n": of_stoker("ember_n"),
+        "ember_mobilenet_v2, from ImageNet": of_stoker("ember_mobilenet_v2", "--weights", weights),
+    }
+    if asked.ultralytics is not None:
+        made["yolo11n"] = of_ultralytics(asked.ultralytics, "yolo11n")
+    return {name: train for name, train in made.items() if not asked.only or name.split(",")[0] in asked.only}
+
+
+def epochs_for(budget: int, costs: list[tuple[int, float]]) -> int:
+    """As many as fit; costs: epochs and processor seconds of two short trainings."""
+    (few, few_s), (more, more_s) = costs
+    each = (more_s - few_s) / (more - few)
+    return max(1, math.floor((budget - few_s) / each + few))
+
+
+class Bench:
+    def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
+        self.asked, self.folder = asked, folder
+        self.made: dict[str, Data] = {}
+        self.rows = earlier(asked.json)
+        self.count = 0
+
+    def data(self, name: str) -> Data:
+        if name not in self.made:
+            self.made[name] = make_data(name, self.asked.shared, self.folder)
+        return self.made[name]
+
+    def train(self, train: Contestant, data: str, epochs: int, seed: int) -> Trained:
+        self.count += 1
+        place = self.folder / f"training-{self.count}"
+        place.mkdir()
+        return train(self.data(data), epochs, seed, place)
+
+    def row(self, key: Training, train: Contestant) -> dict[str, Any]:
+        """Trains, unless it is there."""
+        known = self.rows.get(key)
+        if known is not None:
+            return known
+        price = Training(key.contestant, key.data, 0, 0)
+        if price not in self.rows:
+            costs = [(epochs, self.train(train, key.data, epochs, 0).cpu_s) for epochs in SHORT]
+            self.rows[price] = {"what": "price", **shown(price), "costs": costs}
+        epochs = epochs_for(key.budget, self.rows[price]["costs"])
+        done = self.train(train, key.data, epochs, key.seed)
+        commands = "; ".join(" ".join(command) for command in done.commands)
+        for path, name in ((self.folder, "TEMPORARY"), (self.asked.shared, SHOWN), (Path(sys.executable), "python")):
+            commands = commands.replace(str(path), name)
+        if self.asked.ultralytics is not None:
+            commands = commands.replace(str(self.asked.ultralytics), "yolo")
+        found = {"what": "training", **shown(key), "epochs": epochs, "CPU s": done.cpu_s, "AP": done.ap,
+                 "AP50": done.ap50, "command": commands}  # fmt: skip
+        self.rows[key] = found
+        print({name: value for name, value in found.items() if name != "command"}, file=sys.stderr, flush=True)
+        return found
+
+
+def shown(key: Training) -> dict[str, Any]:
+    return {"contestant": key.contestant, "data": key.data, "budget": key.budget, "seed": key.seed}
+
+
+def earlier(path: Path | None) -> dict[Training, dict[str, Any]]:
+    """The rows of an earlier results file."""
+    if path is None or not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {
+        Training(row["contestant"], row["data"], row["budget"], row["seed"]): row
+        for row in rows if row["what"] in ("training", "price")
+    }  # fmt: skip
+
+
+def main_run(asked: argparse.Namespace) -> Report:
+    report = Report("AP on test for the same CPU-seconds of training, mean of the seeds", asked.seeds)
+    report.packages = ("stoker", "torch", "torchvision")
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
+        bench = Bench(asked, Path(folder))
+        keys = [
+            (Training(name, data, budget, seed), train)
+            for data in asked.data for budget in asked.budgets for seed in range(asked.seeds)
+            for name, train in contestants(asked).items()
+        ]  # fmt: skip
+        for key, train in keys:
+            bench.row(key, train)
+            conclude(report, list(bench.rows.values()))
+            report.write(asked.json)
+    return report
+
+
+def conclude(report: Report, rows: list[dict[str, Any]]) -> None:
+    trained = [row for row in rows if row["what"] == "training"]
+    means: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for row in trained:
+        key = (row["data"], row["budget"], row["contestant"])
+        of_key = [one for one in trained if (one["data"], one["budget"], one["contestant"]) == key]
+        means[key] = {
+            "what": f"{key[2]} on {key[0]}, {key[1]} s: mean of {len(of_key)}",
+            **{name: statistics.fmean(one[name] for one in of_key) for name in ("epochs", "CPU s", "AP", "AP50")},
+            "AP from": min(one["AP"] for one in of_key), "to": max(one["AP"] for one in of_key),
+        }  # fmt: skip
+    report.rows = [*rows, *means.values()]
+    report.bars = []
+    for (data, budget, name), mean in means.items():
+        if name != "ember_n":
+            continue
+        where = f"{data}, {budget} CPU-seconds"
+        for number, goal in zip(("AP", "AP50"), GOALS.get((data, budget), ()), strict=False):
+            report.bars.append(Bar.at_least(f"{number} of ember_n, {where}", mean[number], goal))
+        for other, label in ((means.get((data, budget, "yolo11n")), "yolo11n"),):
+            if other is not None:
+                for number in ("AP", "AP50"):
+                    text = f"{number} of ember_n over {label}'s, {where}"
+                    report.bars.append(Bar.at_least(text, mean[number] / other[number], 1.0))
+        tuned = means.get((data, budget, "ember_mobilenet_v2, from ImageNet"))
+        if tuned is not None:
+            text = f"AP fine-tuned over from scratch, {where}"
+            report.bars.append(Bar.at_least(text, tuned["AP"] / mean["AP"], 1.0))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options(__doc__)
+    made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
+    made.add_argument("--only", nargs="+", choices=("ember_n", "ember_mobilenet_v2", "yolo11n"))
+    made.add_argument("--data", nargs="+", choices=("bccd", "dice"), default=["bccd", "dice"])
+    made.add_argument("--budgets", nargs="+", type=int, default=[675, 1300], help="CPU-seconds of a training")
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),
+                      help="folder of the data sets and weights; default STOKER_TEST_DATA")  # fmt: skip
+    return made
+
+
+if __name__ == "__main__":
+    publish(main_run, parser())
