@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,26 @@ def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def spend(command: list[str], folder: Path, **more: str) -> tuple[str, float]:
+    """(what a command prints, processor seconds of it and its children, user and system), on one thread.
+
+    It runs in `folder`, where the caches are, too; more: environment variables. Raises CalledProcessError, and shows
+    the end of what the command complained of.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+                   "STOKER_CACHE_DIR": str(folder / "cache"), **more}  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=messages)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        messages.seek(0)
+        if process.returncode:
+            print(messages.read()[-3000:], file=sys.stderr)
+            raise subprocess.CalledProcessError(process.returncode, command)
+        return output.read(), used.ru_utime + used.ru_stime
 
 
 def answer(functions: dict[str, Callable[..., dict[str, Any] | None]]) -> None:

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import ROOT
+from processes import ROOT, spend
 from report import Bar, Report, options, publish
 
 BUDGET_S = 1330.0
@@ -110,45 +109,28 @@ def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     weights = str(arguments.shared / "weights" / "mobilenet_v2_imagenet.pth")
     if run.kind == "theirs":
         small = ["--side", "96"] if arguments.quick else []
-        theirs = ["benchmarks/torchvision_training.py", data, "--weights", weights, "--steps", str(run.steps),
-                  "--seed", str(run.seed), *small]  # fmt: skip
+        theirs = [sys.executable, str(ROOT / "benchmarks" / "torchvision_training.py"), data, "--weights", weights,
+                  "--steps", str(run.steps), "--seed", str(run.seed), *small]  # fmt: skip
         output, _ = spend(theirs, folder)
         scores = json.loads(output.splitlines()[-1])
         cpu_s, commands = scores["cpu_s"], [theirs]
     else:
         small = ["--canvas", "96", "128"] if arguments.quick else []
         place = folder / f"{run.kind}-{run.seed}"
-        train = ["-m", "stoker", "train", data, "--model", "retinanet_mobilenet_v2_fpn", "--weights", weights,
+        stoker = [sys.executable, "-m", "stoker"]
+        train = [*stoker, "train", data, "--model", "retinanet_mobilenet_v2_fpn", "--weights", weights,
                  "--device", "cpu", "--for", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
                  "--run", str(place), *small]  # fmt: skip
-        score = ["-m", "stoker", "eval", str(place / "final.safetensors"), data, "--split", "test", "--json"]
+        score = [*stoker, "eval", str(place / "final.safetensors"), data, "--split", "test", "--json"]
         _, cpu_s = spend(train, folder)
         output, _ = spend(score, folder)
         scores, commands = json.loads(output), [train, score]
-    shown = "; ".join(" ".join(["python", *command]) for command in commands)
-    for path, name in ((folder, "TEMPORARY"), (arguments.shared, SHOWN)):
+    shown = "; ".join(" ".join(command) for command in commands)
+    paths = (folder, "TEMPORARY"), (arguments.shared, SHOWN), (sys.executable, "python"), (f"{ROOT}/", "")
+    for path, name in paths:
         shown = shown.replace(str(path), name)
     return {"what": run.kind, "seed": run.seed, "steps": run.steps, "AP": scores["ap"], "AP50": scores["ap50"],
             "CPU s": cpu_s, "command": shown}  # fmt: skip
-
-
-def spend(arguments: list[str], folder: Path) -> tuple[str, float]:
-    """(what a Python command prints, processor seconds of it and its children), on one thread.
-
-    Raises CalledProcessError.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOKER_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, *arguments]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=messages)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        messages.seek(0)
-        if process.returncode:
-            print(messages.read()[-3000:], file=sys.stderr)
-            raise subprocess.CalledProcessError(process.returncode, command)
-        return output.read(), used.ru_utime + used.ru_stime
 
 
 def conclude(report: Report, done: Rows, lengths: dict[str, int]) -> None:

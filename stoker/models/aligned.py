@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.device import block_of
 from stoker.models.boxes import iou
-from stoker.models.matching import BACKGROUND
+from stoker.models.matching import BACKGROUND, blocks
 
 ALPHA, BETA = 1.0, 6.0
 """Of the score and of the IoU: TOOD, section 4.1."""
@@ -49,13 +48,11 @@ def assign(
     that a point overlaps equally, the one in the lower slot has it. Pictures are taken together, and slots apart, so
     that no more than `block` alignments are computed at once; default: as suits the device.
     """
-    block, count = block or block_of(predicted), centre.shape[0]
-    pictures, rows = max(1, block // max(1, boxes.shape[1] * count)), max(1, block // count)
-    parts = [slice(first, first + pictures) for first in range(0, boxes.shape[0], pictures)]
+    parts, rows = blocks(boxes, centre.shape[0], block)
+    most = min(most, centre.shape[0])
     with torch.no_grad():
         found = [
-            _assign(scores[p], predicted[p], centre, boxes[p], labels[p], valid[p], reach, min(most, count), rows)
-            for p in parts
+            _assign(scores[p], predicted[p], centre, boxes[p], labels[p], valid[p], reach, most, rows) for p in parts
         ]
         return Aligned(*(torch.cat(column) for column in zip(*found, strict=True)))
 

@@ -5,7 +5,7 @@ A block sends half of its channels through residual convolutions and joins what 
 short ways for the gradient. The neck hands features down to the finest map and up again (PANet, arXiv 1803.01534).
 
 Activations are ReLUs: accelerators, oneDNN and onnxruntime compute one with the convolution before it, and SiLU in
-passes of its own over memory. LOG.md has what each costs and brings.
+passes of its own over memory.
 """
 
 from collections.abc import Sequence

@@ -26,18 +26,17 @@ from stoker.models.convolutions import convolution
 from stoker.models.csp import PathAggregation
 from stoker.models.detections import CANDIDATES, Candidates, best_of_levels, candidates_in
 from stoker.models.detector import ClassLayer, Detector
-from stoker.models.fcos import FINEST, Points, decode, points_of
+from stoker.models.fcos import FINEST, Points, PointsOf, decode
 from stoker.models.losses import at_least_fp32, soft_cross_entropy
 from stoker.models.norms import NORMS, Norm, trained
 from stoker.models.retinanet import PRIOR
 
 BINS = 16
-"""Distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32. GFL, table 3: more bring
-nothing."""
+"""Distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
 CANDIDATES_OF_A_BOX = 10
 """Points that learn to find a box, at most. TOOD: 13, on five levels; here on three."""
 IOU_THRESHOLD = 0.7
-"""Of the suppression. Boxes are good enough that two objects may overlap by more than the usual 0.5."""
+"""Of the suppression: two objects of a class may overlap by more than the usual 0.5."""
 CLASSES = 4
 """Place of the last layer in a tower of classes."""
 CLASS_WEIGHT, BOX_WEIGHT, DISTRIBUTION_WEIGHT = 1.0, 2.5, 0.5
@@ -70,7 +69,7 @@ class Towers(nn.Module):
 
     def __init__(self, channels: list[int], class_count: int, norm: Norm) -> None:
         super().__init__()
-        box, kind = max(16, channels[0] // 4, 4 * BINS), max(channels[0], min(class_count, 100))
+        box, kind = 4 * BINS, max(channels[0], min(class_count, 100))
         self.sides = nn.ModuleList(
             nn.Sequential(convolution(width, box, norm), convolution(box, box, norm), nn.Conv2d(box, 4 * BINS, 1))
             for width in channels
@@ -115,7 +114,7 @@ class Ember(Detector):
         self.head = nn.ModuleDict({"many": Towers(channels, class_count, norm)})
         if settings.nms_free:
             self.head["one"] = Towers(channels, class_count, norm)
-        self._points: dict[tuple[tuple[int, int], torch.device], Points] = {}
+        self.points = PointsOf(shift=0.5)
         self.register_buffer("distance", torch.arange(BINS, dtype=torch.float32), persistent=False)
 
     def forward(self, images: Tensor) -> Raw:
@@ -127,14 +126,6 @@ class Ember(Detector):
         many = self.head["many"](levels) if self.training or not alone else None
         one = self.head["one"]([level.detach() for level in levels]) if alone else None
         return Raw(many, one, points, tuple(height * width for height, width in grids))
-
-    def points(self, canvas: tuple[int, int], grids: list[tuple[int, int]], device: torch.device) -> Points:
-        """The points of a canvas, in the middle of their places; made once, as FCOS's."""
-        key = (canvas, device)
-        if key not in self._points:
-            with torch.inference_mode(False):
-                self._points[key] = points_of(canvas, grids, device, shift=0.5)
-        return self._points[key]
 
     def boxes(self, sides: Tensor, centre: Tensor, unit: Tensor) -> Tensor:
         """Boxes xyxy, float32 [..., 4], of distributions [..., 4 · BINS] at points `centre` [..., 2]."""
@@ -215,7 +206,7 @@ def distribution_loss(sides: Tensor, distances: Tensor) -> Tensor:
     sides: [..., 4 · BINS], logits; distances: [..., 4]; what does not fit between the first and the last bin is cut.
     """
     log_shares = at_least_fp32(sides).reshape(*sides.shape[:-1], 4, BINS).log_softmax(-1)
-    distances = distances.clamp(0, BINS - 1.01)
+    distances = distances.to(log_shares.dtype).clamp(0, BINS - 1.01)
     below = distances.floor()
     above_share, index = distances - below, below.to(torch.int64)[..., None]
     either = log_shares.gather(-1, index)[..., 0], log_shares.gather(-1, index + 1)[..., 0]
@@ -225,7 +216,7 @@ def distribution_loss(sides: Tensor, distances: Tensor) -> Tensor:
 EMBER: Defaults = {
     "norm": ("train", "there are no pretrained weights"),
     "trainable_stages": (5, "there are no pretrained weights"),
-    "nms_free": (False, "suppression costs little beside the second pair of towers"),
+    "nms_free": (False, "one pair of towers less; what it would bring is not measured yet"),
 }
 """Of those with a body of their own."""
 EMBER_ON: Defaults = {**PRETRAINED, "nms_free": EMBER["nms_free"]}

@@ -120,7 +120,7 @@ class FCOS(Detector):
         nn.init.constant_(classes.get_parameter("cls_logits.bias"), -math.log((1 - PRIOR) / PRIOR))
         boxes = Tower(channels, depth, {"bbox_reg": 4, "bbox_ctrness": 1})
         self.head = nn.ModuleDict({"classification_head": classes, "regression_head": boxes})
-        self._points: dict[tuple[tuple[int, int], torch.device], Points] = {}
+        self.points = PointsOf()
 
     def forward(self, images: Tensor) -> Raw:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
@@ -131,14 +131,6 @@ class FCOS(Detector):
         points = self.points((images.shape[2], images.shape[3]), grids, images.device)
         counts = tuple(height * width for height, width in grids)
         return Raw(logits, distances.relu(), centerness[..., 0], points, counts)
-
-    def points(self, canvas: tuple[int, int], grids: list[tuple[int, int]], device: torch.device) -> Points:
-        """The points of a canvas, made once: as anchors (`anchors.py`), they would be dozens of kernels a step."""
-        key = (canvas, device)
-        if key not in self._points:
-            with torch.inference_mode(False):  # tensors of inference mode could not be saved for backward later
-                self._points[key] = points_of(canvas, grids, device)
-        return self._points[key]
 
     def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal), `bbox_regression` (1 - GIoU) and `bbox_ctrness` (cross-entropy), fp32 scalars.
@@ -185,6 +177,22 @@ class FCOS(Detector):
 
     def class_layers(self) -> tuple[ClassLayer, ...]:
         return (ClassLayer("head.classification_head.cls_logits"),)
+
+
+class PointsOf:
+    """The points of each canvas as `points_of` makes them, made once: as anchors (`anchors.py`), they would be dozens
+    of kernels a step."""
+
+    def __init__(self, *, shift: float = 0.0) -> None:
+        self.shift = shift
+        self._made: dict[tuple[tuple[int, int], torch.device], Points] = {}
+
+    def __call__(self, canvas: tuple[int, int], grids: list[tuple[int, int]], device: torch.device) -> Points:
+        key = (canvas, device)
+        if key not in self._made:
+            with torch.inference_mode(False):  # tensors of inference mode could not be saved for backward later
+                self._made[key] = points_of(canvas, grids, device, shift=self.shift)
+        return self._made[key]
 
 
 def points_of(

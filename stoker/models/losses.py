@@ -40,8 +40,7 @@ class _FocalLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, alpha: float, gamma: float, block: int) -> Tensor:
-        # fp16 would lose the small ones: they come before the loss scale is applied.
-        slopes = torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
+        slopes = _slopes_of(logits)
         sums = []
         for pictures in _blocks(logits, block):
             some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
@@ -56,16 +55,12 @@ class _FocalLoss(torch.autograd.Function):
             slope.mul_(1 - alpha)
             slope.scatter_(2, channel, torch.where(positive, -alpha * slope_if, (1 - alpha) * slope_here))
             slopes[pictures] = slope.masked_fill_(ignored, 0.0)
-        ctx.save_for_backward(slopes)
-        ctx.dtype = logits.dtype
+        _keep_slopes(ctx, slopes, logits)
         return torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        # Into a tensor made beforehand: the product is rounded once, and no fp32 copy of it is made.
-        result = torch.empty_like(slopes, dtype=ctx.dtype)
-        return torch.mul(slopes, grads[0][:, None, None], out=result), None, None, None, None
+        return _times_slopes(ctx, grads[0]), None, None, None, None
 
 
 def soft_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
@@ -84,7 +79,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
-        slopes = torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
+        slopes = _slopes_of(logits)
         sums = []
         for pictures in _blocks(logits, block):
             some, channel = at_least_fp32(logits[pictures]), label[pictures][..., None]
@@ -92,15 +87,31 @@ class _SoftCrossEntropy(torch.autograd.Function):
             costs = _log_one_minus_sigmoid(some).sum((1, 2)) + (target * some.gather(2, channel)).sum((1, 2))
             sums.append(-costs)
             slopes[pictures] = some.sigmoid().scatter_add_(2, channel, -target)
-        ctx.save_for_backward(slopes)
-        ctx.dtype = logits.dtype
+        _keep_slopes(ctx, slopes, logits)
         return torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        result = torch.empty_like(slopes, dtype=ctx.dtype)
-        return torch.mul(slopes, grads[0][:, None, None], out=result), None, None, None
+        return _times_slopes(ctx, grads[0]), None, None, None
+
+
+def _slopes_of(logits: Tensor) -> Tensor:
+    """Room for a derivative of each logit, in their own type; fp16 would lose the small ones, which come before the
+    loss scale is applied."""
+    return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
+
+
+def _keep_slopes(ctx: Any, slopes: Tensor, logits: Tensor) -> None:
+    ctx.save_for_backward(slopes)
+    ctx.dtype = logits.dtype
+
+
+def _times_slopes(ctx: Any, grad: Tensor) -> Tensor:
+    """The gradient of the logits [B, A, C], of that of each picture's sum [B]. Into a tensor made beforehand: the
+    product is rounded once, and no fp32 copy of it is made."""
+    (slopes,) = ctx.saved_tensors
+    result = torch.empty_like(slopes, dtype=ctx.dtype)
+    return torch.mul(slopes, grad[:, None, None], out=result)
 
 
 def _blocks(logits: Tensor, block: int) -> Iterator[slice]:

@@ -46,12 +46,17 @@ def by_blocks(
 ) -> Tensor:
     """`some(boxes [b, M, 4], valid [b, M], rows)` of as many pictures at a time as `block` allows with `count` anchors,
     one after the other: [B, …]. `rows` is how many of the M slots it may take at once. Without gradients."""
-    block = block or block_of(boxes)
-    pictures = max(1, block // max(1, boxes.shape[1] * count))
-    rows = max(1, block // count)
-    parts = [slice(first, first + pictures) for first in range(0, boxes.shape[0], pictures)]
+    parts, rows = blocks(boxes, count, block)
     with torch.no_grad():
         return torch.cat([some(boxes[part], valid[part], rows) for part in parts])
+
+
+def blocks(boxes: Tensor, count: int, block: int | None) -> tuple[list[slice], int]:
+    """(pictures that are taken together, slots that are taken at once), so that of boxes [B, M, 4] and `count` places
+    no more than `block` pairs are computed at once; default: as suits the device."""
+    block = block or block_of(boxes)
+    pictures = max(1, block // max(1, boxes.shape[1] * count))
+    return [slice(first, first + pictures) for first in range(0, boxes.shape[0], pictures)], max(1, block // count)
 
 
 def _match(

@@ -8,6 +8,7 @@ from stoker.diagnose.catalogue import CATALOGUE
 from stoker.diagnose.rules import RULES, Records, judge, read
 from stoker.records import DEVICES
 from stoker.schemas import Finding
+from stoker.training.stability import GROUP
 from tests.diagnose.built import FACTS, HEALTHY_HOST, OURS, make_run
 from tests.diagnose.cases import CASES, FETCHING, HEALTHY, MAY_BE_BESIDE, Case
 
@@ -20,6 +21,10 @@ def findings(path: Path, case: Case) -> list[Finding]:
 def of(found: list[Finding], cause: str) -> Finding:
     (one,) = [finding for finding in found if finding.cause == cause]
     return one
+
+
+def test_a_run_of_ours_is_judged_by_its_course_when_its_own_alarms_can_be() -> None:
+    assert CATALOGUE["rate_too_high"].limit("own_windows") == 2 * GROUP
 
 
 def test_every_cause_has_a_rule_of_its_name_and_a_case() -> None:
