@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -27,13 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from processes import ROOT, spend
 from quality import SHOWN, trainval
 from report import Bar, Report, options, publish
+from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.data.index import Index, open_index
 from stoker.evaluate import ground_truth, score
 from stoker.metrics import Detections, Metrics
+from stoker.models import saved
 
 OURS, TUNED, PEER = "ember_n", "ember_mobilenet_v2, from ImageNet", "yolo11n"
 SIDE, BATCH = 320, 8
@@ -52,11 +56,10 @@ class Data:
     ours: Path
     theirs: Path
     index: Index
-
-    @property
-    def canvas(self) -> tuple[str, str]:
-        """Of no more pixels than the peer's square."""
-        return ("288", "352") if self.name == "bccd" else (str(SIDE), str(SIDE))
+    side: int
+    """Of the peer's canvas, a square."""
+    canvas: tuple[int, int]
+    """Ours, of no more pixels."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Training:
     seed: int
 
 
-def make_data(name: str, shared: Path, folder: Path) -> Data:
+def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None) -> Data:
+    """side: of the canvas, the same square for both; default: SIDE for the peer, and for us what suits the pictures."""
     source = folder / name
     if name == "bccd":
         trainval(shared / "bccd" / "BCCD", source)
@@ -85,7 +89,9 @@ def make_data(name: str, shared: Path, folder: Path) -> Data:
     # Its trainer wants pictures to validate on; with val=False it looks at them after the last epoch alone.
     text = f"path: {theirs}\ntrain: images/train\nval: images/test\nnames:\n{names}"
     (theirs / "data.yaml").write_text(text)
-    return Data(name, source, theirs / "data.yaml", index)
+    square = side or SIDE
+    canvas = (288, 352) if side is None and name == "bccd" else (square, square)
+    return Data(name, source, theirs / "data.yaml", index, square, canvas)
 
 
 def yolo_lines(index: Index, row: int) -> Iterator[str]:
@@ -102,6 +108,9 @@ class Trained:
     cpu_s: float
     ap: float
     ap50: float
+    parameters: int
+    gflop: float
+    """1e9 operations of a picture of 640 × 640."""
     commands: tuple[list[str], ...]
 
 
@@ -115,20 +124,30 @@ def of_stoker(model: str, *more: str) -> Contestant:
         train = [
             sys.executable, "-m", "stoker", "train", str(data.ours), "--model", model, "--device", "cpu",
             "--for", f"{epochs}ep", "--batch", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
-            "--canvas", *data.canvas, *more,
+            "--canvas", *map(str, data.canvas), *more,
         ]  # fmt: skip
         _, cpu_s = spend(train, folder)
         scoring = [sys.executable, "-m", "stoker", "eval", str(run / "final.safetensors"), str(data.ours),
                    "--split", "test", "--json"]  # fmt: skip
         scores = json.loads(spend(scoring, folder)[0])
-        return Trained(cpu_s, scores["ap"], scores["ap50"], (train, scoring))
+        return Trained(cpu_s, scores["ap"], scores["ap50"], *size_of(run), (train, scoring))
 
     return contestant
 
 
+def size_of(run: Path) -> tuple[int, float]:
+    """Parameters of a trained model, and 1e9 operations for a picture of 640 × 640."""
+    model, _ = saved.load(run / "final.safetensors")
+    pixels = torch.zeros(1, 3, 640, 640, dtype=torch.uint8)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(pixels)
+    return sum(weight.numel() for weight in model.parameters()), counter.get_total_flops() / 1e9
+
+
 def of_ultralytics(program: Path, model: str) -> Contestant:
     def contestant(data: Data, epochs: int, seed: int, folder: Path) -> Trained:
-        common = [f"data={data.theirs}", f"imgsz={SIDE}", "device=cpu", "workers=0", "plots=False", f"project={folder}"]
+        common = [f"data={data.theirs}", f"imgsz={data.side}", "device=cpu", "workers=0", "plots=False",
+                  f"project={folder}"]  # fmt: skip
         train = [
             str(program), "detect", "train", f"model={model}.yaml", f"epochs={epochs}", f"batch={BATCH}",
             f"seed={seed}", "pretrained=False", "val=False", "name=run", *common,
@@ -136,9 +155,10 @@ def of_ultralytics(program: Path, model: str) -> Contestant:
         _, cpu_s = spend(train, folder)
         find = [str(program), "detect", "val", f"model={folder / 'run' / 'weights' / 'last.pt'}", "save_json=True",
                 "name=found", *common]  # fmt: skip
-        spend(find, folder)
+        said = re.findall(r"([\d,]+) parameters.*?([\d.]+) GFLOPs", spend(find, folder)[0])
+        size = int(said[-1][0].replace(",", "")), float(said[-1][1])
         metrics = score_of(json.loads((folder / "found" / "predictions.json").read_text()), data.index)
-        return Trained(cpu_s, metrics.ap, metrics.ap50, (train, find))
+        return Trained(cpu_s, metrics.ap, metrics.ap50, *size, (train, find))
 
     return contestant
 
@@ -203,10 +223,12 @@ class Bench:
             return known
         price = Training(key.contestant, key.data, 0, 0)
         if price not in self.rows:
-            costs = [(epochs, self.train(train, key.data, epochs, 0).cpu_s) for epochs in SHORT]
+            short = [self.train(train, key.data, epochs, 0) for epochs in SHORT]
+            costs = [(epochs, done.cpu_s) for epochs, done in zip(SHORT, short, strict=True)]
             pictures = len(self.data(key.data).index.rows("train"))
             each = each_epoch(costs) / pictures * 1000
-            self.rows[price] = {"what": "price", **shown(price), "costs": costs, "ms a picture": each}
+            self.rows[price] = {"what": "price", **shown(price), "costs": costs, "ms a picture": each,
+                                "parameters": short[0].parameters, "GFLOP at 640": short[0].gflop}  # fmt: skip
         epochs = epochs_for(key.budget, self.rows[price]["costs"])
         done = self.train(train, key.data, epochs, key.seed)
         commands = "; ".join(" ".join(command) for command in done.commands)

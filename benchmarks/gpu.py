@@ -37,6 +37,9 @@ CASES = [
     Case("ssd300_vgg16", 80, 64, (300, 300)),
     Case("ssdlite320_mobilenet_v3_large", 80, 128, (320, 320), optimizer="adamw"),
     Case("retinanet_mobilenet_v2_fpn", 80, 128, (320, 320), optimizer="adamw"),
+    Case("ember_n", 80, 64, (640, 640), optimizer="adamw"),
+    Case("ember_s", 80, 64, (640, 640), optimizer="adamw"),
+    Case("ember_m", 80, 32, (640, 640), optimizer="adamw"),
 ]
 """In the order in which they are measured; the goals are for an H200."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
