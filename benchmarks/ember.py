@@ -180,10 +180,16 @@ def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
 
 def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
     weights = str(asked.shared / "weights" / "mobilenet_v2_imagenet.pth")
-    made = {OURS: of_stoker(OURS), TUNED: of_stoker("ember_mobilenet_v2", "--weights", weights)}
+    made = {
+        OURS: of_stoker(OURS),
+        TUNED: of_stoker("ember_mobilenet_v2", "--weights", weights),
+        "ember_s": of_stoker("ember_s"),
+        "retinanet_mobilenet_v2_fpn, from ImageNet": of_stoker("retinanet_mobilenet_v2_fpn", "--weights", weights),
+        "retinanet_tiny_fpn": of_stoker("retinanet_tiny_fpn"),
+    }
     if asked.ultralytics is not None:
         made[PEER] = of_ultralytics(asked.ultralytics, PEER)
-    return {name: train for name, train in made.items() if not asked.only or name.split(",")[0] in asked.only}
+    return {name: train for name, train in made.items() if name.split(",")[0] in asked.only}
 
 
 def epochs_for(budget: int, costs: list[tuple[int, float]]) -> int:
@@ -313,7 +319,8 @@ def conclude(report: Report, rows: list[dict[str, Any]]) -> None:
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
-    made.add_argument("--only", nargs="+", choices=(OURS, TUNED.split(",")[0], PEER))
+    made.add_argument("--only", nargs="+", metavar="NAME", default=[OURS, TUNED.split(",")[0], PEER],
+                      help="contestants, also ember_s, retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
     made.add_argument("--data", nargs="+", choices=("bccd", "dice"), default=["bccd", "dice"])
     made.add_argument("--budgets", nargs="+", type=int, default=[675, 1300], help="CPU-seconds of a training")
     made.add_argument("--seeds", type=int, default=3)

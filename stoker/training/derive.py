@@ -16,13 +16,14 @@ from stoker.data.shapes import best_canvas, box_sides, spread_sizes
 from stoker.data.tuning import first_threads
 from stoker.device import Device, host_cores, untried
 from stoker.errors import ConfigError
-from stoker.models import MODELS, Architecture, architecture
+from stoker.models import Architecture, architecture
 from stoker.models.sources import local
 from stoker.models.ssd_bodies import tail_of
 from stoker.models.table import check_canvas, check_settings
-from stoker.models.weights import architecture_of, read
+from stoker.models.weights import read
 from stoker.recipes import RECIPES
 from stoker.training import fit
+from stoker.training.choice import model_for
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
@@ -133,7 +134,7 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     if get("augment") == "none":
         for name in AUGMENTATIONS:
             put(name, 0.0, "--augment none")
-    row = _model(filling, device)
+    row = _model(filling, index, device)
     for name, value in RECIPES[row.recipe]().set_fields().items():
         if name not in ("batch", "rate"):
             put(name, value, f"recipe {row.recipe}")
@@ -154,19 +155,10 @@ def _why_device(device: Device) -> str:
     return "no accelerator" if kind is None else f"training on {kind} was never tried; --device {kind} takes it"
 
 
-def _model(filling: _Filling, device: Device) -> Architecture:
-    """The model's row; sets the model where the user's weights file or the device says which."""
-    weights = filling.get("weights")
-    if filling.get("model") is None and weights not in (None, "none", "coco", "imagenet"):
-        found = architecture_of(weights)
-        if found is not None:
-            filling.put("model", found, "the weights file is of that architecture")
-    if weights in ("coco", "imagenet") and device.is_cpu:
-        least = min((row.parameters, name) for name, row in MODELS.items() if weights in row.urls)[1]
-        filling.put("model", least, f"the smallest model with {weights} weights")
-    if device.is_cpu:
-        filling.put("model", "retinanet_tiny_fpn", "the smallest, since there is no accelerator")
-    filling.put("model", "retinanet_resnet50_fpn", "the reference of the field")
+def _model(filling: _Filling, index: Index, device: Device) -> Architecture:
+    """The model's row; sets the model where it is not set."""
+    if filling.get("model") is None:
+        filling.put("model", *model_for(index, device, filling.get("weights")))
     return architecture(filling.get("model"))
 
 

@@ -46,7 +46,7 @@ def test_what_the_user_set_stays(index: Index):
 def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
     weights = real_data / "weights" / "mobilenet_v2_imagenet.pth"
     config, reasons = derive(from_fields({"weights": str(weights)}), index, CPU)
-    assert config.model.model == "retinanet_mobilenet_v2_fpn"
+    assert config.model.model == "ember_mobilenet_v2"
     assert "weights file" in reasons["model"]
     assert config.model.norm == "frozen"
 

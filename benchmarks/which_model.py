@@ -1,0 +1,54 @@
+"""Draws what `ember.py` measured: AP over the processor time of training, a curve for each contestant.
+
+    python benchmarks/which_model.py benchmarks/results/ember-cpu.json docs/images/which-model.png
+
+The page is drawn by plotly and photographed by Chromium, which has to be installed.
+"""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from plotly import graph_objects
+from plotly.subplots import make_subplots
+
+COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e", "#6a994e", "#777777")
+WIDTH, HEIGHT = 1200, 520
+
+
+def main(results: Path, picture: Path) -> None:
+    rows = [row for row in json.loads(results.read_text(encoding="utf-8"))["rows"] if row["what"] == "training"]
+    data = sorted({row["data"] for row in rows})
+    contestants = sorted({row["contestant"] for row in rows})
+    titles = [f"{name}: AP on test over CPU-seconds of training" for name in data]
+    figure = make_subplots(rows=1, cols=len(data), subplot_titles=titles)
+    for column, name in enumerate(data, start=1):
+        for colour, contestant in zip(COLOURS, contestants, strict=False):
+            mine = [row for row in rows if (row["data"], row["contestant"]) == (name, contestant)]
+            budgets = sorted({row["budget"] for row in mine})
+            scores = [[row["AP"] for row in mine if row["budget"] == budget] for budget in budgets]
+            means = [statistics.fmean(some) for some in scores]
+            error = {"array": [max(some) - mean for some, mean in zip(scores, means, strict=True)],
+                     "arrayminus": [mean - min(some) for some, mean in zip(scores, means, strict=True)]}  # fmt: skip
+            curve = graph_objects.Scatter(
+                x=budgets, y=means, error_y=error, name=contestant, line={"color": colour}, mode="lines+markers",
+                legendgroup=contestant, showlegend=column == 1,
+            )  # fmt: skip
+            figure.add_trace(curve, row=1, col=column)
+    figure.update_layout(template="plotly_white", width=WIDTH, height=HEIGHT, legend={"orientation": "h"})
+    figure.update_yaxes(rangemode="tozero")
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        figure.write_html(page, include_plotlyjs=True)
+        browser = shutil.which("chromium") or "chromium"
+        subprocess.run([browser, "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
+                        "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()],
+                       check=True, stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

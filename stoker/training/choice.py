@@ -1,0 +1,42 @@
+"""Which model is trained where the user does not say: the one that measured best on such a device, for such data.
+
+What was measured, and what was not, is docs/which-model.md.
+"""
+
+import math
+
+import numpy as np
+
+from stoker.data.index import Index
+from stoker.device import Device
+from stoker.models import MODELS
+from stoker.models.weights import architecture_of
+
+SMALL_SIDE = 160
+"""Pictures whose median has no more than the square of so many pixels are learnt soonest by `retinanet_tiny_fpn`."""
+CPU_SIDE = 320
+"""Side of the square whose area a canvas has at most on a CPU."""
+
+
+def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, str]:
+    """A name in MODELS and why. weights: where training is to start, as `--weights` has it; None: not said.
+
+    Raises WeightsError when the file is missing or cannot be read.
+    """
+    if weights not in (None, "none", "coco", "imagenet"):
+        found = architecture_of(weights)
+        if found is not None:
+            return found, "the weights file is of that architecture, or of its body"
+    if not device.is_cpu:
+        return "retinanet_resnet50_fpn", "the reference of the field; no model has been measured on a GPU yet"
+    if weights == "coco":
+        least = min((row.parameters, name) for name, row in MODELS.items() if weights in row.urls)[1]
+        return least, f"the smallest model with {weights} weights"
+    if weights == "imagenet":
+        return "ember_mobilenet_v2", f"the most accuracy for its time on a CPU, of those with {weights} weights"
+    sizes = index.size[index.rows("train")]
+    known = sizes[(sizes > 0).all(1)].astype(np.float64)
+    side = math.sqrt(float(np.median(known.prod(1)))) if len(known) else math.inf
+    if side <= SMALL_SIDE:
+        return "retinanet_tiny_fpn", f"the soonest to learn small pictures on a CPU (here {side:.0f}² pixels)"
+    return "ember_n", "the most accuracy for its time on a CPU"
