@@ -30,7 +30,7 @@ def tiny() -> Config:
 
 
 def light() -> Config:
-    """Models on MobileNets at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
+    """Small models on pretrained bodies, at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
     return from_fields(
         {
             "optimizer": "adamw",
@@ -44,11 +44,11 @@ def light() -> Config:
 
 
 def ember() -> Config:
-    """The ember family."""
+    """Ember from random weights. LOG.md, "Ember": what else was tried."""
     return from_fields(
         {
             "optimizer": "adamw",
-            "rate": 2e-3,
+            "rate": 4e-3,
             "momentum": 0.9,
             "weight_decay": 0.05,
             "schedule": "cosine",

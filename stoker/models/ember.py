@@ -39,8 +39,9 @@ IOU_THRESHOLD = 0.7
 """Of the suppression: two objects of a class may overlap by more than the usual 0.5."""
 CLASSES = 4
 """Place of the last layer in a tower of classes."""
-CLASS_WEIGHT, BOX_WEIGHT, DISTRIBUTION_WEIGHT = 1.0, 2.5, 0.5
-"""Of the parts of the loss (PP-YOLOE, arXiv 2203.16250, equation 3)."""
+CLASS_WEIGHT, BOX_WEIGHT, DISTRIBUTION_WEIGHT = 2.0, 2.5, 0.5
+"""Of the parts of the loss: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes; LOG.md,
+"Ember", has what that brings."""
 
 
 class Predicted(NamedTuple):
@@ -136,8 +137,10 @@ class Ember(Detector):
         """`classification` (cross-entropy with the quality), `bbox_regression` (1 - GIoU) and `bbox_distribution`
         (cross-entropy of the two distances around the true one), fp32 scalars; with `nms_free` the same with `one_`.
 
-        Each is weighed by the quality of the points and divided by its sum over the batch (at least 1): the parts of a
-        batch that is accumulated or spread over devices weigh the same, however many boxes each has.
+        The last two are sums over the points with a box. (TOOD weighs them by quality, so that boxes which are found
+        badly, the small ones above all, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over
+        the batch, at least 1: the parts of a batch that is accumulated or spread over devices weigh the same, however
+        many boxes each has.
         """
         assert raw.many is not None
         losses = self._loss(raw.many, raw.points, batch, CANDIDATES_OF_A_BOX)
@@ -159,19 +162,19 @@ class Ember(Detector):
             classes = soft_cross_entropy(logits, label, found.quality)
             # At most so many points have a box: what follows is computed for them alone, and stays of a fixed shape.
             slot, place = found.slot.topk(min(found.slot.shape[1], most * batch.valid.shape[1]), dim=1)
-            weight = found.quality.gather(1, place)
+            positive = slot >= 0
             centre, unit = points.centre[place], points.unit[place]
             # Points without a box get one of two units around themselves: what is masked out stays finite.
             around = decode(torch.ones_like(centre).repeat(1, 1, 2), centre, unit)
             wanted = batch.boxes.gather(1, slot.clamp(min=0)[..., None].expand(-1, -1, 4))
-            wanted = torch.where((slot >= 0)[..., None], wanted, around)
+            wanted = torch.where(positive[..., None], wanted, around)
             chosen = sides.gather(1, place[..., None].expand(-1, -1, sides.shape[2]))
             overlap = giou(self.boxes(chosen, centre, unit), wanted)
             spread = distribution_loss(chosen, distances_of(wanted, centre, unit))
             return {
                 "classification": CLASS_WEIGHT * classes.sum() / total,
-                "bbox_regression": BOX_WEIGHT * ((1 - overlap) * weight).sum() / total,
-                "bbox_distribution": DISTRIBUTION_WEIGHT * (spread * weight).sum() / total,
+                "bbox_regression": BOX_WEIGHT * torch.where(positive, 1 - overlap, 0.0).sum() / total,
+                "bbox_distribution": DISTRIBUTION_WEIGHT * torch.where(positive, spread, 0.0).sum() / total,
             }
 
     def candidates(self, raw: Raw, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:

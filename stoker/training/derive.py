@@ -23,7 +23,7 @@ from stoker.models.table import check_canvas, check_settings
 from stoker.models.weights import read
 from stoker.recipes import RECIPES
 from stoker.training import fit
-from stoker.training.choice import model_for
+from stoker.training.choice import model_for, side_for
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
@@ -144,7 +144,8 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     put("weights", "none", "there are none for this model")
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
-    put("canvas", *best_canvas(index.size[index.rows("train")], row.canvas_side, row.canvas_multiple))
+    side = side_for(row, index, device, get("resize"))
+    put("canvas", *best_canvas(index.size[index.rows("train")], side, row.canvas_multiple))
     check_canvas(filling.config)
 
 

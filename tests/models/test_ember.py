@@ -115,9 +115,9 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
         for b, a in (slot >= 0).nonzero().tolist():
             box = batch.boxes[b, slot[b, a]]
             dense[b, a, batch.labels[b, slot[b, a]]] = quality[b, a]
-            overlaps = overlaps + quality[b, a] * generalized_box_iou_loss(boxes[b, a], box)
+            overlaps = overlaps + generalized_box_iou_loss(boxes[b, a], box)
             spread = distribution_loss(sides[b, a], distances_of(box, centre[a], unit[a]))
-            spreads = spreads + quality[b, a] * spread
+            spreads = spreads + spread
         classes = functional.binary_cross_entropy_with_logits(logits, dense, reduction="sum")
         expected = {
             "classification": CLASS_WEIGHT * classes / total,

@@ -74,7 +74,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
             nn.init.uniform_(module.running_mean)
     state = classifier.state_dict()
     torch.save({"model": {f"module.{k}": v for k, v in state.items()}} if wrapped else state, path)
-    assert architecture_of(path) == MOBILENET
+    assert architecture_of(path) == "ember_mobilenet_v2"  # the first on this body
     settings = settings_of(MOBILENET, weights=str(path), norm=norm)
     model = build(settings, 3)
     heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}
@@ -197,7 +197,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 
     assert "did you mean imagenet?" in failure("imagnet")
     assert "did you mean mobilenet.pth?" in failure(tmp_path / "mobilenet.pt")
-    assert f"belongs to {MOBILENET}, not to {RESNET50}" in failure(mobilenet, name=RESNET50)
+    assert f"belongs to ember_mobilenet_v2, not to {RESNET50}" in failure(mobilenet, name=RESNET50)
     assert f"no coco weights for {MOBILENET}" in failure("coco")
     assert f"with coco weights: {RESNET50}" in failure("coco")
 

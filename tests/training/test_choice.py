@@ -3,13 +3,16 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from stoker.config import from_fields
 from stoker.data.index import open_index
 from stoker.device import Device
 from stoker.models import MODELS
-from stoker.training.choice import SMALL_SIDE, model_for
+from stoker.training.choice import CPU_SIDE, SMALL_SIDE, model_for, side_for
+from stoker.training.derive import derive_data
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -55,3 +58,17 @@ def test_the_median_picture_decides(tmp_path: Path) -> None:
     assert f"{SMALL_SIDE}²" in why
     unknown = dataclasses.replace(index, size=size * 0)  # as where no source states them
     assert model_for(unknown, CPU, None)[0] == "ember_n"
+
+
+def test_on_a_cpu_the_canvas_is_small_unless_the_boxes_are(tmp_path: Path) -> None:
+    index = open_index(draw(tmp_path / "data", train=6, val=1, side=640))  # boxes of 106 to 319 pixels
+    ember, other = MODELS["ember_n"], MODELS["retinanet_resnet50_fpn"]
+    assert side_for(ember, index, CPU, "letterbox") == CPU_SIDE
+    assert side_for(ember, index, Accelerator(CPU.torch_device), "letterbox") == ember.canvas_side
+    assert side_for(other, index, CPU, "letterbox") == other.canvas_side
+    config, reasons = derive_data(from_fields({"model": "ember_n"}), index, CPU)
+    assert config.data.canvas == (CPU_SIDE, CPU_SIDE)
+    assert f"{CPU_SIDE}²" in reasons["canvas"]
+    middle = (index.boxes[:, :2] + index.boxes[:, 2:]) / 2
+    small = dataclasses.replace(index, boxes=np.concatenate([middle - 7, middle + 7], 1))  # 7 on the canvas
+    assert side_for(ember, small, CPU, "letterbox") == ember.canvas_side
