@@ -43,7 +43,7 @@ def main(results: Path, picture: Path) -> None:
     figure.update_yaxes(rangemode="tozero")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        figure.write_html(page, include_plotlyjs=True)
+        figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
         browser = shutil.which("chromium") or "chromium"
         subprocess.run([browser, "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
                         "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()],
