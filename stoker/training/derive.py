@@ -23,7 +23,7 @@ from stoker.models.table import check_canvas, check_settings
 from stoker.models.weights import read
 from stoker.recipes import RECIPES
 from stoker.training import fit
-from stoker.training.choice import model_for, side_for
+from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, side_for
 
 DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
@@ -138,6 +138,11 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     for name, value in RECIPES[row.recipe]().set_fields().items():
         if name not in ("batch", "rate"):
             put(name, value, f"recipe {row.recipe}")
+    pictures = len(index.rows("train"))
+    seen = times_seen(get("for_"), pictures, get("batch") or RECIPES[row.recipe]().run.batch)
+    if is_ember(row) and seen is not None and seen >= OFTEN:
+        for name, value in VARIED.items():
+            put(name, value, f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart")
     if row.urls:
         best = "coco" if "coco" in row.urls else "imagenet"
         put("weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector")
@@ -280,7 +285,7 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
     batch = filling.get("batch")
     per_epoch = pictures / batch
     wanted = round(DEFAULT_EPOCHS * per_epoch)
-    steps = min(MOST_STEPS, max(LEAST_STEPS, wanted))
+    steps = _usual_steps(pictures, batch)
     reason = f"{DEFAULT_EPOCHS} epochs of {pictures:,} pictures"
     if steps != wanted:
         bound = "at least" if steps > wanted else "at most"
@@ -309,6 +314,16 @@ def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
     filling.put(
         "ema", float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {share}"
     )
+
+
+def _usual_steps(pictures: int, batch: int) -> int:
+    return min(MOST_STEPS, max(LEAST_STEPS, round(DEFAULT_EPOCHS * pictures / batch)))
+
+
+def times_seen(asked: str | None, pictures: int, batch: int) -> float | None:
+    """How often each picture is seen in the length that is asked for, or the usual one; None where it is in minutes."""
+    steps = _usual_steps(pictures, batch) if asked is None else total_steps(parse_duration(asked), pictures, batch)
+    return None if steps is None else steps * batch / pictures
 
 
 def total_steps(length: Duration, pictures: int, batch: int) -> int | None:

@@ -1,6 +1,8 @@
 """What stoker chooses for settings left open: from the data, the device, the recipe; never over the user."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from stoker.device import Device, Memory
 from stoker.errors import ConfigError
 from stoker.models import open_fields
 from stoker.training import fit, trial
+from stoker.training.choice import OFTEN
 from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
 from tests.drawn import draw
 
@@ -138,7 +141,7 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
     assert config.run.cache == "none"
     assert "nothing to gain" in reasons["cache"]
     large = open_index(draw(tmp_path / "large", train=8, val=2, side=800))
-    config, reasons = derive(Config(), large, CPU)
+    config, reasons = derive(from_fields({"zoom": (0.7, 1.5)}), large, CPU)
     assert config.run.cache == "disk"
     assert "as a file that stays in memory" in reasons["cache"]
     assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("the run has 2 epochs")
@@ -213,3 +216,22 @@ def test_rate_follows_the_batch(index: Index):
     assert large.optim.rate == pytest.approx(2 * small.optim.rate, rel=0.01)
     sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.rate for n in (4, 16)]
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
+
+
+def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
+    def found(**asked: Any) -> tuple[float, tuple[float, float], str]:
+        config, reasons = derive_data(from_fields({"model": "ember_n", "batch": 8, **asked}), index, CPU)
+        return config.data.crop, config.data.zoom, reasons.get("zoom", "")
+
+    pictures = len(index.rows("train"))
+    usual, more = (0.5, (0.7, 1.5)), (0.8, (0.5, 2.0))
+    assert found(for_=f"{OFTEN - 1:g}ep")[:2] == usual
+    crop, zoom, why = found(for_=f"{OFTEN:g}ep")
+    assert (crop, zoom) == more
+    assert f"seen about {OFTEN:.0f} times" in why
+    assert found()[:2] == more  # the least steps, of few pictures
+    assert found(for_=str(math.ceil(OFTEN * pictures / 8)))[:2] == more
+    assert found(for_="30min")[:2] == usual  # who knows how often
+    assert found(for_="100ep", model="retinanet_mobilenet_v2_fpn")[:2] == usual
+    assert found(for_="100ep", zoom=(1.0, 1.2))[1] == (1.0, 1.2)
+    assert found(for_="100ep", augment="none")[0] == 0.0
