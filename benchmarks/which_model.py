@@ -6,7 +6,6 @@ The page is drawn by plotly and photographed by Chromium, which has to be instal
 """
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -44,8 +43,7 @@ def main(results: Path, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
-        browser = shutil.which("chromium") or "chromium"
-        subprocess.run([browser, "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
+        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
                         "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()],
                        check=True, stderr=subprocess.DEVNULL)  # fmt: skip
 

@@ -19,13 +19,13 @@ SMALL_SIDE = 160
 CPU_SIDE = 320
 """Side of the square whose area ember's canvas has at most on a CPU: on BCCD, 640 × 480, it finds more after the same
 processor time on a quarter of the pixels."""
+SMALLEST = 8.0
+"""Pixels of that canvas that nine of ten boxes have to have as root of their area: a place of the finest map."""
 OFTEN = 80.0
 """Times that each picture is seen from which ember's are varied more."""
 VARIED: dict[str, Any] = {"crop": 0.8, "zoom": (0.5, 2.0)}
 """What then: of BCCD 32 pictures, seen 100 times: AP 0.508 without, 0.537 with it, 0.521 with mosaics instead, 0.511
 with both (LOG.md, "Ember"). 292, seen 64 times, do not need it; seen 119 times they are known by heart without it."""
-SMALLEST = 8.0
-"""Pixels of that canvas that nine of ten boxes have to have as root of their area: a place of the finest map."""
 
 
 def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, str]:

@@ -323,7 +323,7 @@ def _usual_steps(pictures: int, batch: int) -> int:
 def times_seen(asked: str | None, pictures: int, batch: int) -> float | None:
     """How often each picture is seen in the length that is asked for, or the usual one; None where it is in minutes."""
     steps = _usual_steps(pictures, batch) if asked is None else total_steps(parse_duration(asked), pictures, batch)
-    return None if steps is None else steps * batch / pictures
+    return None if steps is None else steps * batch / max(1, pictures)
 
 
 def total_steps(length: Duration, pictures: int, batch: int) -> int | None:
