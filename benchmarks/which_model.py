@@ -43,9 +43,9 @@ def main(results: Path, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
-        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
-                        "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()],
-                       check=True, stderr=subprocess.DEVNULL)  # fmt: skip
+        command = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
+                   "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()]  # fmt: skip
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
