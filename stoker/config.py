@@ -98,6 +98,8 @@ class ModelSettings:
     """Width of the end of SSDlite's MobileNetV3: half, as its COCO weights have it, or full, as ImageNet's have it."""
     nms_free: bool = AUTO
     """Ember: also learn to find each object at one point alone, so that detections need no suppression."""
+    depthwise: bool = AUTO
+    """Ember: 3 × 3 convolutions of the neck look at each channel apart, and 1 × 1 ones join them: less work."""
     checkpoint_activations: bool = AUTO
     """Keep less for the backward pass and compute it again there: a bigger batch in the same memory, slower steps."""
 
@@ -359,11 +361,10 @@ def check(config: Config) -> None:
     if data.zoom is not None and not 0.05 <= data.zoom[0] <= data.zoom[1] <= 20:
         raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
     if data.mosaic is not None and data.mosaic > 0 and run.batch is not None and run.batch % 4:
-        near = max(4, run.batch // 4 * 4)
         raise ConfigError(
             f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch}.",
             cause="a mosaic is made of four pictures that follow each other",
-            fix=f"--batch {near}, or --mosaic 0",
+            fix=f"--batch {max(4, run.batch // 4 * 4)}, or --mosaic 0",
         )
     for name in ("anchor_sizes", "anchor_scales", "anchor_ratios"):
         values = getattr(model, name)

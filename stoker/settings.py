@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     box_loss: Literal["l1", "giou"]
     tail: Literal["half", "full"]
     nms_free: bool
+    depthwise: bool
     checkpoint_activations: bool
     optimizer: Literal["sgd", "adamw"]
     rate: float

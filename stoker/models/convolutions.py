@@ -32,3 +32,10 @@ def convolution(
     else:
         layer = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False)
     return nn.Sequential(layer, norm(outputs), nn.ReLU(inplace=True))
+
+
+def separable(inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
+    """`convolution` in two: 3 × 3 of each channel apart, then 1 × 1 over all of them (MobileNets, arXiv 1704.04861)."""
+    return nn.Sequential(
+        convolution(inputs, inputs, norm, stride=stride, groups=inputs), convolution(inputs, outputs, norm, kernel=1)
+    )

@@ -8,27 +8,29 @@ Activations are ReLUs: accelerators, oneDNN and onnxruntime compute one with the
 passes of its own over memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.convolutions import convolution
+from stoker.models.convolutions import convolution, separable
 from stoker.models.norms import Norm
 
+Make = Callable[..., nn.Sequential]
+"""`convolution` or `separable`."""
 POOLED = 5
 """Side of the pooling windows of `Pooled`, which follow each other three times: 5, 9 and 13 places (SPP,
 arXiv 1406.4729, as YOLOv4 has it, arXiv 2004.10934)."""
 
 
 class Residual(nn.Module):
-    """Two 3 × 3 convolutions around which the input goes, too."""
+    """Two 3 × 3 convolutions, made by `make`, around which the input goes, too."""
 
-    def __init__(self, channels: int, norm: Norm) -> None:
+    def __init__(self, channels: int, norm: Norm, make: Make) -> None:
         super().__init__()
-        self.first = convolution(channels, channels, norm)
-        self.second = convolution(channels, channels, norm)
+        self.first = make(channels, channels, norm)
+        self.second = make(channels, channels, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, channels, H, W] → the same shape."""
@@ -39,12 +41,12 @@ class Residual(nn.Module):
 class CrossStage(nn.Module):
     """Half of the output's channels pass by, half go through `depth` residual blocks; all that these made is joined."""
 
-    def __init__(self, inputs: int, outputs: int, depth: int, norm: Norm) -> None:
+    def __init__(self, inputs: int, outputs: int, depth: int, norm: Norm, make: Make = convolution) -> None:
         super().__init__()
         half = outputs // 2
         self.beside = convolution(inputs, half, norm, kernel=1)
         self.through = convolution(inputs, half, norm, kernel=1)
-        self.blocks = nn.ModuleList(Residual(half, norm) for _ in range(depth))
+        self.blocks = nn.ModuleList(Residual(half, norm, make) for _ in range(depth))
         self.join = convolution((2 + depth) * half, outputs, norm, kernel=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,11 +92,15 @@ class CspBody(nn.Sequential):
 class PathAggregation(nn.Module):
     """Feature maps, finest first, each half as large as the one before, joined downwards and then upwards.
 
-    inputs, channels: of each map, before and after; depth: residual blocks of each `CrossStage`.
+    inputs, channels: of each map, before and after; depth: residual blocks of each `CrossStage`; depthwise: whether
+    its 3 × 3 convolutions are `separable`.
     """
 
-    def __init__(self, inputs: Sequence[int], channels: Sequence[int], depth: int, norm: Norm) -> None:
+    def __init__(
+        self, inputs: Sequence[int], channels: Sequence[int], depth: int, norm: Norm, *, depthwise: bool
+    ) -> None:
         super().__init__()
+        make: Make = separable if depthwise else convolution
         count = len(inputs)
         # A body's map that is wider than ours would make the convolutions behind it dear.
         self.narrow = nn.ModuleList(
@@ -104,11 +110,11 @@ class PathAggregation(nn.Module):
         widths = [min(got, wanted) for got, wanted in zip(inputs, channels, strict=True)]
         joined = [*channels[:-1], widths[-1]]
         self.down = nn.ModuleList(
-            CrossStage(joined[n + 1] + widths[n], channels[n], depth, norm) for n in range(count - 1)
+            CrossStage(joined[n + 1] + widths[n], channels[n], depth, norm, make) for n in range(count - 1)
         )
-        self.halve = nn.ModuleList(convolution(channels[n], channels[n], norm, stride=2) for n in range(count - 1))
+        self.halve = nn.ModuleList(make(channels[n], channels[n], norm, stride=2) for n in range(count - 1))
         self.up = nn.ModuleList(
-            CrossStage(channels[n] + joined[n + 1], channels[n + 1], depth, norm) for n in range(count - 1)
+            CrossStage(channels[n] + joined[n + 1], channels[n + 1], depth, norm, make) for n in range(count - 1)
         )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:

@@ -25,8 +25,13 @@ from stoker.recipes import RECIPES
 from stoker.training import fit
 from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, side_for
 
-DEFAULT_EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
+EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
+FROM_SCRATCH = 3
+"""Times the epochs and the most steps, where the weights are random: three to six times as long, and a detector ends
+where pretrained ones do (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
+EVALUATIONS = 12
+"""Of the validation split, in the course of a training."""
 
 PLAIN: dict[str, tuple[Any, str]] = {
     "classes": ((), "every class of the data set"),
@@ -138,15 +143,15 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     for name, value in RECIPES[row.recipe]().set_fields().items():
         if name not in ("batch", "rate"):
             put(name, value, f"recipe {row.recipe}")
-    pictures = len(index.rows("train"))
-    seen = times_seen(get("for_"), pictures, get("batch") or RECIPES[row.recipe]().run.batch)
-    if is_ember(row) and seen is not None and seen >= OFTEN:
-        for name, value in VARIED.items():
-            put(name, value, f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart")
     if row.urls:
         best = "coco" if "coco" in row.urls else "imagenet"
         put("weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector")
     put("weights", "none", "there are none for this model")
+    batch = get("batch") or RECIPES[row.recipe]().run.batch
+    seen = times_seen(get("for_"), _epochs(row, get("weights")), len(index.rows("train")), batch)
+    if is_ember(row) and seen is not None and seen >= OFTEN:
+        for name, value in VARIED.items():
+            put(name, value, f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart")
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
     side = side_for(row, index, device, get("resize"))
@@ -282,47 +287,54 @@ def warmup_steps(total: int | None, times: float) -> tuple[int, str]:
 
 
 def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
-    batch = filling.get("batch")
+    put, get = filling.put, filling.get
+    batch = get("batch")
     per_epoch = pictures / batch
-    wanted = round(DEFAULT_EPOCHS * per_epoch)
-    steps = _usual_steps(pictures, batch)
-    reason = f"{DEFAULT_EPOCHS} epochs of {pictures:,} pictures"
+    epochs = _epochs(architecture(get("model")), get("weights"))
+    wanted, steps = round(epochs * per_epoch), _usual_steps(epochs, pictures, batch)
+    reason = f"{epochs} epochs of {pictures:,} pictures{' from random weights' if epochs > EPOCHS else ''}"
     if steps != wanted:
         bound = "at least" if steps > wanted else "at most"
         reason += f" would be {wanted:,} steps; {bound} {steps:,}"
-    filling.put("for_", str(steps), reason)
-    length = parse_duration(filling.get("for_"))
+    put("for_", str(steps), reason)
+    length = parse_duration(get("for_"))
     total = total_steps(length, pictures, batch)
-    times = batch / _usual_rate(architecture(filling.get("model")).recipe, filling.get("optimizer"))[1]
+    times = batch / _usual_rate(architecture(get("model")).recipe, get("optimizer"))[1]
     if total is None:
-        filling.put("warmup", *warmup_steps(None, times))
-        part = Duration(max(0.001, round(length.value / DEFAULT_EPOCHS, 3)), "minutes")
-        filling.put("eval_every", str(part), "12 times in all")
-        filling.put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
+        put("warmup", *warmup_steps(None, times))
+        part = Duration(max(0.001, round(length.value / EVALUATIONS, 3)), "minutes")
+        put("eval_every", str(part), "12 times in all")
+        put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
         return
-    filling.put("warmup", *warmup_steps(total, times))
+    put("warmup", *warmup_steps(total, times))
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     costs = math.ceil(3.5 * val_pictures / batch)
-    every = max(math.ceil(per_epoch), costs, math.ceil(total / DEFAULT_EPOCHS))
+    every = max(math.ceil(per_epoch), costs, math.ceil(total / EVALUATIONS))
     reason = "at most once an epoch, 12 times in all, and for a tenth of the time"
     if every >= total:
-        filling.put("eval_every", "0", f"only at the end: {reason}")
+        put("eval_every", "0", f"only at the end: {reason}")
     else:
-        filling.put("eval_every", str(every), reason)
+        put("eval_every", str(every), reason)
     horizon = max(10.0, 0.02 * total)
     share = "2 % of the length" if horizon > 10 else "the fewest that make an average"
-    filling.put(
-        "ema", float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {share}"
+    put("ema", float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {share}")
+
+
+def _epochs(row: Architecture, weights: str) -> int:
+    """The tiny model has too few weights to go on learning for long."""
+    return EPOCHS * (FROM_SCRATCH if weights == "none" and row.recipe != "tiny" else 1)
+
+
+def _usual_steps(epochs: int, pictures: int, batch: int) -> int:
+    return min(MOST_STEPS * epochs // EPOCHS, max(LEAST_STEPS, round(epochs * pictures / batch)))
+
+
+def times_seen(asked: str | None, epochs: int, pictures: int, batch: int) -> float | None:
+    """How often each picture is seen in the length that is asked for, or the usual one of so many epochs; None where it
+    is in minutes."""
+    steps = (
+        _usual_steps(epochs, pictures, batch) if asked is None else total_steps(parse_duration(asked), pictures, batch)
     )
-
-
-def _usual_steps(pictures: int, batch: int) -> int:
-    return min(MOST_STEPS, max(LEAST_STEPS, round(DEFAULT_EPOCHS * pictures / batch)))
-
-
-def times_seen(asked: str | None, pictures: int, batch: int) -> float | None:
-    """How often each picture is seen in the length that is asked for, or the usual one; None where it is in minutes."""
-    steps = _usual_steps(pictures, batch) if asked is None else total_steps(parse_duration(asked), pictures, batch)
     return None if steps is None else steps * batch / max(1, pictures)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 from torch.optim import AdamW
 from torchvision.ops import generalized_box_iou_loss
@@ -214,10 +215,21 @@ def test_the_second_towers_do_not_change_what_the_first_learn() -> None:
     assert learns == {name for name in names if name.startswith("head.one.")}
 
 
+def test_a_depthwise_neck_has_no_other_convolutions_of_3_by_3() -> None:
+    model, plain = some_model(depthwise=True), some_model()
+    for kind, dense in ((model, 0), (plain, 10)):  # two of each of four blocks and one before each halving
+        convolutions = [part for part in kind.backbone.neck.modules() if isinstance(part, nn.Conv2d)]
+        large = [part for part in convolutions if part.kernel_size == (3, 3) and part.groups == 1]
+        assert len(large) == dense
+    batch = make_batch(COUNTS, CANVAS, CLASSES)
+    sum(model.loss(model(batch.images), batch).values(), torch.zeros(())).backward()
+    assert all(weight.grad is not None for weight in model.backbone.parameters())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("nms_free", [False, True])
-def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, nms_free: bool) -> None:
-    model = some_model(nms_free=nms_free).eval()
+@pytest.mark.parametrize("changes", [{}, {"nms_free": True}, {"depthwise": True}])
+def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[str, bool]) -> None:
+    model = some_model(**changes).eval()
     names = tuple(str(label) for label in range(CLASSES))
     card = saved.Card(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
     thresholds = {"score_threshold": 0.25, "iou_threshold": model.iou_threshold}
@@ -229,7 +241,7 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, nms_free: bool
     found, _ = parity.measure(model, file, images, inside, ["a", "b", "c"], slots=100, **thresholds)
     parity.require(found, "it")
     assert found.boxes > 20
-    if nms_free:
+    if model.settings.nms_free:
         assert b"NonMaxSuppression" not in path.read_bytes()
         with pytest.raises(ConfigError, match="suppresses nothing"):
             file.run(images, inside, iou_threshold=0.5)

@@ -218,6 +218,26 @@ def test_rate_follows_the_batch(index: Index):
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
 
 
+def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, monkeypatch):
+    monkeypatch.setattr("stoker.training.derive.LEAST_STEPS", 1)
+
+    def found(model: str, **asked: Any) -> tuple[float, str]:
+        config, reasons = derive(from_fields({"model": model, "batch": 6, **asked}), index, CPU)
+        return parse_duration(config.run.for_).value * 6 / 60, reasons["for_"]
+
+    assert found("ember_n") == (36, "36 epochs of 60 pictures from random weights")
+    assert found("retinanet_mobilenet_v2_fpn", weights="none")[0] == 36
+    assert found("retinanet_tiny_fpn") == (12, "12 epochs of 60 pictures")
+    pretrained, _ = derive_data(from_fields({"model": "ember_mobilenet_v2"}), index, CPU)
+    assert pretrained.model.weights == "imagenet"
+    monkeypatch.setattr("stoker.training.derive.MOST_STEPS", 60)
+    steps, why = found("ember_n")
+    assert (steps * 60 / 6, why) == (
+        180,
+        "36 epochs of 60 pictures from random weights would be 360 steps; at most 180",
+    )
+
+
 def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
     def found(**asked: Any) -> tuple[float, tuple[float, float], str]:
         config, reasons = derive_data(from_fields({"model": "ember_n", "batch": 8, **asked}), index, CPU)

@@ -69,7 +69,7 @@ def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path
 def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, data: Path):
     config, reasons = from_toml(run / CONFIG)
     assert open_fields(config) == []
-    assert set(SECTION_OF) - set(config.set_fields()) == {"tail", "nms_free"}, "of SSDlite and of ember alone"
+    assert set(SECTION_OF) - set(config.set_fields()) == {"tail", "nms_free", "depthwise"}, "of SSDlite, of ember"
     asked = set(settings(data, eval_every="6").set_fields())
     assert set(reasons) == set(config.set_fields()) - asked
     assert all(reason.strip() for reason in reasons.values())
