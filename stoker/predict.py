@@ -30,7 +30,7 @@ from stoker.metrics import Detections, no_detections
 from stoker.models.detections import Finder
 from stoker.models.saved import Card
 from stoker.storage.address import expand, is_address, parse
-from stoker.tiles import Tiling, is_cut, merge
+from stoker.tiles import SAME, Tiling, is_cut, merge
 from stoker.windows import Source, Window, batches, read_picture, threads_for, windows_of
 
 WRITTEN = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -133,7 +133,7 @@ def predict_pictures(
         for window in issued.popleft():
             shown.append((window, found.of(window.number)))
             if window.last:
-                yield _answer(shown, limit)
+                yield _answer(shown, limit if limit < 1 else SAME)
                 shown = []
 
 

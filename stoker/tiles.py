@@ -21,6 +21,8 @@ OVERLAP = 0.2
 CUT = 0.01
 """A box that comes this near to a tile's inner edge, as a share of the tile's side, is taken for a part of an object: a
 detector's boxes end a few pixels off. An object that ends there by chance is whole in the next tile."""
+SAME = 0.7
+"""IoU above which boxes from several tiles are one object, of a model that itself suppresses nothing."""
 COVERED = 0.5
 """Share of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
 

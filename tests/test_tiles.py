@@ -183,6 +183,15 @@ def test_small_objects_of_a_large_picture_are_found_in_tiles_and_missed_without(
         assert box == pytest.approx(true, abs=8 if true == LARGE else 3)
 
 
+def test_a_model_that_suppresses_nothing_finds_an_object_of_several_tiles_once(tmp_path: Path) -> None:
+    path = draw(tmp_path / "large.png", (700, 1100), [(500, 300, 560, 360)])  # whole in two tiles and in the picture
+    model = FindsRectangles()
+    model.iou_threshold = 1.0
+    (tiled,) = predict([path], model, tiling=Tiling(640))
+    assert model.shown > 1
+    assert len(tiled.found) == 1
+
+
 def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
     sizes = [(480, 640), (640, 360), (100, 90)]
     paths = [draw(tmp_path / f"{n}.jpg", size, [(9, 9, 80, 80)]) for n, size in enumerate(sizes)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.models.boxes import iou
+from stoker.models.losses import at_least_fp32
 from stoker.models.matching import BACKGROUND, blocks
 
 ALPHA, BETA = 1.0, 6.0
@@ -29,7 +30,7 @@ class Aligned(NamedTuple):
 
 
 def assign(
-    scores: Tensor,
+    logits: Tensor,
     predicted: Tensor,
     centre: Tensor,
     boxes: Tensor,
@@ -42,23 +43,23 @@ def assign(
 ) -> Aligned:
     """The box of each point. Without gradients.
 
-    scores: float32 [B, A, C], 0 … 1; predicted: float32 [B, A, 4] xyxy; centre: float32 [A, 2], the points; boxes:
-    float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]. reach: pixels from its centre that a box has
-    candidates in at least, however small it is: with half the distance between points every box has one. Of two boxes
-    that a point overlaps equally, the one in the lower slot has it. Pictures are taken together, and slots apart, so
-    that no more than `block` alignments are computed at once; default: as suits the device.
+    logits: [B, A, C], of the classes, of any type; predicted: float32 [B, A, 4] xyxy; centre: float32 [A, 2], the
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]. reach: pixels from its centre
+    that a box has candidates in at least, however small it is: with half the distance between points every box has
+    one. Of two boxes that a point overlaps equally, the one in the lower slot has it. Pictures are taken together,
+    and slots apart, so that no more than `block` alignments are computed at once; default: as suits the device.
     """
     parts, rows = blocks(boxes, centre.shape[0], block)
     most = min(most, centre.shape[0])
     with torch.no_grad():
         found = [
-            _assign(scores[p], predicted[p], centre, boxes[p], labels[p], valid[p], reach, most, rows) for p in parts
+            _assign(logits[p], predicted[p], centre, boxes[p], labels[p], valid[p], reach, most, rows) for p in parts
         ]
         return Aligned(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def _assign(
-    scores: Tensor,
+    logits: Tensor,
     predicted: Tensor,
     centre: Tensor,
     boxes: Tensor,
@@ -71,11 +72,11 @@ def _assign(
     shape = predicted.shape[:2]
     slot = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
     overlap, alignment = predicted.new_full(shape, -1.0), predicted.new_zeros(shape)
-    by_class = scores.transpose(1, 2)
+    by_class = logits.transpose(1, 2)
     for start in range(0, boxes.shape[1], rows):
         part = slice(start, start + rows)
         with_each = iou(boxes[:, part], predicted)
-        score = by_class.gather(1, labels[:, part, None].expand(-1, -1, shape[1]))
+        score = at_least_fp32(by_class.gather(1, labels[:, part, None].expand(-1, -1, shape[1]))).sigmoid()
         aligned = torch.where(
             _is_near(boxes[:, part], centre, reach) & valid[:, part, None], score**ALPHA * with_each**BETA, -1.0
         )

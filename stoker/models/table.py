@@ -44,8 +44,8 @@ MODELS: dict[str, Architecture] = {
     "ember_n": _row(
         build=ember_on("csp16", channels=(64, 128, 256), depth=1),
         what_for="CPUs and edge devices: a small modern detector without anchors, from scratch",
-        parameters=2_621_648,
-        cost=Cost(gflop=6.47, training_gflop=19.3, memory_gib=0.81),
+        parameters=2_603_008,
+        cost=Cost(gflop=6.38, training_gflop=19.1, memory_gib=0.78),
         recipe="ember",
         canvas_side=640,
         defaults=EMBER,
@@ -74,8 +74,8 @@ MODELS: dict[str, Architecture] = {
     "ember_mobilenet_v2": _row(
         build=ember_on("mobilenet_v2", channels=(64, 128, 256), depth=1),
         what_for="CPUs, edge devices, tens of pictures: ember_n on a body that has seen ImageNet",
-        parameters=3_963_584,
-        cost=Cost(gflop=2.24, training_gflop=6.05, memory_gib=0.37),
+        parameters=3_944_944,
+        cost=Cost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
         recipe="light",
         canvas_side=320,
         defaults=EMBER_ON,
@@ -84,8 +84,8 @@ MODELS: dict[str, Architecture] = {
     "ember_resnet18": _row(
         build=ember_on("resnet18", channels=(64, 128, 256), depth=1),
         what_for="GPUs, tens of pictures: on a body that has seen ImageNet",
-        parameters=12_791_616,
-        cost=Cost(gflop=33.8, training_gflop=81.3, memory_gib=0.81),
+        parameters=12_772_976,
+        cost=Cost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
         recipe="light",
         canvas_side=640,
         defaults=EMBER_ON,

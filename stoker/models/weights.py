@@ -21,6 +21,7 @@ from stoker.config import ModelSettings
 from stoker.errors import WeightsError, nearest
 from stoker.models.class_head import fit_class_head, tensors_of
 from stoker.models.detector import Detector
+from stoker.models.ember import options_of
 from stoker.models.sources import fetch, local
 from stoker.models.table import MODELS, architecture, build
 
@@ -198,9 +199,12 @@ def _recognise(weights: Weights) -> str | None:
     if weights.model is not None:
         return weights.model
     best, found = ALIKE, None
+    of_ember = options_of(weights.tensors)
     for name, row in MODELS.items():
+        options = {key: value for key, value in of_ember.items() if key in row.defaults}
+        settings = {"norm": "train", "trainable_stages": 5, **row.defaults, **options, "model": name}
         with torch.device("meta"):  # shapes only
-            model = build(ModelSettings(**{"norm": "train", "trainable_stages": 5, **row.defaults, "model": name}), 1)
+            model = build(ModelSettings(**settings), 1)
         alike = _fit(weights.tensors, model).alike
         if alike == 1:
             return name

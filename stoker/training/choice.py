@@ -10,7 +10,7 @@ import numpy as np
 
 from stoker.data.index import Index
 from stoker.data.shapes import best_canvas, box_sides
-from stoker.device import Device
+from stoker.device import Device, host_cores
 from stoker.models import MODELS, Architecture
 from stoker.models.weights import architecture_of
 
@@ -26,6 +26,11 @@ OFTEN = 80.0
 VARIED: dict[str, Any] = {"crop": 0.8, "zoom": (0.5, 2.0)}
 """What then: of BCCD 32 pictures, seen 100 times: AP 0.508 without, 0.537 with it, 0.521 with mosaics instead, 0.511
 with both (LOG.md, "Ember"). 292, seen 64 times, do not need it; seen 119 times they are known by heart without it."""
+
+
+GFLOP_A_SECOND = 160.0
+"""1e9 operations that a core trains with: ember_n in bf16 (LOG.md, "Ember"), which is near enough to tell whether a
+length in minutes is a long one."""
 
 
 def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, str]:
@@ -55,6 +60,12 @@ def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, s
 def is_ember(row: Architecture) -> bool:
     """What ember was measured with is not said of others."""
     return "nms_free" in row.defaults
+
+
+def pictures_a_second(row: Architecture, canvas: tuple[int, int]) -> float:
+    """That a CPU trains on, about."""
+    gflop = row.cost.training_gflop * math.prod(canvas) / row.canvas_side**2
+    return host_cores() * GFLOP_A_SECOND / gflop
 
 
 def side_for(row: Architecture, index: Index, device: Device, resize: str) -> int:

@@ -17,19 +17,20 @@ from stoker.data.tuning import first_threads
 from stoker.device import Device, host_cores, untried
 from stoker.errors import ConfigError
 from stoker.models import Architecture, architecture
+from stoker.models.ember import options_of
 from stoker.models.sources import local
 from stoker.models.ssd_bodies import tail_of
 from stoker.models.table import check_canvas, check_settings
 from stoker.models.weights import read
 from stoker.recipes import RECIPES
 from stoker.training import fit
-from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, side_for
+from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, pictures_a_second, side_for
 
-EPOCHS, LEAST_STEPS, MOST_STEPS = 12, 1_500, 90_000
-"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most 90,000 (the same schedule on COCO)."""
+EPOCHS, LEAST_STEPS, MOST_PICTURES = 12, 1_500, 90_000 * 16
+"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most the pictures that this schedule takes of COCO."""
 FROM_SCRATCH = 3
-"""Times the epochs and the most steps, where the weights are random: three to six times as long, and a detector ends
-where pretrained ones do (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
+"""Times as long where the weights are random: a detector then ends where pretrained ones do, after three to six times
+as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
 EVALUATIONS = 12
 """Of the validation split, in the course of a training."""
 
@@ -96,6 +97,8 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     check_settings(asked.replace(model=get("model")).model)
     if "tail" in row.defaults:
         put("tail", *_tail(get("weights"), get("tail")))
+    if is_ember(row) and get("weights") not in ("none", *row.urls):
+        _keep_options(filling)
     if get("weights") == "none":
         put("norm", "train", "there are no statistics to freeze: the weights are random")
         put("trainable_stages", 5, "the weights are random")
@@ -147,16 +150,27 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
         best = "coco" if "coco" in row.urls else "imagenet"
         put("weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector")
     put("weights", "none", "there are none for this model")
-    batch = get("batch") or RECIPES[row.recipe]().run.batch
-    seen = times_seen(get("for_"), _epochs(row, get("weights")), len(index.rows("train")), batch)
-    if is_ember(row) and seen is not None and seen >= OFTEN:
-        for name, value in VARIED.items():
-            put(name, value, f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart")
+    put("resize", *PLAIN["resize"])
+    side = side_for(row, index, device, get("resize"))
+    canvas, why = best_canvas(index.size[index.rows("train")], side, row.canvas_multiple)
+    put("canvas", canvas, why if side == row.canvas_side else f"on a CPU {why}")
+    check_canvas(filling.config)
+    if is_ember(row) and get("crop") != 0:
+        _vary(filling, row, len(index.rows("train")), device)
     for name, (value, reason) in PLAIN.items():
         put(name, value, reason)
-    side = side_for(row, index, device, get("resize"))
-    put("canvas", *best_canvas(index.size[index.rows("train")], side, row.canvas_multiple))
-    check_canvas(filling.config)
+
+
+def _vary(filling: _Filling, row: Architecture, pictures: int, device: Device) -> None:
+    """VARIED, where each picture is seen OFTEN."""
+    get = filling.get
+    batch = min(pictures, get("batch") or RECIPES[row.recipe]().run.batch)
+    a_second = pictures_a_second(row, get("canvas")) if device.is_cpu else None
+    seen = times_seen(get("for_"), _epochs(row, get("weights")), pictures, batch, a_second)
+    if seen is not None and seen >= OFTEN:
+        for name, value in VARIED.items():
+            why = f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart"
+            filling.put(name, value, why)
 
 
 def _why_device(device: Device) -> str:
@@ -181,6 +195,19 @@ def _tail(weights: str, asked: str | None) -> tuple[str, str]:
     if asked not in (None, found):
         raise ConfigError(f"--tail {asked} does not fit --weights {weights}.", fix=f"--tail {found}, or leave it out")
     return found, f"as the weights ({weights}) have it"
+
+
+def _keep_options(filling: _Filling) -> None:
+    """Of an ember's file. Raises ConfigError where others are asked for."""
+    weights = filling.get("weights")
+    for name, value in options_of(read(local(weights)).tensors).items():
+        if filling.get(name) not in (None, value):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--weights {weights} was trained {'with' if value else 'without'} --{flag}.",
+                fix=f"leave --{'' if filling.get(name) else 'no-'}{flag} out, or start from other weights",
+            )
+        filling.put(name, value, "as the weights have it")
 
 
 def _threads(device: Device) -> tuple[int, str]:
@@ -326,16 +353,23 @@ def _epochs(row: Architecture, weights: str) -> int:
 
 
 def _usual_steps(epochs: int, pictures: int, batch: int) -> int:
-    return min(MOST_STEPS * epochs // EPOCHS, max(LEAST_STEPS, round(epochs * pictures / batch)))
+    most = MOST_PICTURES * (epochs // EPOCHS) // batch
+    return min(most, max(LEAST_STEPS, round(epochs * pictures / batch)))
 
 
-def times_seen(asked: str | None, epochs: int, pictures: int, batch: int) -> float | None:
-    """How often each picture is seen in the length that is asked for, or the usual one of so many epochs; None where it
-    is in minutes."""
-    steps = (
-        _usual_steps(epochs, pictures, batch) if asked is None else total_steps(parse_duration(asked), pictures, batch)
-    )
-    return None if steps is None else steps * batch / max(1, pictures)
+def times_seen(
+    asked: str | None, epochs: int, pictures: int, batch: int, a_second: float | None = None
+) -> float | None:
+    """How often each picture is seen in the length that is asked for, or the usual one of so many epochs.
+
+    a_second: pictures, for a length in minutes; None where that is not known, and then the answer is None, too.
+    """
+    length = None if asked is None else parse_duration(asked)
+    steps = _usual_steps(epochs, pictures, batch) if length is None else total_steps(length, pictures, batch)
+    if steps is not None:
+        return steps * batch / max(1, pictures)
+    assert length is not None
+    return None if a_second is None else length.value * 60 * a_second / max(1, pictures)
 
 
 def total_steps(length: Duration, pictures: int, batch: int) -> int | None:

@@ -25,10 +25,10 @@ def overlap_of(a: list[float], b: list[float]) -> float:
 
 
 def by_the_paper(
-    scores: Tensor, predicted: Tensor, boxes: Tensor, labels: Tensor, valid: Tensor, most: int
+    logits: Tensor, predicted: Tensor, boxes: Tensor, labels: Tensor, valid: Tensor, most: int
 ) -> tuple[list[int], list[float]]:
     """Slots and qualities of one picture."""
-    centre = CENTRE.tolist()
+    centre, scores = CENTRE.tolist(), logits.sigmoid()
     overlaps, alignments = {}, {}
     wants: dict[int, list[int]] = {}
     for m, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
@@ -73,12 +73,12 @@ def picture(
     around = torch.rand(pictures, points, 4, generator=draw) * 24 + 8.5
     predicted = torch.cat((CENTRE - around[..., :2], CENTRE + around[..., 2:]), -1)
     labels = torch.randint(0, classes, (pictures, slots), generator=draw)
-    scores = torch.rand(pictures, points, classes, generator=draw) * 0.98 + 0.01
-    return {"scores": scores, "predicted": predicted, "boxes": boxes, "labels": labels, "valid": valid}
+    logits = torch.randn(pictures, points, classes, generator=draw) * 2
+    return {"logits": logits, "predicted": predicted, "boxes": boxes, "labels": labels, "valid": valid}
 
 
 def found_for(case: dict[str, Tensor], most: int, block: int | None = None) -> Aligned:
-    return assign(case["scores"], case["predicted"], CENTRE, case["boxes"], case["labels"], case["valid"], reach=REACH,
+    return assign(case["logits"], case["predicted"], CENTRE, case["boxes"], case["labels"], case["valid"], reach=REACH,
                   most=most, block=block)  # fmt: skip
 
 

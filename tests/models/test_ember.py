@@ -109,7 +109,7 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
         boxes = decode((sides.unflatten(-1, (4, BINS)).softmax(-1) * bins).sum(-1), centre, unit)
         with torch.no_grad():
             slot, quality = assign(
-                logits.sigmoid(), boxes, centre, batch.boxes, batch.labels, batch.valid, reach=FINEST / 2, most=most
+                logits, boxes, centre, batch.boxes, batch.labels, batch.valid, reach=FINEST / 2, most=most
             )
         total = max(1.0, quality.sum().item())
         dense, overlaps, spreads = torch.zeros_like(logits), logits.new_zeros(()), logits.new_zeros(())

@@ -14,11 +14,12 @@ from stoker.data import decoder_choice
 from stoker.data.index import Index, open_index
 from stoker.device import Device, Memory
 from stoker.errors import ConfigError
-from stoker.models import open_fields
+from stoker.models import MODELS, build, load_weights, open_fields
 from stoker.training import fit, trial
-from stoker.training.choice import OFTEN
+from stoker.training.choice import OFTEN, pictures_a_second
 from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
 from tests.drawn import draw
+from tests.models.samples import settings_of
 
 CPU = Device(torch.device("cpu"))
 
@@ -230,7 +231,7 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
     assert found("retinanet_tiny_fpn") == (12, "12 epochs of 60 pictures")
     pretrained, _ = derive_data(from_fields({"model": "ember_mobilenet_v2"}), index, CPU)
     assert pretrained.model.weights == "imagenet"
-    monkeypatch.setattr("stoker.training.derive.MOST_STEPS", 60)
+    monkeypatch.setattr("stoker.training.derive.MOST_PICTURES", 60 * 6)
     steps, why = found("ember_n")
     assert (steps * 60 / 6, why) == (
         180,
@@ -251,7 +252,38 @@ def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
     assert f"seen about {OFTEN:.0f} times" in why
     assert found()[:2] == more  # the least steps, of few pictures
     assert found(for_=str(math.ceil(OFTEN * pictures / 8)))[:2] == more
-    assert found(for_="30min")[:2] == usual  # who knows how often
+    a_second = pictures_a_second(MODELS["ember_n"], (64, 64))
+    minutes = OFTEN * pictures / a_second / 60
+    assert found(for_=f"{0.9 * minutes:.4f}min")[:2] == usual
+    assert found(for_=f"{1.1 * minutes:.4f}min")[:2] == more
     assert found(for_="100ep", model="retinanet_mobilenet_v2_fpn")[:2] == usual
     assert found(for_="100ep", zoom=(1.0, 1.2))[1] == (1.0, 1.2)
-    assert found(for_="100ep", augment="none")[0] == 0.0
+    assert found(for_="100ep", augment="none") == (
+        0.0,
+        (0.7, 1.5),
+        "mild: sizes of objects stay like those of the data",
+    )
+    assert found(for_="100ep", crop=0.0)[1] == (0.7, 1.5)
+
+
+def test_a_batch_of_more_pictures_than_there_are_does_not_count(tmp_path: Path):
+    index = open_index(draw(tmp_path / "data", train=3, val=1))
+    _, reasons = derive_data(from_fields({"model": "ember_n", "for_": "300"}), index, CPU)
+    assert "about 300 times" in reasons["zoom"]
+
+
+@pytest.mark.parametrize("options", [{"nms_free": True}, {"depthwise": True}, {}])
+def test_an_embers_file_brings_its_options(index: Index, tmp_path: Path, options: dict[str, bool]):
+    file = tmp_path / "ember.pth"
+    torch.save(build(settings_of("ember_n", **options), 80).state_dict(), file)
+    config, reasons = derive(from_fields({"weights": str(file), "batch": 2}), index, CPU)
+    assert config.model.model == "ember_n"
+    assert "weights file" in reasons["model"]
+    model = build(config.model, 3)
+    said = load_weights(model, config.model, class_names=("a", "b", "c"))
+    assert "backbone, neck and heads" in said[0]
+    for name in ("nms_free", "depthwise"):
+        assert getattr(config.model, name) is options.get(name, False)
+        other = not options.get(name, False)
+        with pytest.raises(ConfigError, match=f"was trained with.* --{name.replace('_', '-')}"):
+            derive(from_fields({"weights": str(file), "batch": 2, name: other}), index, CPU)
