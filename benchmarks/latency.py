@@ -4,8 +4,10 @@
 
 Both are trained for an epoch of BCCD (the numbers in the weights do not matter here), exported by their own commands,
 with suppression inside and without, and run in turn in one process on the same noise: processor seconds of a call, by
-median and quartiles. Ours takes bytes, normalises them and gives the boxes in order; theirs takes fractions of 1, and
-without suppression gives all its boxes as they are. `ember.py` says how theirs is run. Its environment needs onnx, too.
+median and quartiles. Hardly a box of noise has a score that lets it into suppression: that it is inside costs what is
+measured, and many objects cost more. Ours takes bytes, normalises them and gives the boxes in order; theirs takes
+fractions of 1, and without suppression gives all its boxes as they are. `ember.py` says how theirs is run. Its
+environment needs onnx, too.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 BCCD (364 pictures of blood cells): trained on train and val together, 292 pictures, the final weights scored once on
 the 72 of test, so nothing is chosen by them. A training is one `stoker train` on one thread; its processor time is that
 of the whole process from start to end, two pictures scored at the end included, the scoring of test not. The other side
-is torchvision_training.py. Not part of `make bench`: it takes an hour on two cores. Each run is written to --json FILE
-as it ends, with its command, and what is there is not measured again: an interrupted benchmark continues (delete the
-file to measure anew).
+is torchvision_training.py; Ultralytics' YOLO11n is the other side of ember.py. Not part of `make bench`: it takes an
+hour on two cores. Each run is written to --json FILE as it ends, with its command, and what is there is not measured
+again: an interrupted benchmark continues (delete the file to measure anew).
 """
 
 import argparse
