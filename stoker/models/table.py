@@ -73,7 +73,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "ember_mobilenet_v2": _row(
         build=ember_on("mobilenet_v2", channels=(64, 128, 256), depth=1),
-        what_for="CPUs, edge devices, tens of pictures: ember_n on a body that has seen ImageNet",
+        what_for="CPUs, edge devices, classes that look alike: ember_n on a body that has seen ImageNet",
         parameters=3_944_944,
         cost=Cost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
         recipe="light",
@@ -83,7 +83,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "ember_resnet18": _row(
         build=ember_on("resnet18", channels=(64, 128, 256), depth=1),
-        what_for="GPUs, tens of pictures: on a body that has seen ImageNet",
+        what_for="GPUs, classes that look alike: on a body that has seen ImageNet",
         parameters=12_772_976,
         cost=Cost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
         recipe="light",

@@ -17,15 +17,16 @@ from stoker.models.weights import architecture_of
 SMALL_SIDE = 160
 """Pictures whose median has no more than the square of so many pixels are learnt soonest by `retinanet_tiny_fpn`."""
 CPU_SIDE = 320
-"""Side of the square whose area ember's canvas has at most on a CPU: on BCCD, 640 × 480, it finds more after the same
-processor time on a quarter of the pixels."""
+"""Side of the square whose area ember's canvas has at most on a CPU: on BCCD, 640 × 480, it finds more on a quarter of
+the pixels for the processor time (LOG.md, "Ember")."""
 SMALLEST = 8.0
 """Pixels of that canvas that nine of ten boxes have to have as root of their area: a place of the finest map."""
 OFTEN = 80.0
 """Times that each picture is seen from which ember's are varied more."""
 VARIED: dict[str, Any] = {"crop": 0.8, "zoom": (0.5, 2.0)}
 """What then: of BCCD 32 pictures, seen 100 times: AP 0.508 without, 0.537 with it, 0.521 with mosaics instead, 0.511
-with both (LOG.md, "Ember"). 292, seen 64 times, do not need it; seen 119 times they are known by heart without it."""
+with both (LOG.md, "Ember"). 292, seen 64 times, do not need it; seen 119 times they are known by heart without it (AP
+0.586), and with it 144 times are better (0.616)."""
 
 
 GFLOP_A_SECOND = 160.0
@@ -54,7 +55,7 @@ def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, s
     side = math.sqrt(float(np.median(known.prod(1)))) if len(known) else math.inf
     if side <= SMALL_SIDE:
         return "retinanet_tiny_fpn", f"the soonest to learn small pictures on a CPU (here {side:.0f}² pixels)"
-    return "ember_n", "the most accuracy for its time on a CPU"
+    return "ember_n", "the most accuracy for its time on a CPU; classes that look alike may want --weights imagenet"
 
 
 def is_ember(row: Architecture) -> bool:
