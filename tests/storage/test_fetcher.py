@@ -240,8 +240,9 @@ def test_the_interpreter_ends_in_the_middle_of_reads(place: Place, monkeypatch: 
         "futures = [fetcher.submit(store, f'k{n}') for n in range(40)]\n"
         "futures[0].result(); print('one came')\n"
     )
-    plan = Conditions(plan=lambda number, *_: "hang" if number else None)
-    with place.through(plan) as (worse, _):
+    plan = Conditions(plan=lambda _number, _method, path: None if path.endswith("/k0") else "hang")
+    with place.through(plan) as (worse, proxy):
         apply(monkeypatch, worse.environment)
         done = subprocess.run([sys.executable, "-c", script, place.address], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one came\n", "")
+    assert any(seen.fault == "hang" for seen in proxy.seen)
