@@ -34,6 +34,8 @@ from stoker.models.retinanet import PRIOR
 
 BINS = 16
 """Distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
+LONGEST = 2 * (BINS - 1) * 32
+"""Pixels of the canvas: the longest side of a box that it can predict."""
 CANDIDATES_OF_A_BOX = 10
 """Points that learn to find a box, at most. TOOD: 13, on five levels; here on three."""
 IOU_THRESHOLD = 0.7

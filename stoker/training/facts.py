@@ -12,6 +12,8 @@ from stoker.data.index import Index
 from stoker.data.shapes import Anchors, best_iou, box_sides, recommend
 from stoker.diagnose.catalogue import CATALOGUE
 from stoker.models import architecture
+from stoker.models.ember import LONGEST
+from stoker.training.choice import is_ember
 
 COVERED_FROM = 0.5
 """IoU from which an anchor meets a box: the least that any of the models takes for a positive one (PASCAL VOC's)."""
@@ -48,3 +50,18 @@ def facts_of(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
                 better = recommend(sides, config.data.canvas, anchors, iou=COVERED_FROM)[0]
                 found["anchor_sizes"] = list(better.sizes)
     return text, found
+
+
+def too_long(config: Config, index: Index) -> str | None:
+    """What to warn of where boxes are longer on the canvas than an ember predicts; None where none are."""
+    if not is_ember(architecture(config.model.model)):
+        return None
+    longest = box_sides(index, index.rows("train"), config.data.canvas, config.data.resize).canvas.max(1, initial=0.0)
+    count = int((longest > LONGEST).sum())
+    if not count:
+        return None
+    height, width = config.data.canvas
+    return (
+        f"{count:,} of {len(longest):,} boxes are longer than {LONGEST} pixels on the canvas of {height}×{width} "
+        f"(up to {longest.max():.0f}): {config.model.model} finds none; take a smaller --canvas or another model"
+    )

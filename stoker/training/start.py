@@ -30,7 +30,7 @@ from stoker.records import BEST, CONFIG, EVENTS, QUARANTINE, STEPS, RunFolder, r
 from stoker.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint
 from stoker.training.derive import derive, total_steps
-from stoker.training.facts import facts_of
+from stoker.training.facts import facts_of, too_long
 from stoker.training.optim import Meter, Stepper
 
 EXAMPLES = 2
@@ -145,6 +145,8 @@ def build(settled: Settled, folder: RunFolder, say: Say) -> Job:
     if folder.attempt == 1:
         text, facts = facts_of(config, index)
         folder.event("note", text, facts=facts)
+        if (remark := too_long(config, index)) is not None:
+            say("warning", remark)
     model = start_model(config, index, device, say if loaded is None else None)
     rows, val_rows = index.rows("train"), index.rows("val")
     slots = box_slots(index, rows, mosaic=config.data.mosaic)
