@@ -128,7 +128,8 @@ class Ember(Detector):
     def boxes(self, sides: Tensor, centre: Tensor, unit: Tensor) -> Tensor:
         """Boxes xyxy, float32 [..., 4], of distributions [..., 4 · BINS] at points `centre` [..., 2]."""
         shares = at_least_fp32(sides).reshape(*sides.shape[:-1], 4, BINS).softmax(-1)
-        return decode(shares @ self.distance.to(shares.dtype), centre, unit)
+        # By a column: onnxruntime multiplies a vector place by place, which took 8 % of a picture's time.
+        return decode((shares @ self.distance.to(shares.dtype)[:, None]).squeeze(-1), centre, unit)
 
     def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
         """`classification` (cross-entropy with the quality), `bbox_regression` (1 - GIoU) and `bbox_distribution`
