@@ -31,6 +31,8 @@ KINDS = {"suppression inside": ("--iou=0.7", "nms=True"), "none": ("--iou=1", "n
 
 
 def main_run(asked: argparse.Namespace) -> Report:
+    if asked.quick:
+        asked.sides, asked.rounds = asked.sides[:1], 15
     report = Report("Processor time of a picture in onnxruntime, one thread", asked.rounds)
     report.packages = ("stoker", "torch", "onnxruntime")
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:

@@ -163,6 +163,8 @@ def preview(
     seed: int = 0,
     model: str | None = None,
     weights: str | None = None,
+    for_: Annotated[str | None, Parameter(name="--for")] = None,
+    batch: int | None = None,
 ) -> None:
     """Shows pictures as the model gets them: a sheet of each plain, and augmented beside it, with boxes and classes.
 
@@ -184,6 +186,10 @@ def preview(
         The model to be trained, whose recipe decides what is not set.
     weights
         The weights it would start from, likewise.
+    for_
+        How long it would be trained: pictures that are seen often are varied more.
+    batch
+        Pictures of a step, likewise.
     """
     import dataclasses
 
@@ -196,7 +202,8 @@ def preview(
     from stoker.report.terminal import print_settings
     from stoker.training.derive import derive_data
 
-    asked = Config(data=dataclasses.replace(settings, data=data)).replace(model=model, weights=weights)
+    chosen = {"model": model, "weights": weights, "for_": for_, "batch": batch}
+    asked = Config(data=dataclasses.replace(settings, data=data)).replace(**chosen)
     check(asked)
     index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
     check_out(out, index)

@@ -225,8 +225,8 @@ def options_of(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 
 
 EMBER: Defaults = {
-    "norm": ("train", "there are no pretrained weights"),
-    "trainable_stages": (5, "there are no pretrained weights"),
+    "norm": ("train", "as its weights were trained"),
+    "trainable_stages": (5, "as its weights were trained"),
     "nms_free": (False, "one pair of towers less; ember_n on BCCD has AP 0.595 so, and 0.574 with them"),
     "depthwise": (False, "no faster on a CPU; ember_n on BCCD has AP 0.595 so, and 0.584 with it"),
 }

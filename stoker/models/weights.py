@@ -25,6 +25,8 @@ from stoker.models.ember import options_of
 from stoker.models.sources import fetch, local
 from stoker.models.table import MODELS, architecture, build
 
+NAMED = ("coco", "imagenet")
+"""Weights that `--weights` names, whoever publishes them; `none` and files beside them."""
 ALIKE = 0.9
 """Share of the tensors of a model and a file that must have the same names and shapes for the one to be of the other:
 a file that lacks a tensor is recognised, and told what it lacks."""
@@ -68,7 +70,7 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     if choice == "none":
         return ["none, every layer starts from random values"]
     row = architecture(settings.model)
-    if choice in ("coco", "imagenet") and choice not in row.urls:
+    if choice in NAMED and choice not in row.urls:
         with_it = [name for name, other in MODELS.items() if choice in other.urls]
         raise WeightsError(
             f"There are no {choice} weights for {settings.model}.",
@@ -95,7 +97,7 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     return sentences
 
 
-def read(path: Path, *, choices: Sequence[str] = ("coco", "imagenet", "none")) -> Weights:
+def read(path: Path, *, choices: Sequence[str] = (*NAMED, "none")) -> Weights:
     """The weights in a file. Raises WeightsError when it is missing, damaged or holds something else; `choices` are the
     values other than a file that the caller would have taken."""
     if not path.is_file():

@@ -12,23 +12,21 @@ from stoker.data.index import Index
 from stoker.data.shapes import best_canvas, box_sides
 from stoker.device import Device, host_cores
 from stoker.models import MODELS, Architecture
-from stoker.models.weights import architecture_of
+from stoker.models.weights import NAMED, architecture_of
 
 SMALL_SIDE = 160
 """Pictures whose median has no more than the square of so many pixels are learnt soonest by `retinanet_tiny_fpn`."""
 CPU_SIDE = 320
-"""Side of the square whose area ember's canvas has at most on a CPU: on BCCD, 640 × 480, it finds more on a quarter of
-the pixels for the processor time (LOG.md, "Ember")."""
+"""Side of the square whose area ember's canvas has at most, and a tenth, on a CPU: on BCCD, 640 × 480, it finds more on
+a quarter of the pixels for the processor time (LOG.md, "Ember")."""
 SMALLEST = 8.0
 """Pixels of that canvas that nine of ten boxes have to have as root of their area: a place of the finest map."""
 OFTEN = 80.0
 """Times that each picture is seen from which ember's are varied more."""
 VARIED: dict[str, Any] = {"crop": 0.8, "zoom": (0.5, 2.0)}
 """What then: of BCCD 32 pictures, seen 100 times: AP 0.508 without, 0.537 with it, 0.521 with mosaics instead, 0.511
-with both (LOG.md, "Ember"). 292, seen 64 times, do not need it; seen 119 times they are known by heart without it (AP
-0.586), and with it 144 times are better (0.616)."""
-
-
+with both. 292 that are seen 119 times are known by heart without it, AP 0.586, and not with it, 0.616 after 135 to 156
+times (LOG.md, "Ember")."""
 GFLOP_A_SECOND = 160.0
 """1e9 operations that a core trains with: ember_n in bf16 (LOG.md, "Ember"), which is near enough to tell whether a
 length in minutes is a long one."""
@@ -39,7 +37,7 @@ def model_for(index: Index, device: Device, weights: str | None) -> tuple[str, s
 
     Raises WeightsError when the file is missing or cannot be read.
     """
-    if weights not in (None, "none", "coco", "imagenet"):
+    if weights not in (None, "none", *NAMED):
         found = architecture_of(weights)
         if found is not None:
             return found, "the weights file is of that architecture, or of its body"

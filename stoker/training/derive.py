@@ -21,7 +21,7 @@ from stoker.models.ember import options_of
 from stoker.models.sources import local
 from stoker.models.ssd_bodies import tail_of
 from stoker.models.table import check_canvas, check_settings
-from stoker.models.weights import read
+from stoker.models.weights import NAMED, read
 from stoker.recipes import RECIPES
 from stoker.training import fit
 from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, pictures_a_second, side_for
@@ -45,8 +45,8 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
     "overlap": (0.5, "a crop shows half of some object at least (SSD: 0.1 to 0.9)"),
     "brightness": (0.125, "as SSD: 32 of 255"),
-    "contrast": (0.125, "a quarter of SSD's: mild, for short training from pretrained weights"),
-    "saturation": (0.125, "a quarter of SSD's: mild, for short training from pretrained weights"),
+    "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
+    "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
     "hue": (0.0, "classes may differ by their colour alone"),
     "mosaic": (0.0, "pays in long training only: objects at half their size, beside seams"),
     "clip": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
@@ -97,7 +97,7 @@ def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[st
     check_settings(asked.replace(model=get("model")).model)
     if "tail" in row.defaults:
         put("tail", *_tail(get("weights"), get("tail")))
-    if is_ember(row) and get("weights") not in ("none", *row.urls):
+    if is_ember(row) and get("weights") not in ("none", *NAMED):
         _keep_options(filling)
     if get("weights") == "none":
         put("norm", "train", "there are no statistics to freeze: the weights are random")
@@ -153,7 +153,8 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     put("resize", *PLAIN["resize"])
     side = side_for(row, index, device, get("resize"))
     canvas, why = best_canvas(index.size[index.rows("train")], side, row.canvas_multiple)
-    put("canvas", canvas, why if side == row.canvas_side else f"on a CPU {why}")
+    limited = side != row.canvas_side and why.startswith(f"{side}²")
+    put("canvas", canvas, f"on a CPU {why}" if limited else why)
     check_canvas(filling.config)
     if is_ember(row) and get("crop") != 0:
         _vary(filling, row, len(index.rows("train")), device)
@@ -162,9 +163,9 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
 
 
 def _vary(filling: _Filling, row: Architecture, pictures: int, device: Device) -> None:
-    """VARIED, where each picture is seen OFTEN."""
+    """VARIED, where each picture is seen OFTEN with the recipe's batch: what `--fit` will find is not known yet."""
     get = filling.get
-    batch = min(pictures, get("batch") or RECIPES[row.recipe]().run.batch)
+    batch = get("batch") or min(pictures, RECIPES[row.recipe]().run.batch)
     a_second = pictures_a_second(row, get("canvas")) if device.is_cpu else None
     seen = times_seen(get("for_"), _epochs(row, get("weights")), pictures, batch, a_second)
     if seen is not None and seen >= OFTEN:

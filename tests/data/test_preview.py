@@ -114,6 +114,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, data, "--split", "val") == 0
     assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out
 
+    assert run(monkeypatch, data, "--model", "ember_n", "--for", "100ep", "--batch", "2") == 0
+    assert "seen about 100 times" in capsys.readouterr().out
+
     picture = next((data / "train").glob("*.jpg"))
     for arguments, words in [
         ((data, "--out", picture), "in the folder of the data set"),

@@ -1,9 +1,11 @@
 """What stoker chooses for settings left open: from the data, the device, the recipe; never over the user."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from stoker.config import Config, from_fields, parse_duration
 from stoker.data import decoder_choice
 from stoker.data.index import Index, open_index
 from stoker.device import Device, Memory
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, WeightsError
 from stoker.models import MODELS, build, load_weights, open_fields
 from stoker.training import fit, trial
 from stoker.training.choice import OFTEN, pictures_a_second
@@ -266,10 +268,26 @@ def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
     assert found(for_="100ep", crop=0.0)[1] == (0.7, 1.5)
 
 
-def test_a_batch_of_more_pictures_than_there_are_does_not_count(tmp_path: Path):
+def test_a_batch_of_more_pictures_than_there_are_counts_where_it_is_asked_for(tmp_path: Path):
     index = open_index(draw(tmp_path / "data", train=3, val=1))
     _, reasons = derive_data(from_fields({"model": "ember_n", "for_": "300"}), index, CPU)
     assert "about 300 times" in reasons["zoom"]
+    _, reasons = derive_data(from_fields({"model": "ember_n", "for_": "30", "batch": 9}), index, CPU)
+    assert "about 90 times" in reasons["zoom"]
+
+
+@pytest.mark.parametrize(("side", "why"), [(0, "the sizes"), (200, "no more pixels"), (700, "on a CPU 320² pixels")])
+def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int, why: str):
+    sized = dataclasses.replace(index, size=np.full_like(index.size, side), boxes=index.boxes * 10)
+    _, reasons = derive_data(from_fields({"model": "ember_n"}), sized, CPU)
+    assert reasons["canvas"].startswith(why)
+
+
+@pytest.mark.parametrize("weights", ["coco", "imagenet"])
+def test_weights_that_an_ember_does_not_have_are_named(index: Index, weights: str):
+    config, _ = derive(from_fields({"model": "ember_n", "weights": weights, "batch": 2}), index, CPU)
+    with pytest.raises(WeightsError, match=f"There are no {weights} weights for ember_n"):
+        load_weights(build(config.model, 3), config.model, class_names=("a", "b", "c"))
 
 
 @pytest.mark.parametrize("options", [{"nms_free": True}, {"depthwise": True}, {}])
