@@ -27,6 +27,10 @@ VARIED: dict[str, Any] = {"crop": 0.8, "zoom": (0.5, 2.0)}
 """What then: of BCCD 32 pictures, seen 100 times: AP 0.508 without, 0.537 with it, 0.521 with mosaics instead, 0.511
 with both. 292 that are seen 119 times are known by heart without it, AP 0.586, and not with it, 0.616 after 135 to 156
 times (LOG.md, "Ember")."""
+BODY_RATE = 0.3
+"""Of the rate, for a pretrained body under an ember's neck. With frozen norms nothing holds a body's features: at the
+full rate they grow for as long as they are trained, until ReLU6 cuts nearly all of them and the neck's norms enlarge
+what bf16 rounds off (LOG.md, "Ember")."""
 GFLOP_A_SECOND = 160.0
 """1e9 operations that a core trains with: ember_n in bf16 (LOG.md, "Ember"), which is near enough to tell whether a
 length in minutes is a long one."""

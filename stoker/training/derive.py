@@ -24,7 +24,7 @@ from stoker.models.table import check_canvas, check_settings
 from stoker.models.weights import NAMED, read
 from stoker.recipes import RECIPES
 from stoker.training import fit
-from stoker.training.choice import OFTEN, VARIED, is_ember, model_for, pictures_a_second, side_for
+from stoker.training.choice import BODY_RATE, OFTEN, VARIED, is_ember, model_for, pictures_a_second, side_for
 
 EPOCHS, LEAST_STEPS, MOST_PICTURES = 12, 1_500, 90_000 * 16
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most the pictures that this schedule takes of COCO."""
@@ -156,6 +156,8 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     limited = side != row.canvas_side and why.startswith(f"{side}²")
     put("canvas", canvas, f"on a CPU {why}" if limited else why)
     check_canvas(filling.config)
+    if is_ember(row) and row.urls and get("weights") != "none":
+        put("backbone_rate", BODY_RATE, "its norms are frozen, and its features must not outgrow those of the neck")
     if is_ember(row) and get("crop") != 0:
         _vary(filling, row, len(index.rows("train")), device)
     for name, (value, reason) in PLAIN.items():

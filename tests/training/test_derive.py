@@ -18,7 +18,7 @@ from stoker.device import Device, Memory
 from stoker.errors import ConfigError, WeightsError
 from stoker.models import MODELS, build, load_weights, open_fields
 from stoker.training import fit, trial
-from stoker.training.choice import OFTEN, pictures_a_second
+from stoker.training.choice import BODY_RATE, OFTEN, pictures_a_second
 from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
 from tests.drawn import draw
 from tests.models.samples import settings_of
@@ -281,6 +281,16 @@ def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int
     sized = dataclasses.replace(index, size=np.full_like(index.size, side), boxes=index.boxes * 10)
     _, reasons = derive_data(from_fields({"model": "ember_n"}), sized, CPU)
     assert reasons["canvas"].startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "rate"),
+    [("ember_mobilenet_v2", "imagenet", BODY_RATE), ("ember_mobilenet_v2", "none", 1.0), ("ember_n", "none", 1.0),
+     ("retinanet_mobilenet_v2_fpn", "imagenet", 1.0)],
+)  # fmt: skip
+def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, rate: float):
+    config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
+    assert config.optim.backbone_rate == rate
 
 
 @pytest.mark.parametrize("weights", ["coco", "imagenet"])
