@@ -25,9 +25,12 @@ def main(results: Path, picture: Path) -> None:
     contestants = sorted({row["contestant"] for row in rows})
     titles = [f"{name}: AP on test over CPU-seconds of training" for name in data]
     figure = make_subplots(rows=1, cols=len(data), subplot_titles=titles)
+    named = set()
     for column, name in enumerate(data, start=1):
         for colour, contestant in zip(COLOURS, contestants, strict=False):
             mine = [row for row in rows if (row["data"], row["contestant"]) == (name, contestant)]
+            if not mine:
+                continue
             budgets = sorted({row["budget"] for row in mine})
             scores = [[row["AP"] for row in mine if row["budget"] == budget] for budget in budgets]
             means = [statistics.fmean(some) for some in scores]
@@ -35,11 +38,13 @@ def main(results: Path, picture: Path) -> None:
                      "arrayminus": [mean - min(some) for some, mean in zip(scores, means, strict=True)]}  # fmt: skip
             curve = graph_objects.Scatter(
                 x=budgets, y=means, error_y=error, name=contestant, line={"color": colour}, mode="lines+markers",
-                legendgroup=contestant, showlegend=column == 1,
+                legendgroup=contestant, showlegend=contestant not in named,
             )  # fmt: skip
+            named.add(contestant)
             figure.add_trace(curve, row=1, col=column)
     figure.update_layout(template="plotly_white", width=WIDTH, height=HEIGHT, legend={"orientation": "h"})
-    figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(range=[0, 1.1 * max(row["budget"] for row in rows)])
+    figure.update_yaxes(range=[0, 1.1 * max(row["AP"] for row in rows)])
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
