@@ -156,7 +156,7 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     limited = side != row.canvas_side and why.startswith(f"{side}²")
     put("canvas", canvas, f"on a CPU {why}" if limited else why)
     check_canvas(filling.config)
-    if is_ember(row) and row.urls and get("weights") != "none":
+    if is_ember(row) and row.urls and get("weights") != "none" and get("norm") in (None, "frozen"):
         put("backbone_rate", BODY_RATE, "its norms are frozen, and its features must not outgrow those of the neck")
     if is_ember(row) and get("crop") != 0:
         _vary(filling, row, len(index.rows("train")), device)

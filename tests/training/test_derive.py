@@ -291,6 +291,8 @@ def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int
 def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, rate: float):
     config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
     assert config.optim.backbone_rate == rate
+    config, _ = derive_data(from_fields({"model": model, "weights": weights, "norm": "train"}), index, CPU)
+    assert config.optim.backbone_rate == 1.0
 
 
 @pytest.mark.parametrize("weights", ["coco", "imagenet"])
