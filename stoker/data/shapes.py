@@ -24,11 +24,14 @@ _WORTH_IT = 0.02
 """Gain in coverage, as a share of the boxes, above which other anchor sizes are proposed."""
 
 
-def best_canvas(sizes: NDArray[np.int32], side: int, multiple: int = 32) -> tuple[tuple[int, int], str]:
+def best_canvas(
+    sizes: NDArray[np.int32], side: int, multiple: int = 32, *, where: str = ""
+) -> tuple[tuple[int, int], str]:
     """The canvas, sides multiples of `multiple` and at least 32, of at most 1.1 × side² pixels, on which letterboxed
     pictures are largest; and why.
 
-    sizes: int32 [N, 2], height and width, 0 where unknown. Pictures are not enlarged beyond the median of their size.
+    sizes: int32 [N, 2], height and width, 0 where unknown. where: what `side` holds for, said before it. Pictures are
+    not enlarged beyond the median of their size.
     """
     known = sizes[(sizes > 0).all(1)].astype(np.float64)
     if len(known) == 0:
@@ -50,7 +53,7 @@ def best_canvas(sizes: NDArray[np.int32], side: int, multiple: int = 32) -> tupl
             if score > best_score:
                 best, best_score = (height, width), score
     common = kinds[counts.argmax()].astype(int)
-    limit = f"{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
+    limit = f"{where}{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
     aspect = f"in the aspect of the data ({common[1]}x{common[0]} is the most common)"
     return best, f"{limit}, {aspect}, multiples of {multiple}"
 

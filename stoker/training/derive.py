@@ -152,9 +152,8 @@ def _begin(filling: _Filling, index: Index, device: Device) -> None:
     put("weights", "none", "there are none for this model")
     put("resize", *PLAIN["resize"])
     side = side_for(row, index, device, get("resize"))
-    canvas, why = best_canvas(index.size[index.rows("train")], side, row.canvas_multiple)
-    limited = side != row.canvas_side and why.startswith(f"{side}²")
-    put("canvas", canvas, f"on a CPU {why}" if limited else why)
+    where = "" if side == row.canvas_side else "on a CPU "
+    put("canvas", *best_canvas(index.size[index.rows("train")], side, row.canvas_multiple, where=where))
     check_canvas(filling.config)
     if is_ember(row) and row.urls and get("weights") != "none" and get("norm") in (None, "frozen"):
         put("backbone_rate", BODY_RATE, "its norms are frozen, and its features must not outgrow those of the neck")
