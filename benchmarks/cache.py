@@ -51,12 +51,12 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
     """Epochs of what the loader's threads do, the modes in turn: for each, its processor ms and pictures/s."""
     import numpy as np
 
-    from stoker.data.counters import Counters
+    from stoker.data.images.cache_policy import file_of, open_cache
+    from stoker.data.images.pixel_cache import Form, PixelCache
     from stoker.data.index import open_index
-    from stoker.data.pixel_cache import Form, PixelCache
-    from stoker.data.pixel_room import file_of, open_cache
-    from stoker.data.samples import Samples, Slot, box_slots
-    from stoker.device import keep_freed_memory, pick
+    from stoker.data.loading.counters import Counters
+    from stoker.data.loading.samples import Samples, Slot, box_slots
+    from stoker.hardware.device import keep_freed_memory, pick
 
     keep_freed_memory()
     index = open_index(folder)

@@ -45,8 +45,8 @@ def measure_loader(folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from stoker.data.index import open_index
-    from stoker.data.loader import Loader, box_slots
-    from stoker.device import host_cores, pick
+    from stoker.data.loading.loader import Loader, box_slots
+    from stoker.hardware.device import host_cores, pick
 
     data = open_index(folder)
     rows = np.arange(len(data))
@@ -64,9 +64,9 @@ def measure_loader(folder: Path) -> dict[str, Any]:
 
 
 def measure_check(folder: Path) -> dict[str, Any]:
-    from stoker.data.check_pictures import check_pictures
     from stoker.data.index import open_index
-    from stoker.data.problems import Problems
+    from stoker.data.validation.check_images import check_pictures
+    from stoker.data.validation.problems import Problems
 
     data, problems = open_index(folder), Problems()
     start, cpu = time.perf_counter(), time.process_time()
@@ -78,7 +78,7 @@ def measure_check(folder: Path) -> dict[str, Any]:
 
 
 def measure_annotations(folder: Path) -> dict[str, Any]:
-    from stoker.data.check import check
+    from stoker.data.validation.check import check
 
     start = time.perf_counter()
     report = check(folder, pictures=False)

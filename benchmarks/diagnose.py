@@ -41,7 +41,7 @@ from diagnose_plans import BATCH, Case, Machine, Plan
 from diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, share, wilson
 from report import Bar, Report, options, publish
 
-from stoker.totals import totals
+from stoker.runs.totals import totals
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -293,7 +293,7 @@ def show(outcome: Outcome, count: int, of: int) -> None:
 
 
 def catalogue_hash() -> str:
-    from stoker.diagnose import catalogue
+    from stoker.diagnosis import catalogue
 
     return str(catalogue.catalogue_hash())
 

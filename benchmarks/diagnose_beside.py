@@ -1,4 +1,4 @@
-"""The job of `diagnose.py`'s simulated causes: it issues work to a device that is not there, and waits for it.
+"""The job of `diagnosis.py`'s simulated causes: it issues work to a device that is not there, and waits for it.
 
 What its GPU does is told by the stub driver alone (`diagnose_driver.py`); the job only prints steps and losses, with a
 thread that computes a little and rests while "the GPU works".

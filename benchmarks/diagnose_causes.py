@@ -1,4 +1,4 @@
-"""The causes that `diagnose.py` injects, as data: in which jobs, how large, how made, which names are right.
+"""The causes that `diagnosis.py` injects, as data: in which jobs, how large, how made, which names are right.
 
 Kinds of jobs: `stoker` (`stoker train` on drawn pictures), `measure` (a plain PyTorch loop in `stoker.measure`),
 `watch` (the same loop, unchanged, under `stoker watch`), `keras` (a Keras fit under `stoker watch`), `simulated` (a job
@@ -150,7 +150,7 @@ def _simulated(
 
 
 SELDOM_S = 28.0
-"""What a driver is asked every ten seconds only has been asked three times then (measuring/gpu.py)."""
+"""What a driver is asked every ten seconds only has been asked three times then (profiling/telemetry/gpu.py)."""
 
 _SIMULATED = (
     _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "share of the seconds", "gpu_hot"),

@@ -1,4 +1,4 @@
-"""The pictures of `diagnose.py`: small JPEGs with a class in the name, and COCO data sets for `stoker train`."""
+"""The pictures of `diagnosis.py`: small JPEGs with a class in the name, and COCO data sets for `stoker train`."""
 
 import json
 from pathlib import Path

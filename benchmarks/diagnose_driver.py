@@ -1,7 +1,7 @@
-"""What the stub of NVIDIA's driver tells in the simulated causes of `diagnose.py`: scenes, second by second.
+"""What the stub of NVIDIA's driver tells in the simulated causes of `diagnosis.py`: scenes, second by second.
 
 A healthy H100 at work, and the same with one thing wrong from some second on. The language of the scenes is that of
-`tests/measuring/nvml_stub.c`. Simulated: no scene was recorded from a real GPU.
+`tests/profiling/nvml_stub.c`. Simulated: no scene was recorded from a real GPU.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The plain PyTorch job of `diagnose.py`: a small convolutional net on small JPEGs, with one fault, or none.
+"""The plain PyTorch job of `diagnosis.py`: a small convolutional net on small JPEGs, with one fault, or none.
 
 Runs alone, under `stoker watch`, or with `--measure RUN` in `stoker.measure`. It is what somebody would write, and
 knows nothing of stoker but that. `--ranks 2` starts its second rank itself; they exchange gradients over gloo.

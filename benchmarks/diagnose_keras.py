@@ -1,4 +1,4 @@
-"""The Keras job of `diagnose.py`: a `fit` on small JPEGs, on torch's backend, with one fault, or none."""
+"""The Keras job of `diagnosis.py`: a `fit` on small JPEGs, on torch's backend, with one fault, or none."""
 
 import argparse
 import math

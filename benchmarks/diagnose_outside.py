@@ -1,4 +1,4 @@
-"""Faults that `diagnose.py` puts around a job: quotas, full disks, slow links, slow storage, a driver's counters.
+"""Faults that `diagnosis.py` puts around a job: quotas, full disks, slow links, slow storage, a driver's counters.
 
 Each is a context in which the fault exists. It yields what has to stand before the job's command and in its
 environment, or raises NotPermitted where this machine does not let us: such a cell is "n/a", never right or wrong.

@@ -1,4 +1,4 @@
-"""What `diagnose.py` counts: which cause is named first, how often that is right, how far its loss is off."""
+"""What `diagnosis.py` counts: which cause is named first, how often that is right, how far its loss is off."""
 
 import math
 import statistics

@@ -38,9 +38,9 @@ from report import Bar, Report, options, publish
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.data.index import Index, open_index
-from stoker.evaluate import ground_truth, score
-from stoker.metrics import Detections, Metrics
-from stoker.models import saved
+from stoker.evaluation.evaluate import ground_truth, score
+from stoker.evaluation.metrics import Detections, Metrics
+from stoker.models.weights import model_file
 
 OURS, TUNED, PEER = "ember_n", "ember_mobilenet_v2, from ImageNet", "yolo11n"
 SIDE, BATCH = 320, 8
@@ -143,7 +143,7 @@ def of_stoker(model: str, *more: str) -> Contestant:
 
 def size_of(run: Path) -> tuple[int, float]:
     """Parameters of a trained model, and 1e9 operations for a picture of 640 × 640."""
-    model, _ = saved.load(run / "final.safetensors")
+    model, _ = model_file.load(run / "final.safetensors")
     pixels = torch.zeros(1, 3, 640, 640, dtype=torch.uint8)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(pixels)

@@ -50,7 +50,7 @@ def train(folder: Path, ready: int, first: int, steps: int) -> dict[str, Any]:
     """Trains for `first` steps, then `steps` more, which are measured; ready: on one batch."""
     import time
 
-    from stoker.cli import app
+    from stoker.cli.app import app
     from stoker.training import loop
 
     step, write_window = loop.Training.step, loop.Training.write_window
@@ -95,7 +95,7 @@ def train(folder: Path, ready: int, first: int, steps: int) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    from stoker.device import pick
+    from stoker.hardware.device import pick
 
     device = pick(arguments.device)
     n = 1 if arguments.quick else arguments.runs or (2 if device.is_cpu else 3)

@@ -127,7 +127,7 @@ class Clock:
 
 
 def measure_stoker(folder: Path) -> dict[str, Any]:
-    from stoker import coco
+    from stoker.evaluation import coco
 
     truth, found = arrays(folder)
     clock = Clock()
@@ -139,8 +139,8 @@ def measure_stoker_files(folder: Path) -> dict[str, Any]:
     import msgspec
 
     from stoker.data.index import open_index
-    from stoker.evaluate import ground_truth, score
-    from stoker.metrics import Detections
+    from stoker.evaluation.evaluate import ground_truth, score
+    from stoker.evaluation.metrics import Detections
 
     class Entry(msgspec.Struct):
         image_id: int
@@ -195,7 +195,7 @@ def by_cocoeval(folder: Path, coco: Callable[..., Any], evaluation: Callable[...
 
 def arrays(folder: Path) -> Any:
     """GroundTruth and Detections."""
-    from stoker.metrics import Detections, GroundTruth
+    from stoker.evaluation.metrics import Detections, GroundTruth
 
     of = np.load(folder / "arrays.npz")
     names = tuple(f"class {n}" for n in range(CLASSES))
@@ -209,7 +209,7 @@ def arrays(folder: Path) -> Any:
 
 
 def numbers(metrics: Any) -> list[float]:
-    from stoker.metrics import TWELVE
+    from stoker.evaluation.metrics import TWELVE
 
     values = [getattr(metrics, name) for name in TWELVE]
     return [-1.0 if value is None else value for value in values]
@@ -219,7 +219,7 @@ def measure_witness(folder: Path) -> dict[str, Any]:
     """What a thread that trains loses: {what: [share lost, longest stop in s, seconds that the score took]}."""
     import torch
 
-    from stoker import coco
+    from stoker.evaluation import coco
 
     truth, found = arrays(folder)
     torch.set_num_threads(1)

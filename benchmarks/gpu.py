@@ -25,7 +25,7 @@ from gpu_case import Case
 from processes import ROOT
 from report import Bar, Report, options, publish, table
 
-from stoker.device import pick
+from stoker.hardware.device import pick
 from stoker.models import MODELS
 from tests import fakes
 

@@ -21,15 +21,15 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.batch import DRAWS, Batch
-from stoker.config import ModelSettings, OptimSettings
-from stoker.data.augment_device import augment_batch
-from stoker.device import Device, pick
+from stoker.config.settings import ModelSettings, OptimSettings
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import DRAWS, Batch
+from stoker.hardware.device import Device, pick
 from stoker.models import MODELS, Detector, build
 from stoker.training import forward
+from stoker.training.defaults.dry_run import worst_case
 from stoker.training.forward import LossesOf, forward_backward, losses_of
 from stoker.training.optim import Meter, Stepper
-from stoker.training.trial import worst_case
 from tests import fakes
 
 PROFILED, KERNELS, NAME = 3, 8, 60

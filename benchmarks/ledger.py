@@ -18,12 +18,12 @@ import torch
 from report import Bar, Report, options, publish, spread
 from torch import Tensor, nn
 
-from stoker import device
-from stoker.measuring.gpu import Gpus
-from stoker.measuring.host import Host
-from stoker.measuring.ledger import Ledger
-from stoker.measuring.trace import EVERY_S, STEPS, Tracer
-from stoker.records import RunFolder
+from stoker.hardware import device
+from stoker.profiling.ledger import Ledger
+from stoker.profiling.telemetry.gpu import Gpus
+from stoker.profiling.telemetry.host import Host
+from stoker.profiling.trace import EVERY_S, STEPS, Tracer
+from stoker.runs.folder import RunFolder
 
 
 class Off:

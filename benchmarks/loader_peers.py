@@ -25,8 +25,8 @@ Passes = Callable[[], Iterable[Any]]
 
 def ours(folder: Path, workers: int, repeats: int) -> Passes:
     from stoker.data.index import open_index
-    from stoker.data.loader import Loader, box_slots
-    from stoker.device import pick
+    from stoker.data.loading.loader import Loader, box_slots
+    from stoker.hardware.device import pick
 
     data = open_index(folder)
     rows = np.tile(np.arange(len(data)), repeats)

@@ -18,7 +18,7 @@ import torch
 from report import Bar, Report, options, publish, spread
 
 import stoker
-from stoker.measured.measure import Measure
+from stoker.profiling.measure.measure import Measure
 
 
 class Off:

@@ -16,11 +16,11 @@ from typing import Any
 from loader import KINDS, draw
 from report import Report, options, publish
 
-from stoker.data.decode_device import why_not
-from stoker.data.decoder_choice import decide
+from stoker.data.images.decode_device import why_not
 from stoker.data.index import Index, open_index
-from stoker.data.loader import Loader, box_slots
-from stoker.device import Device, pick
+from stoker.data.loading.decoder_choice import decide
+from stoker.data.loading.loader import Loader, box_slots
+from stoker.hardware.device import Device, pick
 
 BATCH, CANVAS = 32, (800, 800)
 FIRST = 12

@@ -32,11 +32,11 @@ class FirstStepDone(BaseException):
 
 def start(folder: Path) -> dict[str, Any]:
     """Runs the command to the end of its first step. Seconds of each of PARTS, and of all."""
-    from stoker.measuring.host import process_started_s
+    from stoker.profiling.telemetry.host import process_started_s
 
     began = process_started_s()
     from stoker import models
-    from stoker.cli import app
+    from stoker.cli.app import app
     from stoker.training import loop
     from stoker.training import start as starting
 

@@ -86,12 +86,12 @@ def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
 
 def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[], None]:
     """The same model in this project's code."""
-    from stoker.batch import DRAWS, Batch
-    from stoker.config import ModelSettings, OptimSettings
-    from stoker.device import keep_freed_memory, pick
+    from stoker.config.settings import ModelSettings, OptimSettings
+    from stoker.data.batch import DRAWS, Batch
+    from stoker.hardware.device import keep_freed_memory, pick
     from stoker.models import MODELS
     from stoker.models.backbones import pyramid
-    from stoker.models.retinanet import RetinaNet
+    from stoker.models.retinanet.retinanet import RetinaNet
     from stoker.training.forward import forward_backward, losses_of
     from stoker.training.optim import Stepper
 

@@ -37,9 +37,9 @@ def serve_from(port: int) -> None:
 
 
 def stoker(arguments: argparse.Namespace) -> dict[str, float]:
-    from stoker.storage.address import parse
     from stoker.storage.fetcher import Fetcher
     from stoker.storage.store import open_store
+    from stoker.storage.uri import parse
 
     serve_from(arguments.port)
     store = open_store(parse("s3://bucket"))

@@ -23,25 +23,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stoker.api import train
+    from stoker.config.keywords import Settings
     from stoker.errors import StokerError
-    from stoker.measured.measure import measure
-    from stoker.metrics import Metrics
-    from stoker.settings import Settings
+    from stoker.evaluation.metrics import Metrics
+    from stoker.inference.model import Model, Prediction, load
+    from stoker.profiling.measure.measure import measure
     from stoker.training.loop import Result
-    from stoker.use import Model, Prediction, load
 
 # Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _HOME = {
-    "Metrics": "stoker.metrics",
-    "Model": "stoker.use",
-    "Prediction": "stoker.use",
+    "Metrics": "stoker.evaluation.metrics",
+    "Model": "stoker.inference.model",
+    "Prediction": "stoker.inference.model",
     "Result": "stoker.training.loop",
-    "Settings": "stoker.settings",
+    "Settings": "stoker.config.keywords",
     "StokerError": "stoker.errors",
-    "load": "stoker.use",
-    "measure": "stoker.measured.measure",
+    "load": "stoker.inference.model",
+    "measure": "stoker.profiling.measure.measure",
     "train": "stoker.api",
 }
 __all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "measure", "train"]

@@ -1,5 +1,5 @@
 """`python -m stoker` is `stoker`."""
 
-from stoker.cli import main
+from stoker.cli.app import main
 
 main()

@@ -1,14 +1,14 @@
 """`stoker.train`: the command of that name as a function, with the same settings and the same defaults.
 
-`stoker.load`, and the model that it returns, is `use.py`. What trains is `training/loop.py`.
+`stoker.load`, and the model that it returns, is `model.py`. What trains is `training/loop.py`.
 """
 
 import os
 from typing import Literal, Unpack
 
-from stoker.config import from_fields
+from stoker.config.keywords import Settings
+from stoker.config.settings import from_fields
 from stoker.monitor.options import Monitoring
-from stoker.settings import Settings
 from stoker.training import loop
 
 

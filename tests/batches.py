@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from stoker.batch import DRAWS, Batch
+from stoker.data.batch import DRAWS, Batch
 
 
 def batch_of(pixels, boxes, content, labels=None, valid=None, draw=None):

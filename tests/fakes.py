@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from stoker.batch import DRAWS, Batch
-from stoker.config import DataSettings, ModelSettings, OptimSettings
-from stoker.data.augment_device import augment_batch
-from stoker.device import Device
+from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import DRAWS, Batch
+from stoker.hardware.device import Device
+from stoker.hardware.host_sync import NoHostWaits
 from stoker.models import MODELS, build
 from stoker.training import optim
+from stoker.training.defaults.dry_run import LiveBytes
 from stoker.training.forward import forward_backward, losses_of
 from stoker.training.optim import Stepper
-from stoker.training.trial import LiveBytes
-from stoker.waits import NoHostWaits
 
 DEVICE = "fakegpu"
 

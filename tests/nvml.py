@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("measuring") / "nvml_stub.c"
+SOURCE = Path(__file__).with_name("profiling") / "nvml_stub.c"
 NAME = "libnvidia-ml.so.1"
 
 

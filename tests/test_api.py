@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 import stoker
-from stoker.cli import app
-from stoker.config import from_fields, from_toml
+from stoker.cli.app import app
+from stoker.config.settings import from_fields, from_toml
 from stoker.errors import ConfigError, DataError, UsageError
-from stoker.records import CONFIG
+from stoker.runs.folder import CONFIG
 from tests.drawn import CLASSES, draw
 
 SMALL = {"for_": "6", "batch": 4, "canvas": (64, 64), "eval_every": "0", "precision": "fp32"}

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnose.catalogue import CATALOGUE
-from stoker.diagnose.deaths import DEATHS
+from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.failure_signatures import DEATHS
 from tests.test_benchmarks import FOLDER, quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from stoker.errors import DataError
-from stoker.files import cache_folder, sync_folder, write_whole
+from stoker.storage.local_files import cache_folder, sync_folder, write_whole
 
 VERSION = 1
 """Of the pictures: a folder of another version is drawn again."""

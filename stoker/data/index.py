@@ -2,8 +2,8 @@
 
 `open_index` finds the format, builds the file once and again when the source changed, and maps it. There is no Python
 object per picture or box, and all processes of a machine share one copy. `require_pictures` checks, apart, that the
-pictures exist. Not here: which layout a folder has (`find.py`), reading it (`formats/`), dropping and dividing
-(`clean.py`), the file (`cache.py`), the content of the pictures (`check.py`, `decode.py`).
+pictures exist. Not here: which layout a folder has (`detect.py`), reading it (`formats/`), dropping and dividing
+(`clean.py`), the file (`index_cache.py`), the content of the pictures (`check.py`, `decode.py`).
 """
 
 import os
@@ -17,13 +17,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data import cache, clean, places
-from stoker.data.find import FORMATS, endings_of_files, find_data
+from stoker.data import index_cache
 from stoker.data.formats import names as picture_names
-from stoker.data.formats.columns import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS, by_folder
-from stoker.data.problems import FEW, MAX_BAD, Problem, Problems, tolerated
+from stoker.data.formats.detect import FORMATS, endings_of_files, find_data
+from stoker.data.formats.tables import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS, by_folder
+from stoker.data.images import source as places
+from stoker.data.validation import clean
+from stoker.data.validation.problems import FEW, MAX_BAD, Problem, Problems, tolerated
 from stoker.errors import ConfigError, DataError
-from stoker.storage.address import expand, is_address, parse
+from stoker.storage.uri import expand, is_address, parse
 
 if TYPE_CHECKING:
     from stoker.storage.store import Store
@@ -182,7 +184,7 @@ def open_index(
         text = expand(os.fspath(data))
         if not is_address(text):
             return _open(Path(text), format, fraction, asked, only, problems)
-        from stoker.data import bucket  # only needed, as what it imports, where there are buckets
+        from stoker.data.remote import bucket  # only needed, as what it imports, where there are buckets
 
         mirror = bucket.place_of(parse(text), endings_of_files(format))
         with bucket.addresses_in_errors(mirror.root):
@@ -212,9 +214,9 @@ def _open(
 ) -> Index:
     found = find_data(data, format)
     only = found.parts[0].annotations if len(found.parts) == 1 else found.root
-    path = cache.index_path(only, found.format, fraction, classes, found.descriptions)
-    stamp = cache.fingerprint(found, fraction)
-    content = None if problems is not None else cache.read(path, stamp)
+    path = index_cache.index_path(only, found.format, fraction, classes, found.descriptions)
+    stamp = index_cache.fingerprint(found, fraction)
+    content = None if problems is not None else index_cache.read(path, stamp)
     if content is None:
         problems = Problems() if problems is None else problems
         columns = FORMATS[found.format].read(found, problems)
@@ -223,8 +225,8 @@ def _open(
         columns = clean.divide(columns, fraction, asked=asked)
         clean.check(columns, problems)
         columns.notes.insert(0, f"{found.layout}, from {places.shown(found.root)}")
-        cache.write(path, columns, problems.found(FEW), found, stamp)
-        content = cache.read(path, stamp)
+        index_cache.write(path, columns, problems.found(FEW), found, stamp)
+        content = index_cache.read(path, stamp)
         if content is None:
             raise DataError(
                 "The index was written but cannot be read back.",
@@ -241,7 +243,7 @@ def _demo() -> Path:
     return ensure_demo()
 
 
-def _view(batch: pa.RecordBatch, meta: cache.Meta) -> Index:
+def _view(batch: pa.RecordBatch, meta: index_cache.Meta) -> Index:
     boxes = batch["boxes"]
     return Index(
         root=Path(meta.root),

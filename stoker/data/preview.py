@@ -1,7 +1,8 @@
 """A contact sheet: pictures as the model gets them, each plain beside augmented, with the boxes that are trained on.
 
 What is drawn are the pixels and boxes of the loader's batches after `augment_batch`, nothing that is made for show. The
-command is `stoker data preview`; which settings apply is decided where training decides it, `training/derive.py`.
+command is `stoker data preview`; which settings apply is decided where training decides it,
+`training/defaults/derive.py`.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from stoker.batch import Batch, Draw
-from stoker.config import DataSettings
-from stoker.data.augment_device import GROUP, augment_batch, factor
-from stoker.data.loader import Loader, Quarantine, box_slots
-from stoker.device import Device
-from stoker.draw import draw_boxes
+from stoker.config.settings import DataSettings
+from stoker.data.augment.device import GROUP, augment_batch, factor
+from stoker.data.batch import Batch, Draw
+from stoker.data.loading.loader import Loader, Quarantine, box_slots
 from stoker.errors import UsageError
-from stoker.metrics import Detections
+from stoker.evaluation.metrics import Detections
+from stoker.hardware.device import Device
+from stoker.inference.draw import draw_boxes
 
 if TYPE_CHECKING:
     from stoker.data.index import Index

@@ -7,10 +7,10 @@ suppression in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `
 """
 
 from stoker.models.architecture import Architecture
-from stoker.models.detections import Detections
 from stoker.models.detector import Detector
+from stoker.models.layers.postprocess import Detections
 from stoker.models.table import MODELS, architecture, build, open_fields
-from stoker.models.weights import architecture_of, load_weights
+from stoker.models.weights.load import architecture_of, load_weights
 
 __all__ = [
     "MODELS",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.config import ModelSettings
+from stoker.config.settings import ModelSettings
 from stoker.models.detector import Detector
 
 Build = Callable[[ModelSettings, int], Detector]

@@ -2,7 +2,7 @@
 
 Bodies are torchvision's networks, or `TinyBody`: one table, `BODIES`. Parameters have the names of torchvision's
 detectors (`body.`, `fpn.`). Every body has five stages, each at half the resolution of the one before it; stages are
-frozen by their number. Which weights fill them is `weights.py`.
+frozen by their number. Which weights fill them is `load.py`.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from torchvision.models import (
     resnext50_32x4d,
 )
 
-from stoker.models.convolutions import Halving, convolution
-from stoker.models.csp import CspBody
-from stoker.models.norms import NORMS, Norm, NormKind, fold_frozen_norms
+from stoker.models.ember.csp_pafpn import CspBody
+from stoker.models.layers.convolutions import Halving, convolution
+from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
 
 Coarser = Literal["p6p7", "pool"] | None
 """What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""

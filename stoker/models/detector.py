@@ -9,9 +9,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stoker.batch import Batch
-from stoker.config import ModelSettings
-from stoker.models.detections import DETECTIONS, Candidates, Detections, best_of, suppress, to_original
+from stoker.config.settings import ModelSettings
+from stoker.data.batch import Batch
+from stoker.models.layers.postprocess import (
+    DETECTIONS,
+    Candidates,
+    Detections,
+    best_of,
+    suppress,
+    to_original,
+)
 
 # Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
 PIXEL_MEAN = (0.485, 0.456, 0.406)

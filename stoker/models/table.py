@@ -23,16 +23,16 @@ from torchvision.models.detection import (
     SSDLite320_MobileNet_V3_Large_Weights,
 )
 
-from stoker.config import SECTION_OF, Config, ModelSettings
+from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.architecture import Architecture, Cost, Defaults
 from stoker.models.detector import Detector
-from stoker.models.ember import EMBER, EMBER_ON, ember_on
-from stoker.models.faster_rcnn import FASTER_RCNN, faster_rcnn_on
-from stoker.models.fcos import FCOS_DEFAULTS, fcos_on
-from stoker.models.memory import checkpoint_activations
-from stoker.models.retinanet import FOCAL, LIGHT, LITE, RETINANET, retinanet_on
-from stoker.models.ssd import SSD300, SSDLite
+from stoker.models.ember.ember import EMBER, EMBER_ON, ember_on
+from stoker.models.faster_rcnn.faster_rcnn import FASTER_RCNN, faster_rcnn_on
+from stoker.models.fcos.fcos import FCOS_DEFAULTS, fcos_on
+from stoker.models.layers.activation_checkpointing import checkpoint_activations
+from stoker.models.retinanet.retinanet import FOCAL, LIGHT, LITE, RETINANET, retinanet_on
+from stoker.models.ssd.ssd import SSD300, SSDLite
 
 
 def _row(*, defaults: Defaults, **fields: Any) -> Architecture:

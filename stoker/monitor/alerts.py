@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 from stoker.errors import ConfigError
 from stoker.monitor.follow import Seen, sentence
-from stoker.records import EVENT_KINDS, PHASES
-from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+from stoker.runs.folder import EVENT_KINDS, PHASES
+from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 COVERED = 0.9
 """Share of a rule's duration that must have been measured before it can hold: a line may be late."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.records import DEVICES, EVENTS, STEPS
-from stoker.schemas import DeviceSample, Event, StepWindow
+from stoker.runs.folder import DEVICES, EVENTS, STEPS
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 Seen = StepWindow | DeviceSample | Event
 

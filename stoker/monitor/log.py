@@ -11,8 +11,8 @@ from typing import TextIO
 import msgspec
 
 from stoker.monitor.follow import Seen, sentence
-from stoker.records import WARNING_KINDS
-from stoker.schemas import Event, StepWindow
+from stoker.runs.folder import WARNING_KINDS
+from stoker.runs.schemas import Event, StepWindow
 
 PROGRESS_EVERY_S = 60.0
 

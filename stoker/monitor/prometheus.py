@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from stoker.errors import ConfigError
 from stoker.monitor.follow import Seen
-from stoker.schemas import DeviceSample, GpuSample, StepWindow
+from stoker.runs.schemas import DeviceSample, GpuSample, StepWindow
 
 _OF_GPU: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
     "utilisation_ratio": ("share of the driver's sample period in which a kernel ran", lambda g: g.utilisation),

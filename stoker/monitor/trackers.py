@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.monitor.follow import Seen
-from stoker.schemas import DeviceSample, Event, StepWindow
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 
 class WandbTracker:

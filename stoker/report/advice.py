@@ -8,13 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from stoker.diagnose.deaths import UNEXPLAINED
-from stoker.evaluation import Evaluation
-from stoker.records import CHECKPOINTS, CONFIG
+from stoker.diagnosis.failure_signatures import UNEXPLAINED
+from stoker.evaluation.document import Evaluation
 from stoker.report import format as fmt
-from stoker.report.why import Why
-from stoker.report.why_terminal import unsaid_command
-from stoker.schemas import Event
+from stoker.report.explain import Why
+from stoker.report.explain_terminal import unsaid_command
+from stoker.runs.folder import CHECKPOINTS, CONFIG
+from stoker.runs.schemas import Event
 
 MISTAKES_FROM = 0.15
 """Share of the true boxes that a kind of mistake must reach to be worth a word. Our judgment."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from stoker import records
 from stoker.report import format as fmt
-from stoker.report.facts import settings_of
-from stoker.report.why import Why, gather, open_records, read_environment
-from stoker.schemas import Event
+from stoker.report.explain import Why, gather, open_records, read_environment
+from stoker.report.run_report import settings_of
+from stoker.runs import folder as records
+from stoker.runs.schemas import Event
 
 SAME = 0.01
 """Difference of a time, share of the whole, below which it is called the same. Our judgment: repeated runs differ by

@@ -5,7 +5,7 @@ from typing import TextIO
 
 from stoker.data.convert.writing import Converted
 from stoker.data.index import Index
-from stoker.data.problems import KINDS
+from stoker.data.validation.problems import KINDS
 from stoker.report.console import plain_text, print_parts
 
 SHOWN = 5

@@ -1,11 +1,12 @@
-"""How the report of `stoker data check` looks on a terminal or in a file. What it says is `stoker/data/check.py`'s."""
+"""How the report of `stoker data check` looks on a terminal or in a file. What it says is
+`stoker/data/validation/check.py`'s."""
 
 from typing import TextIO
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from stoker.data.check import Item, Report
+from stoker.data.validation.check import Item, Report
 from stoker.report.console import plain_text, print_parts, table
 from stoker.report.format import count, plural
 

@@ -1,11 +1,19 @@
-"""What is in a data set (`data/stats.py`), as text for `stoker data stats`. The drawing is `data_picture.py`."""
+"""What is in a data set (`data/validation/stats.py`), as text for `stoker data stats`. The drawing is
+`data_plot.py`."""
 
 import shlex
 from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from stoker.data.stats import BANDS, IOUS, LARGE, SMALL, Distribution, Stats
+from stoker.data.validation.stats import (
+    BANDS,
+    IOUS,
+    LARGE,
+    SMALL,
+    Distribution,
+    Stats,
+)
 from stoker.report.console import plain_text, print_parts, table
 from stoker.report.format import count, number, plural, share
 

@@ -1,7 +1,7 @@
 """`stoker why LOGFILE`: the output of a job that nobody recorded, read for what ended it.
 
 The log alone is known: not how the job ended, nor whether it did, nor what machine and kernel said meanwhile. So what
-it names is quoted, and what it cannot tell is said. With a recorded run, `why.py` knows more."""
+it names is quoted, and what it cannot tell is said. With a recorded run, `explain.py` knows more."""
 
 from pathlib import Path
 from typing import TextIO
@@ -9,14 +9,14 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
-from stoker.diagnose.ended import Ended
-from stoker.diagnose.output import OUTPUT_BYTES, read_output
-from stoker.diagnose.postmortem import explain
+from stoker.diagnosis.output import OUTPUT_BYTES, read_output
+from stoker.diagnosis.postmortem import explain
+from stoker.diagnosis.termination import Ended
 from stoker.errors import UsageError
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_parts
-from stoker.report.why_terminal import FINDINGS_SHOWN, finding_lines, indented
-from stoker.schemas import Finding
+from stoker.report.explain_terminal import FINDINGS_SHOWN, finding_lines, indented
+from stoker.runs.schemas import Finding
 
 NOT_SEEN = "no_last_word"
 """The finding that says only that a job ended without a reason: of a log alone, not even the end is known."""

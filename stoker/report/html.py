@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 
 from stoker.errors import writing
-from stoker.files import write_whole
-from stoker.records import REPORT
-from stoker.report.facts import Report, collect
-from stoker.report.fleet import Fleet
-from stoker.report.page import fleet as fleet_page
-from stoker.report.page import record, results
+from stoker.report.page import results, run_sections
+from stoker.report.page import runs_summary as fleet_page
 from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, code, join, tag
-from stoker.storage.address import expand, is_address, parse
+from stoker.report.run_report import Report, collect
+from stoker.report.runs_summary import Fleet
+from stoker.runs.folder import REPORT
+from stoker.storage.local_files import write_whole
+from stoker.storage.uri import expand, is_address, parse
 
 _POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
@@ -82,7 +82,7 @@ def report_as_json(report: Report) -> str:
 def render(report: Report) -> str:
     """The page. That of a job of others has no scores, pictures and settings, as nothing of them is recorded."""
     charts = Charts()
-    bar = record.time_bar(report)
+    bar = run_sections.time_bar(report)
     sections = [(name, title) for name, title in SECTIONS if report.ours or name not in OURS]
     body = join(
         tag("a", f"Skip to {sections[1][1].lower()}", href=f"#{sections[1][0]}", class_="skip"),
@@ -94,12 +94,12 @@ def render(report: Report) -> str:
             _missing(report.missing),
             [results.scores(report, charts), results.pictures(report)] if report.ours else None,
             results.curves(report, charts),
-            record.times(report, charts),
-            record.machine(report, charts),
-            record.data(report),
-            record.settings(report) if report.ours else None,
-            record.environment(report),
-            record.events(report),
+            run_sections.times(report, charts),
+            run_sections.machine(report, charts),
+            run_sections.data(report),
+            run_sections.settings(report) if report.ours else None,
+            run_sections.environment(report),
+            run_sections.events(report),
             _foot(report),
         ),
     )

@@ -1,7 +1,7 @@
 """`stoker why RUN --probe`: has experiments done on a run that has ended, by a program that knows how to train.
 
 The program is `training/probe.py`, a process of its own, so that nothing here imports torch; what it prints becomes
-lines of probes.jsonl, which the diagnosis reads. The experiment that a run does by itself is `training/full_ring.py`.
+lines of probes.jsonl, which the diagnosis reads. The experiment that a run does by itself is `training/input_probe.py`.
 """
 
 import subprocess
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from stoker import records
-from stoker.diagnose.alive import is_held, lease_holder
+from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.errors import StokerError, UsageError
-from stoker.records import PROBES, RunFolder
-from stoker.report.why_terminal import PROBE_WORDS
-from stoker.schemas import Probe
-from stoker.storage.address import is_address
+from stoker.report.explain_terminal import PROBE_WORDS
+from stoker.runs import folder as records
+from stoker.runs.folder import PROBES, RunFolder
+from stoker.runs.schemas import Probe
+from stoker.storage.uri import is_address
 
 
 def probe(run: str, note: Callable[[str], None]) -> None:

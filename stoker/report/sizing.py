@@ -1,4 +1,5 @@
-"""Whether a run had the right machine: advice on its size, from what its records prove. `why.py` asks, people decide.
+"""Whether a run had the right machine: advice on its size, from what its records prove. `explain.py` asks, people
+decide.
 
 `load_of` reads what a run used of its machine; each rule is a pure function of that which says something or nothing.
 Advice is no finding: no time is lost by it, and none of it is done by itself. Causes of lost time are `diagnose/`.
@@ -13,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from stoker.records import DEVICES, EVENTS, STEPS, read_lines
 from stoker.report import format as fmt
-from stoker.schemas import DeviceSample, Event, Evidence, StepWindow
-from stoker.totals import Totals
+from stoker.runs.folder import DEVICES, EVENTS, STEPS, read_lines
+from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
+from stoker.runs.totals import Totals
 
 SM_LOW, SM_HIGH = 0.5, 0.8
 """Mean share of the multiprocessors at work. NVIDIA DCGM manual, profiling metrics, SM activity: 0.8 or more is needed

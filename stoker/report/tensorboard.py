@@ -16,10 +16,10 @@ from typing import Any
 
 from PIL import Image
 
-from stoker.draw import Shown, compare
 from stoker.errors import DataError
-from stoker.metrics import TWELVE, Metrics
-from stoker.schemas import StepWindow
+from stoker.evaluation.metrics import TWELVE, Metrics
+from stoker.inference.draw import Shown, compare
+from stoker.runs.schemas import StepWindow
 
 FOLDER = "tensorboard"
 PICTURE_SIDE = 512

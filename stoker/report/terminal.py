@@ -1,5 +1,5 @@
-"""What a person sees of a run on the terminal: live while it trains, and the scores afterwards. `why_terminal.py` has
-what `stoker why` prints.
+"""What a person sees of a run on the terminal: live while it trains, and the scores afterwards. `explain_terminal.py`
+has what `stoker why` prints.
 
 On a terminal the last lines move (rich); into a file or a pipe, or with TERM=dumb, whole lines are written and nothing
 else: no control characters, at most one line of progress in ten seconds. NO_COLOR takes the colours away. Whatever is
@@ -22,10 +22,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.metrics import TWELVE, Metrics
+from stoker.evaluation.metrics import TWELVE, Metrics
 from stoker.report import format as fmt
-from stoker.report.console import as_plain, can_move, make_console, plain_text, print_parts, table
-from stoker.schemas import StepWindow
+from stoker.report.console import (
+    as_plain,
+    can_move,
+    make_console,
+    plain_text,
+    print_parts,
+    table,
+)
+from stoker.runs.schemas import StepWindow
 
 PLAIN_EVERY_S = 10.0
 """Least time between two lines of progress where the screen is not a terminal."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from stoker.records import WARNING_KINDS
 from stoker.report.series import Series, Shares
-from stoker.schemas import Event, Finding
+from stoker.runs.folder import WARNING_KINDS
+from stoker.runs.schemas import Event, Finding
 
 MOST_OF_A_FINDING, MOST_EVENTS = 20, 300
 """Marks of one finding, and of events, at most."""

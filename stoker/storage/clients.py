@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from obstore.store import GCSStore, HTTPStore, S3Store
 
-from stoker.storage.address import Address
-from stoker.storage.identity import Identity
-from stoker.storage.requests import Limits
+from stoker.storage.credentials import Identity
+from stoker.storage.retry import Limits
+from stoker.storage.uri import Address
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError, UsageError
-from stoker.files import write_whole
-from stoker.storage.address import Address
-from stoker.storage.runs import MARK, reading_copy, working_copy
+from stoker.storage.local_files import write_whole
+from stoker.storage.run_uri import MARK, reading_copy, working_copy
 from stoker.storage.store import ObjectInfo, Store, open_store
+from stoker.storage.uri import Address
 
 FETCHED = ".fetched.json"
 """In a reading copy: name → ETag of what was fetched."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
-from stoker.storage.address import Address
-from stoker.storage.identity import Identity
+from stoker.storage.credentials import Identity
+from stoker.storage.uri import Address
 
 Action = Literal["read", "list", "write", "delete"]
 Kind = Literal[

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from stoker.errors import StorageError
-from stoker.storage.flow import Depth, Tail
+from stoker.storage.concurrency import Depth, Tail
 from stoker.storage.store import Store
 
 LIMIT = 256

@@ -20,9 +20,9 @@ import msgspec
 import psutil
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError
-from stoker.storage.address import Address
 from stoker.storage.failures import read_failure
 from stoker.storage.store import ObjectInfo, Store, open_store
+from stoker.storage.uri import Address
 
 VALID_S = 60.0
 RENEW_S = 20.0

@@ -4,7 +4,7 @@ What is verified of a read: its length, against what the headers promise, always
 MD5 where the store gives one as ETag (objects of one part without KMS keys). Other checksums the stores keep
 (x-goog-hash, x-amz-checksum-…) do not come through obstore. Pictures come through `read_async` and are not hashed, as
 MD5 alone costs what the whole request does; TLS guards the way, and decoding is strict. Many reads at once are the
-matter of `fetcher.py`; who we are, of `identity.py`; which failures pass, of `requests.py`.
+matter of `fetcher.py`; who we are, of `credentials.py`; which failures pass, of `retry.py`.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from obstore.exceptions import BaseError
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.storage import clients
-from stoker.storage.address import Address
+from stoker.storage.credentials import Identity, identify
 from stoker.storage.failures import Action, Damaged, TooShort, explain, read_failure
-from stoker.storage.identity import Identity, identify
-from stoker.storage.requests import Budget, Counts, Limits, Tries
+from stoker.storage.retry import Budget, Counts, Limits, Tries
+from stoker.storage.uri import Address
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult

@@ -13,16 +13,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, writing
-from stoker.files import write_whole
-from stoker.records import CHECKPOINTS, EVENTS, REPORT, fetch_run, is_finished, locked
-from stoker.storage.address import Address
+from stoker.errors import (
+    ConfigError,
+    ObjectMissing,
+    Preempted,
+    StorageError,
+    UsageError,
+    writing,
+)
+from stoker.runs.folder import (
+    CHECKPOINTS,
+    EVENTS,
+    REPORT,
+    fetch_run,
+    is_finished,
+    locked,
+)
 from stoker.storage.download import download, is_ahead, not_a_run, objects
 from stoker.storage.lease import Lease, LeaseLost, acquire
-from stoker.storage.runs import LEASE, MARK, WRITABLE, address_of, working_copy
+from stoker.storage.local_files import write_whole
+from stoker.storage.run_uri import LEASE, MARK, WRITABLE, address_of, working_copy
 from stoker.storage.store import Store, open_store
+from stoker.storage.uri import Address
 from stoker.training.checkpoint import MANIFEST, folders_of, is_whole
-from stoker.training.recover import Stop
+from stoker.training.recovery import Stop
 from stoker.training.start import Say
 from stoker.training.uploads import Uploads
 

@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from stoker.device import Ready, SideStream
 from stoker.errors import CheckpointError
-from stoker.files import sync_folder, write_whole
-from stoker.records import CHECKPOINTS
-from stoker.storage.runs import shown
+from stoker.hardware.device import Ready, SideStream
+from stoker.runs.folder import CHECKPOINTS
+from stoker.storage.local_files import sync_folder, write_whole
+from stoker.storage.run_uri import shown
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 KEPT = 2

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.batch import Batch
-from stoker.files import cache_folder
+from stoker.data.batch import Batch
 from stoker.models import Detector
+from stoker.storage.local_files import cache_folder
 from stoker.training.optim import Stepper
 
 BACKEND = "inductor"

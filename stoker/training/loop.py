@@ -16,29 +16,36 @@ from typing import Any, Literal
 import msgspec
 from torch import Tensor
 
-from stoker.config import Config, parse_duration, rows_of
-from stoker.data.augment_device import augment_batch
-from stoker.device import Ready, out_of_memory_as_error
+from stoker.config.settings import Config, parse_duration, rows_of
+from stoker.data.augment.device import augment_batch
 from stoker.errors import Preempted, StokerError, StorageError
-from stoker.measuring.ledger import Account, Ledger
-from stoker.measuring.trace import Tracer
-from stoker.measuring.witness import Witness
-from stoker.metrics import Metrics
+from stoker.evaluation.metrics import Metrics
+from stoker.hardware.device import Ready, out_of_memory_as_error
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.records import BEST, FINAL, STEPS, WARNING_KINDS
+from stoker.profiling.ledger import Account, Ledger
+from stoker.profiling.telemetry.sampler import Witness
+from stoker.profiling.trace import Tracer
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.schemas import StepWindow
-from stoker.training import bucket_run, checkpoint, runs, start
-from stoker.training.cadence import Due
+from stoker.runs.folder import BEST, FINAL, STEPS, WARNING_KINDS
+from stoker.runs.schemas import StepWindow
+from stoker.training import bucket_run, checkpoint, run_selection, start
+from stoker.training.async_eval import Scorer, Unscored, find_boxes
+from stoker.training.defaults.dry_run import worst_case
 from stoker.training.forward import compile_now, forward_backward, losses_of
-from stoker.training.full_ring import FullRing
+from stoker.training.input_probe import FullRing
 from stoker.training.optim import NO_STEPS, Reading, rate_at
-from stoker.training.recover import SLOWDOWN, Stop, go_back, stop_on_signals, stopped, watch_of
-from stoker.training.scoring import Scorer, Unscored, find_boxes
+from stoker.training.recovery import (
+    SLOWDOWN,
+    Stop,
+    go_back,
+    stop_on_signals,
+    stopped,
+    watch_of,
+)
 from stoker.training.start import Job
-from stoker.training.trial import worst_case
+from stoker.training.triggers import Due
 
 WINDOW_S = 1.0
 
@@ -70,15 +77,15 @@ def train(
         remote = bucket_run.join(run, resume, stop=stop, stack=stack, note=screen.note)
         if remote is not None:
             run, resume = (str(remote.folder), None) if resume is None else (None, str(remote.folder))
-        path, asked, said = runs.choose(runs.with_absolute_paths(asked), run, resume, stack)
+        path, asked, said = run_selection.choose(run_selection.with_absolute_paths(asked), run, resume, stack)
         with out_of_memory_as_error("looking for the batch that fits"):
             settled = start.settle(asked, path)
         stop.check()
-        folder = runs.open_folder(settled.config, settled.reasons, path, run, stack, said)
+        folder = run_selection.open_folder(settled.config, settled.reasons, path, run, stack, said)
         if remote is not None:
             said += remote.said
             stack.push(remote.finish)
-        stack.callback(runs.conclude, folder, screen.warning)
+        stack.callback(run_selection.conclude, folder, screen.warning)
         stack.enter_context(monitoring(folder, monitor, stop=lambda: stop.ask("an alert"), log=log))
         job: Job | None = None
 

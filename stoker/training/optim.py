@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stoker.config import OptimSettings
-from stoker.device import Device
+from stoker.config.settings import OptimSettings
+from stoker.hardware.device import Device
 from stoker.models import Detector
 
 Model = TypeVar("Model", bound=nn.Module)

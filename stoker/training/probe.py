@@ -6,7 +6,7 @@ A program of its own, so that nothing of the run is touched and that `stoker why
 
 It prints a `schemas.Probe` as a JSON line for each experiment. Steps are those of the run (its data, settings and
 loader) on random weights: speed does not depend on them. Before and after take turns, and the ratio is a median of
-pairs. What a run tries by itself while it trains is `full_ring.py`.
+pairs. What a run tries by itself while it trains is `input_probe.py`.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ import msgspec
 import torch
 from cyclopts import App, Parameter
 
-from stoker.batch import Batch
-from stoker.config import Config, from_toml
-from stoker.data.augment_device import augment_batch
+from stoker.config.settings import Config, from_toml
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
-from stoker.data.loader import Loader, box_slots
-from stoker.device import Device, pick
+from stoker.data.loading.loader import Loader, box_slots
 from stoker.errors import ConfigError, StokerError
+from stoker.hardware.device import Device, pick
 from stoker.models import build
-from stoker.records import CONFIG, last_attempt
-from stoker.schemas import PROBE_KINDS, Probe
+from stoker.runs.folder import CONFIG, last_attempt
+from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.training.forward import LossesOf, forward_backward, losses_of
-from stoker.training.full_ring import LEAST_PAIRS, PAIRS, summed_up
+from stoker.training.input_probe import LEAST_PAIRS, PAIRS, summed_up
 from stoker.training.optim import Stepper
 from stoker.training.start import training_loader
 

@@ -1,7 +1,7 @@
 """Whether a training is stable and its rate right, judged from its windows: pure arithmetic, readings in, alarms out.
 
 Nothing here acts: an alarm is a line for the person and for events.jsonl, with its numbers. What acts when gradients
-stay non-finite is `recover.py`; how `stoker why` puts it is `diagnose/rules.py`.
+stay non-finite is `recovery.py`; how `stoker why` puts it is `diagnosis/rules.py`.
 
 All judgments are of logarithms of positive numbers, so a loss in other units is judged alike, and all of medians, so
 that single windows decide nothing. A window is one reading: the mean over the steps of about a second, one step or
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from stoker.config import OptimSettings
-from stoker.schemas import StepWindow
+from stoker.config.settings import OptimSettings
+from stoker.runs.schemas import StepWindow
 
 BEFORE, LEAST_BEFORE = 64, 16
 """Windows against which a spike is judged: about a minute; and the fewest that make a judgment."""

@@ -14,23 +14,31 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config import Config, check, from_toml, parse_duration
+from stoker.config.settings import Config, check, from_toml, parse_duration
+from stoker.data.images.cache_policy import open_cache
+from stoker.data.images.pixel_cache import Form
 from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.loader import Loader, Quarantine, box_slots
-from stoker.data.pixel_cache import Form
-from stoker.data.pixel_room import open_cache
-from stoker.data.problems import KINDS
-from stoker.device import Device, keep_freed_memory, pick
+from stoker.data.loading.loader import Loader, Quarantine, box_slots
+from stoker.data.validation.problems import KINDS
 from stoker.errors import CheckpointError, DataError
-from stoker.evaluate import evaluation_loader, ground_truth, require_boxes
-from stoker.models.saved import Card
+from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
+from stoker.hardware.device import Device, keep_freed_memory, pick
 from stoker.models.table import check_canvas
-from stoker.models.weights import load_weights
-from stoker.records import BEST, CONFIG, EVENTS, QUARANTINE, STEPS, RunFolder, read_lines
-from stoker.schemas import Event, Quarantined, StepWindow
+from stoker.models.weights.load import load_weights
+from stoker.models.weights.model_file import Card
+from stoker.runs.folder import (
+    BEST,
+    CONFIG,
+    EVENTS,
+    QUARANTINE,
+    STEPS,
+    RunFolder,
+    read_lines,
+)
+from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint
-from stoker.training.derive import derive, total_steps
-from stoker.training.facts import facts_of, too_long
+from stoker.training.defaults.dataset_facts import facts_of, too_long
+from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.optim import Meter, Stepper
 
 EXAMPLES = 2
@@ -82,7 +90,7 @@ class Job:
     redo_until: int = 0
     """Steps up to this one were done before and lost, with an earlier attempt or by going back."""
     slowed: int = 0
-    """How often the run has gone back to an earlier state and on from there at a lower rate (`recover.py`)."""
+    """How often the run has gone back to an earlier state and on from there at a lower rate (`recovery.py`)."""
     hopeless_at: int | None = None
     """The step whose skip made too many in a row, where the state was saved after it and before anybody read that."""
 

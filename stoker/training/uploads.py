@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError
-from stoker.records import (
+from stoker.runs.folder import (
     BEST,
     CHECKPOINTS,
     CONFIG,
@@ -26,9 +26,9 @@ from stoker.records import (
     STEPS,
     TRACE_FILES,
 )
-from stoker.storage.address import Address
 from stoker.storage.lease import Lease, LeaseLost
 from stoker.storage.store import Store
+from stoker.storage.uri import Address
 from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, folders_of
 
 LOOK_S = 1.0

@@ -20,15 +20,15 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from stoker.cgroup import Cgroup
-from stoker.diagnose.alive import boot_id
+from stoker.diagnosis.alive import boot_id
 from stoker.errors import UsageError
-from stoker.measuring.environment import describe_job, masked_words
+from stoker.hardware.cgroup import Cgroup
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.records import OUTPUT
+from stoker.profiling.telemetry.environment import describe_job, masked_words
+from stoker.runs.folder import OUTPUT
 from stoker.watch import processes, stacks
-from stoker.watch.keeper import Log
+from stoker.watch.output_relay import Log
 from stoker.watch.processes import PROC, Process
 from stoker.watch.recorder import INSIDE_TIER, STACKS_TIER, Recorder, job_name, open_run_folder
 

@@ -3,7 +3,7 @@
 Known are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
 Trainer, and plain `loss=` or `loss:`; the patterns follow lines that these print. None of them matches prose: a loss
 counts only as a number behind its name, in a line that also has a counter of steps or nothing but such pairs. `Lines`
-makes lines of the bytes. What the numbers add up to is `meter.py`.
+makes lines of the bytes. What the numbers add up to is `progress_windows.py`.
 """
 
 import codecs

@@ -2,7 +2,7 @@
 
 Only looks, and only at what the kernel shows anybody who may see the job. Whether a number still means the same process
 is told by when that one began, since the kernel gives numbers again. Memory and processor time as records are
-`measuring/host.py`'s.
+`profiling/telemetry/host.py`'s.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import re
 import stat
 from pathlib import Path
 
-from stoker.cgroup import Cgroup
+from stoker.hardware.cgroup import Cgroup
 
 PROC = Path("/proc")
 

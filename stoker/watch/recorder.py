@@ -2,7 +2,7 @@
 
 A thread follows output.log, which the keeper writes, so that nothing here can hold up the job. Not here: starting the
 job and its end (`watch.py`), a job that runs already (`attach.py`), its stacks (`stacks.py`), its processes
-(`processes.py`), what lines mean (`output.py`), what they add up to (`meter.py`).
+(`processes.py`), what lines mean (`output.py`), what they add up to (`progress_windows.py`).
 """
 
 import contextlib
@@ -17,16 +17,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from stoker.errors import writing
-from stoker.measuring.environment import describe_job, masked_words
-from stoker.measuring.kernel import kernel_lines
-from stoker.measuring.witness import Witness
-from stoker.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
-from stoker.schemas import StepWindow
+from stoker.profiling.telemetry.environment import describe_job, masked_words
+from stoker.profiling.telemetry.kernel_log import kernel_lines
+from stoker.profiling.telemetry.sampler import Witness
+from stoker.runs.folder import (
+    ENVIRONMENT,
+    OUTPUT,
+    RANKS,
+    STEPS,
+    RunFolder,
+    make_run,
+    recording,
+)
+from stoker.runs.schemas import StepWindow
 from stoker.watch import stacks
-from stoker.watch.inside import Inside, Seen
-from stoker.watch.meter import Meter
+from stoker.watch.hook_reader import Inside, Seen
 from stoker.watch.output import Lines, Reader
 from stoker.watch.processes import Tree
+from stoker.watch.progress_windows import Meter
 
 RUNS = Path("runs")
 

@@ -21,9 +21,9 @@ from typing import Self
 
 import msgspec
 
-from stoker.measuring.witness import Witness
-from stoker.records import RANKS, STACKS, RunFolder
-from stoker.schemas import StackWindow
+from stoker.profiling.telemetry.sampler import Witness
+from stoker.runs.folder import RANKS, STACKS, RunFolder
+from stoker.runs.schemas import StackWindow
 from stoker.watch import processes
 from stoker.watch.frames import HELPER, Frame, classify, innermost_own
 

@@ -2,8 +2,8 @@
 
 The job keeps session, process group, terminal, stdin, directory and environment, but for two variables by which its
 Python processes load the hook (`hook/`, `inside.py`); its stdout and stderr are a pipe of ours, or a terminal of ours
-where they were a terminal. `keeper.py` empties that, `recorder.py` reads what it writes into output.log. Whatever fails
-in the recording, the job goes on. Linux only: it needs to know who sent a signal.
+where they were a terminal. `output_relay.py` empties that, `recorder.py` reads what it writes into output.log.
+Whatever fails in the recording, the job goes on. Linux only: it needs to know who sent a signal.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pathlib import Path
 from stoker.errors import StorageError, UsageError
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.records import OUTPUT
-from stoker.watch import keeper
-from stoker.watch.inside import cells_folder, hooked
+from stoker.runs.folder import OUTPUT
+from stoker.watch import output_relay
+from stoker.watch.hook_reader import cells_folder, hooked
 from stoker.watch.recorder import INSIDE_TIER, TIERS, Recorder, open_run_folder
 
 FORWARDED = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -75,7 +75,9 @@ def watch(
                 _start_keeper(source, targets[0], log, lock, done)
             os.close(done)
             if any(not os.read(written, 1) for _ in streams):
-                raise StorageError("The process that carries the job's output did not start.", place=keeper.__file__)
+                raise StorageError(
+                    "The process that carries the job's output did not start.", place=output_relay.__file__
+                )
             # after the mask: its threads are not to take signals that are for the job
             stack.enter_context(monitoring(folder, monitor, stop=lambda: _ask_to_end(started)))
             try:
@@ -133,7 +135,7 @@ def _streams() -> list[Stream]:
             changed = termios.tcgetattr(slave)
             changed[1] &= ~termios.OPOST  # the real terminal does that
             termios.tcsetattr(slave, termios.TCSANOW, changed)
-            keeper.same_size(source, target)
+            output_relay.same_size(source, target)
         else:
             source, slave = os.pipe()
         made.append((status, (_above_three(source), _above_three(slave), [target])))
@@ -155,7 +157,7 @@ def _start_keeper(source: int, target: int, log: Path, lock: int, done: int) -> 
     kept = [_copy_high(handle) for handle in (source, target, nowhere, lock, done)]
     actions = [(os.POSIX_SPAWN_DUP2, handle, place) for place, handle in enumerate(kept)]
     blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them by itself
-    words = [sys.executable, "-I", "-S", keeper.__file__, str(log.absolute())]
+    words = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
     try:
         os.posix_spawn(sys.executable, words, os.environ, file_actions=actions, setsigmask=blocked)
     finally:

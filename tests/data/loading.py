@@ -8,10 +8,10 @@ import cv2
 import numpy as np
 import torch
 
-from stoker.batch import Batch
-from stoker.data import samples
-from stoker.data.loader import DEPTH, HELD, Loader, box_slots
-from stoker.device import Device
+from stoker.data.batch import Batch
+from stoker.data.loading import samples
+from stoker.data.loading.loader import DEPTH, HELD, Loader, box_slots
+from stoker.hardware.device import Device
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (32, 64)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import augment
-from stoker.data.augment import Stream, draw_placement, place, place_boxes
-from stoker.data.augment_device import flip
-from stoker.data.decode import decode_into
+from stoker.data.augment import geometry
+from stoker.data.augment.device import flip
+from stoker.data.augment.geometry import Stream, draw_placement, place, place_boxes
+from stoker.data.images.decode import decode_into
 from tests.batches import batch_of
 
 SIDES = st.integers(1, 3000)
@@ -41,20 +41,20 @@ def put(boxes, placement, slots=16, crowd=None):
 @settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(Stream))
 def test_uniforms_are_a_pure_function_in_range(seed, epoch, index, stream):
-    first = augment.uniforms(seed, epoch, index, stream, 16)
-    assert np.array_equal(first, augment.uniforms(seed, epoch, index, stream, 16))
-    assert np.array_equal(first[:3], augment.uniforms(seed, epoch, index, stream, 3))
+    first = geometry.uniforms(seed, epoch, index, stream, 16)
+    assert np.array_equal(first, geometry.uniforms(seed, epoch, index, stream, 16))
+    assert np.array_equal(first[:3], geometry.uniforms(seed, epoch, index, stream, 3))
     assert ((first >= 0) & (first < 1)).all()
     for other in ((seed ^ 1, epoch, index), (seed, epoch + 1, index), (seed, epoch, index + 1)):
-        assert not np.array_equal(first, augment.uniforms(*other, stream, 16))
-    assert len({augment.uniforms(seed, epoch, index, s, 1)[0] for s in Stream}) == len(Stream)
+        assert not np.array_equal(first, geometry.uniforms(*other, stream, 16))
+    assert len({geometry.uniforms(seed, epoch, index, s, 1)[0] for s in Stream}) == len(Stream)
 
 
 def test_randomness_is_the_same_on_every_machine():
     """Known values: a checkpoint made elsewhere, or by another NumPy, must go on with the same stream."""
-    assert augment.uniforms(7, 3, 11, Stream.ZOOM, 2).tolist() == KNOWN_UNIFORMS
-    assert augment.device_draws(7, 3, 11, 2).tolist() == KNOWN_DRAWS
-    assert augment.order(7, 3, 8).tolist() == KNOWN_ORDER
+    assert geometry.uniforms(7, 3, 11, Stream.ZOOM, 2).tolist() == KNOWN_UNIFORMS
+    assert geometry.device_draws(7, 3, 11, 2).tolist() == KNOWN_DRAWS
+    assert geometry.order(7, 3, 8).tolist() == KNOWN_ORDER
 
 
 KNOWN_UNIFORMS = [0.46418848909122323, 0.6008720934932621]
@@ -63,7 +63,7 @@ KNOWN_ORDER = [2, 4, 0, 6, 7, 5, 1, 3]
 
 
 def test_device_draws_stay_below_one_in_float32():
-    draws = np.concatenate([augment.device_draws(0, 0, index, 64) for index in range(2000)])
+    draws = np.concatenate([geometry.device_draws(0, 0, index, 64) for index in range(2000)])
     assert draws.dtype == np.float32
     assert draws.max() < 1
     assert draws.min() >= 0
@@ -75,10 +75,10 @@ def test_device_draws_stay_below_one_in_float32():
 @settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
 def test_order_is_a_permutation(seed, epoch, count):
-    found = augment.order(seed, epoch, count)
+    found = geometry.order(seed, epoch, count)
     assert sorted(found) == list(range(count))
     if count > 20:
-        assert not np.array_equal(found, augment.order(seed, epoch + 1, count))
+        assert not np.array_equal(found, geometry.order(seed, epoch + 1, count))
 
 
 # Placement.
@@ -143,7 +143,7 @@ def test_a_window_can_lie_at_both_ends():
 
 
 def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
-    u = augment.placement_draws(seed, 0, 0)
+    u = geometry.placement_draws(seed, 0, 0)
     how = {"crop": 1.0, "zoom": zoom, "u": u, "overlap": overlap, "boxes": boxes}
     return draw_placement((600, 800), (320, 320), "letterbox", **how)
 
@@ -224,7 +224,7 @@ def test_a_plain_resize_loses_no_box(size, canvas, resize, seed):
 
 
 def test_what_a_crop_leaves_out():
-    placement = augment.Placement((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
+    placement = geometry.Placement((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
     boxes = np.array(
         [
             [10, 10, 90, 90],  # outside

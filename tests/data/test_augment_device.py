@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.batch import DRAWS, Batch, Draw
-from stoker.config import DataSettings
-from stoker.data import augment_device
-from stoker.data.augment_device import MOSAIC_UNTIL, augment_batch, colour, flip, mosaic
+from stoker.config.settings import DataSettings
+from stoker.data.augment import device
+from stoker.data.augment.device import MOSAIC_UNTIL, augment_batch, colour, flip, mosaic
+from stoker.data.batch import DRAWS, Batch, Draw
 from stoker.data.index import open_index
-from stoker.data.loader import Loader, box_slots
-from stoker.data.samples import PADDING
-from stoker.device import Device
+from stoker.data.loading.loader import Loader, box_slots
+from stoker.data.loading.samples import PADDING
 from stoker.errors import ConfigError
-from stoker.waits import NoHostWaits
+from stoker.hardware.device import Device
+from stoker.hardware.host_sync import NoHostWaits
 from tests import drawn
 from tests.batches import batch_of, batches
 
@@ -178,7 +178,7 @@ def test_nothing_in_it_waits(count):
 
 
 def yiq(pixels):
-    return pixels @ np.array(augment_device.YIQ).T
+    return pixels @ np.array(device.YIQ).T
 
 
 def coloured(batch, k, strengths):
@@ -187,13 +187,13 @@ def coloured(batch, k, strengths):
     pixels = batch.images[k, :, :height, :width].permute(1, 2, 0).numpy().astype(np.float64)
     draws = batch.draw[k, Draw.BRIGHTNESS : Draw.HUE + 1].numpy().astype(np.float64)
     brightness, contrast, saturation = 1 + np.array(strengths[:3]) * (2 * draws[:3] - 1)
-    mean = (brightness * pixels[::4, ::4] @ augment_device.LUMA).mean()
+    mean = (brightness * pixels[::4, ::4] @ device.LUMA).mean()
     pixels = mean + contrast * (brightness * pixels - mean)
-    grey = (pixels @ augment_device.LUMA)[..., None]
+    grey = (pixels @ device.LUMA)[..., None]
     luma, i, q = np.moveaxis(yiq(grey + saturation * (pixels - grey)), -1, 0)
     angle = 2 * np.pi * strengths[3] * (2 * draws[3] - 1)
     turned = np.stack([luma, np.cos(angle) * i - np.sin(angle) * q, np.sin(angle) * i + np.cos(angle) * q], -1)
-    return np.clip(turned @ np.linalg.inv(augment_device.YIQ).T, 0, 255)
+    return np.clip(turned @ np.linalg.inv(device.YIQ).T, 0, 255)
 
 
 STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
@@ -269,7 +269,7 @@ def test_what_is_beside_the_tiles_is_padding():
 @given(SEEDS)
 def test_padding_does_not_bleed_into_the_tiles(seed):
     batch = painted(seed)
-    white = torch.where(augment_device._inside(batch.content, 96, 128)[:, None], 255, batch.images).to(torch.uint8)
+    white = torch.where(device._inside(batch.content, 96, 128)[:, None], 255, batch.images).to(torch.uint8)
     image = mosaic(batch._replace(images=white), 1.0).images
     padding = torch.tensor(PADDING, dtype=torch.uint8).view(1, 3, 1, 1)
     assert ((image == 255).all(1) | (image == padding).all(1)).all()

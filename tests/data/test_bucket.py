@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.data import bucket as bucket_module
-from stoker.data import mirror
-from stoker.data.bucket import held, home_of
-from stoker.data.check import check
-from stoker.data.headers import HEAD_BYTES, read_header
+from stoker.data.images.headers import HEAD_BYTES, read_header
+from stoker.data.images.source import FIRST_BYTES, MOST_RANGES
 from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.places import FIRST_BYTES, MOST_RANGES
+from stoker.data.remote import bucket as bucket_module
+from stoker.data.remote import mirror
+from stoker.data.remote.bucket import held, home_of
+from stoker.data.validation.check import check
 from stoker.errors import ConfigError, DataError, StorageError
-from stoker.storage.address import parse
 from stoker.storage.store import open_store
+from stoker.storage.uri import parse
 from tests.data.buckets import DRAWN, Bucket, filled, put_folder, same
 from tests.data.test_same_index import WRITE
 from tests.drawn import run_stoker

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stoker.config import Config, from_fields, from_toml
-from stoker.data.bucket import home_of
+from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
-from stoker.data.loader import Loader
-from stoker.device import pick
-from stoker.evaluation import read_evaluation
-from stoker.records import CONFIG, QUARANTINE, read_lines
+from stoker.data.loading.loader import Loader
+from stoker.data.remote.bucket import home_of
+from stoker.evaluation.document import read_evaluation
+from stoker.hardware.device import pick
 from stoker.report.html import write_report
-from stoker.schemas import Quarantined
-from stoker.storage import flow
-from stoker.storage.address import parse
+from stoker.runs.folder import CONFIG, QUARANTINE, read_lines
+from stoker.runs.schemas import Quarantined
+from stoker.storage import concurrency
 from stoker.storage.store import open_store
+from stoker.storage.uri import parse
 from stoker.training.loop import train
 from tests.drawn import draw
 from tests.storage.proxy import Fault
@@ -106,8 +106,8 @@ def bytes_read(address: str, ranks: int) -> int:
 
 def test_ranks_fetch_their_own_share(folder: Path, bucket: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
     address, _ = bucket
-    monkeypatch.setattr(flow, "FIRST", AHEAD)
-    monkeypatch.setattr(flow, "GROWTH", 1.0)
+    monkeypatch.setattr(concurrency, "FIRST", AHEAD)
+    monkeypatch.setattr(concurrency, "GROWTH", 1.0)
     one, three = bytes_read(address, 1), bytes_read(address, 3)
     pictures = sum(path.stat().st_size for path in (folder / "train").glob("*.jpg"))
     assert three == pytest.approx(one, rel=0.05)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.batch import Batch
+from stoker.data.batch import Batch
+from stoker.data.images.cache_policy import file_of, open_cache
+from stoker.data.images.pixel_cache import Form, PixelCache
 from stoker.data.index import Index, open_index
-from stoker.data.loader import Loader, box_slots
-from stoker.data.pixel_cache import Form, PixelCache
-from stoker.data.pixel_room import file_of, open_cache
-from stoker.device import Device
-from stoker.storage.address import parse
+from stoker.data.loading.loader import Loader, box_slots
+from stoker.hardware.device import Device
 from stoker.storage.store import open_store
+from stoker.storage.uri import parse
 from tests.data import tfrecords
 from tests.data.test_pixel_cache import draw
 from tests.data.test_upright import red_where, write

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.check import Report, check
 from stoker.data.index import open_index, require_pictures
-from stoker.data.loader import Loader, box_slots
-from stoker.data.problems import KINDS, MAX_BAD, Problems, tolerated
-from stoker.device import pick
+from stoker.data.loading.loader import Loader, box_slots
+from stoker.data.validation.check import Report, check
+from stoker.data.validation.problems import KINDS, MAX_BAD, Problems, tolerated
 from stoker.errors import DataError, UsageError
+from stoker.hardware.device import pick
 from stoker.report.data_check import print_check
 from tests.data.hostile import encoded
 from tests.drawn import draw
@@ -253,7 +253,8 @@ def test_every_kind_says_what_to_do() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    script = "import sys, stoker.data.check, stoker.report.data_check, stoker.cli; print('torch' in sys.modules)"
+    modules = "stoker.data.validation.check, stoker.report.data_check, stoker.cli.app"
+    script = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

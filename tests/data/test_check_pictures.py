@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data import check_pictures
-from stoker.data.check import check
-from stoker.data.decode import SHRINKS, decode_into
-from stoker.data.headers import header_of
+from stoker.data.images.decode import SHRINKS, decode_into
+from stoker.data.images.headers import header_of
+from stoker.data.validation import check_images
+from stoker.data.validation.check import check
 from stoker.errors import DataError
 
 PATH = Path("picture")
@@ -56,7 +56,7 @@ def loaded(data: bytes, shrink: int) -> str | None:
 
 def checked(data: bytes) -> str | None:
     try:
-        check_pictures._decode(data, header_of(data, PATH), PATH, threading.local())
+        check_images._decode(data, header_of(data, PATH), PATH, threading.local())
     except DataError as error:
         return error.cause
     return None
@@ -94,7 +94,7 @@ def test_an_eighth_shows_the_damage_that_any_canvas_shows(data: bytes) -> None:
 
 def test_an_eighth_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    monkeypatch.setattr(check_pictures, "decode_into", lambda *_, out, **__: shapes.append(out.shape))
+    monkeypatch.setattr(check_images, "decode_into", lambda *_, out, **__: shapes.append(out.shape))
     assert checked(JPEGS["baseline"]) is None
     assert shapes == [(15, 20, 3)]
 

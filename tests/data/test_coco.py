@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.index import open_index, require_pictures
-from stoker.data.problems import KINDS
+from stoker.data.validation.problems import KINDS
 from stoker.errors import DataError
 
 Content = dict[str, Any]

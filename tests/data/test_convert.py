@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from stoker.cli import main
+from stoker.cli.app import main
 from stoker.data.convert.item import extent, short, turned
 from stoker.data.convert.writing import MARK, Target, convert
 from stoker.data.index import Index, open_index

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.check import check
 from stoker.data.formats.csv_table import layout_of
 from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.validation.check import check
 from stoker.errors import DataError
 
 HEADER = "filename,class,xmin,ymin,xmax,ymax"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from stoker.data.find import FORMATS
-from stoker.data.problems import KINDS
+from stoker.data.formats.detect import FORMATS
+from stoker.data.validation.problems import KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
 HEAD = "| kind | what | of | training | to mend |\n|---|---|---|---|---|\n"

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from stoker.data.decode import decode, decode_into, shrink_for, thumbnail
-from stoker.data.headers import header_of
+from stoker.data.images.decode import decode, decode_into, shrink_for, thumbnail
+from stoker.data.images.headers import header_of
 from stoker.errors import DataError
 
 PATH = Path("pictures/somewhere.jpg")

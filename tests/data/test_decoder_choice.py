@@ -9,9 +9,9 @@ import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data import decoder_choice
-from stoker.data.decoder_choice import Measured, choose, decide
-from stoker.device import Device
+from stoker.data.loading import decoder_choice
+from stoker.data.loading.decoder_choice import Measured, choose, decide
+from stoker.hardware.device import Device
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

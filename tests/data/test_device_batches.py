@@ -11,14 +11,15 @@ import torch
 import torchvision
 from PIL import Image, ImageOps
 
-from stoker.batch import Batch
-from stoker.data import decode_device, device_batches
-from stoker.data.decode_device import is_ordinary
-from stoker.data.headers import header_of
-from stoker.data.samples import PADDING
-from stoker.data.tuning import Gauge
-from stoker.device import Device, Ready, SideStream
+from stoker.data.batch import Batch
+from stoker.data.images import decode_device
+from stoker.data.images.decode_device import is_ordinary
+from stoker.data.images.headers import header_of
+from stoker.data.loading import device_batches
+from stoker.data.loading.autotune import Gauge
+from stoker.data.loading.samples import PADDING
 from stoker.errors import DataError, PreflightError
+from stoker.hardware.device import Device, Ready, SideStream
 from tests.data.loading import Pictures, assert_same, ids, make, take, wait_until_full
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.cli import app
-from stoker.config import from_fields
-from stoker.data.find import FORMATS
+from stoker.cli.app import app
+from stoker.config.settings import from_fields
+from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, missing_pictures, open_index
 from stoker.errors import DataError, UsageError
 from stoker.training.start import settle

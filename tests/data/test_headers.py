@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.headers import HEAD_BYTES, KINDS, MOST_PIXELS, header_of, read_header
+from stoker.data.images.headers import HEAD_BYTES, KINDS, MOST_PIXELS, header_of, read_header
 from stoker.errors import DataError
 
 PATH = Path("pictures/somewhere.jpg")

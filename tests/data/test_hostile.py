@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.cli import main
-from stoker.data.check import check
+from stoker.cli.app import main
 from stoker.data.index import open_index
-from stoker.data.loader import Loader, box_slots
-from stoker.data.problems import KINDS
-from stoker.device import pick
+from stoker.data.loading.loader import Loader, box_slots
+from stoker.data.validation.check import check
+from stoker.data.validation.problems import KINDS
 from stoker.errors import StokerError
+from stoker.hardware.device import pick
 from tests.data import hostile
 from tests.data.hostile_tfrecord import tfrecord
 

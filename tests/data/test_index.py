@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import clean
-from stoker.data.find import FORMATS
+from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, missing_pictures, open_index, require_pictures
+from stoker.data.validation import clean
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 
 HASHES = (0.3741817284737937, 0.8564542239357997)

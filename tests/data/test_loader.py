@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.batch import DRAWS, Batch
+from stoker.data.batch import DRAWS, Batch
 from stoker.data.index import open_index
-from stoker.data.loader import DEPTH, HELD, box_slots
+from stoker.data.loading.loader import DEPTH, HELD, box_slots
 from stoker.errors import CheckpointError
 from tests.data.loading import CANVAS, PADDING, Pictures, assert_same, ids, loader_threads, make, stream, take
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from stoker.data import samples
-from stoker.data.loader import DEPTH, HELD
+from stoker.data.loading import samples
+from stoker.data.loading.loader import DEPTH, HELD
 from stoker.errors import OutOfMemoryError
 from tests.data.loading import (
     LateDevice,

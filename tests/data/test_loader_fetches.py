@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from stoker.data.ahead import positions
+from stoker.data.loading.prefetch import positions
 from stoker.errors import DataError, ObjectMissing, StorageError
-from stoker.storage.address import parse
 from stoker.storage.store import open_store
+from stoker.storage.uri import parse
 from tests.data.loading import Pictures, assert_same, ids, make, stream, take
 from tests.storage.servers import Conditions, apply, google_server
 
@@ -96,9 +96,9 @@ def test_more_is_asked_for_than_the_ring_has_room_for(bucket):
 
 
 def test_little_memory_bounds_what_is_asked_for(bucket, monkeypatch):
-    from stoker.data import ahead
+    from stoker.data.loading import prefetch
 
-    monkeypatch.setattr(ahead, "host_memory", lambda: (16 * 3 * ahead.USUAL_BYTES, 0))
+    monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.USUAL_BYTES, 0))
     with make(bucket, depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) <= 3 * 4 + 3 + 4 * 16
@@ -194,7 +194,7 @@ def test_a_bucket_in_which_most_is_missing_is_a_data_error(bucket):
 
 
 def test_the_fetcher_is_told_of_the_demand(bucket, monkeypatch):
-    from stoker.data import loader as loader_module
+    from stoker.data.loading import loader as loader_module
 
     monkeypatch.setattr(loader_module, "LOOK_S", 0.0)
     with make(bucket) as loader:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data import samples
+from stoker.data.loading import samples
 from stoker.errors import DataError
 from tests.data.loading import Pictures, assert_same, ids, loader_threads, make, stream, take, wait_until_full
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.cgroup import host_cores
-from stoker.data import loader as loader_module
-from stoker.data.crew import Crew, Task, Work
-from stoker.data.loader import HELD
-from stoker.data.samples import Outcome
-from stoker.data.tuning import first_threads
+from stoker.data.loading import loader as loader_module
+from stoker.data.loading.autotune import first_threads
+from stoker.data.loading.loader import HELD
+from stoker.data.loading.samples import Outcome
+from stoker.data.loading.worker_pool import Crew, Task, Work
+from stoker.hardware.cgroup import host_cores
 from tests.data.loading import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.formats.columns import by_folder
 from stoker.data.formats.names import existing, resolve
+from stoker.data.formats.tables import by_folder
 from stoker.data.index import open_index
-from stoker.data.problems import KINDS
+from stoker.data.validation.problems import KINDS
 
 
 def make(folder: Path, *names: str) -> Path:

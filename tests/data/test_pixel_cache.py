@@ -15,12 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.data import augment, pixel_cache
-from stoker.data.decode import decode
-from stoker.data.headers import header_of
+from stoker.data.augment import geometry
+from stoker.data.images import pixel_cache
+from stoker.data.images.cache_policy import file_of, open_cache, open_file
+from stoker.data.images.decode import decode
+from stoker.data.images.headers import header_of
+from stoker.data.images.pixel_cache import BLOCK, HEADER_BYTES, Form, PixelCache, offsets_of
 from stoker.data.index import Index, open_index
-from stoker.data.pixel_cache import BLOCK, HEADER_BYTES, Form, PixelCache, offsets_of
-from stoker.data.pixel_room import file_of, open_cache, open_file
 from tests.data import tfrecords
 
 FORM = Form((64, 96), "letterbox", 1.5)
@@ -120,8 +121,8 @@ def test_a_picture_is_kept_as_small_as_covers_what_is_shown(
     assert (kept <= np.ceil(wanted) + (wanted < 1)).all()
     assert (kept >= 1).all()
     # A whole kept picture is shown in as many pixels as the whole picture is, but for rounding.
-    shown = augment.place(size, canvas, resize).content
-    again = augment.place((int(kept[0]), int(kept[1])), canvas, resize).content
+    shown = geometry.place(size, canvas, resize).content
+    again = geometry.place((int(kept[0]), int(kept[1])), canvas, resize).content
     assert again == pytest.approx(shown, abs=2, rel=0.02) or min(kept) < 50
     assert factor > 1 or again == shown
 

@@ -10,9 +10,17 @@ import numpy as np
 import psutil
 import pytest
 
-from stoker.data import pixel_room
-from stoker.data.pixel_cache import Form
-from stoker.data.pixel_room import Situation, choose, decode_seconds, disk_room, make_room, network_of, open_cache
+from stoker.data.images import cache_policy
+from stoker.data.images.cache_policy import (
+    Situation,
+    choose,
+    decode_seconds,
+    disk_room,
+    make_room,
+    network_of,
+    open_cache,
+)
+from stoker.data.images.pixel_cache import Form
 from stoker.errors import ConfigError
 from tests.data.test_pixel_cache import FORM, cache_of, draw, file_of, fill
 
@@ -65,12 +73,12 @@ def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
 def test_the_situation_is_that_of_the_training_pictures(tmp_path: Path) -> None:
     index = draw(tmp_path / "set")
     rows = np.array([1, 2, 4])
-    found = pixel_room.situation(index, rows, FORM, closest=1.5, epochs=5, threads=2)
+    found = cache_policy.situation(index, rows, FORM, closest=1.5, epochs=5, threads=2)
     assert (found.pictures, found.shrinks, found.remote) == (3, True, False)
     assert found.kept_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
     assert 0 < found.memory_free <= psutil.virtual_memory().total
     assert 0 < found.disk_room <= psutil.disk_usage(str(tmp_path)).free
-    assert not pixel_room.situation(index, np.array([0, 3]), FORM, closest=1.5, epochs=5, threads=2).shrinks
+    assert not cache_policy.situation(index, np.array([0, 3]), FORM, closest=1.5, epochs=5, threads=2).shrinks
 
 
 def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_first(
@@ -85,7 +93,7 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     for n, used in enumerate((1, 3, 2)):
         os.utime(files[n], (used, used))
     del caches[1:], cache
-    monkeypatch.setenv(pixel_room.LIMIT, str(3 * taken / 2**30))
+    monkeypatch.setenv(cache_policy.LIMIT, str(3 * taken / 2**30))
     assert disk_room(files[3]) == 2 * taken
     assert make_room(files[3], taken) == [files[2]]
     assert make_room(files[3], 3 * taken) == [files[1]]
@@ -106,7 +114,7 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    handle = pixel_room.open_file(path)
+    handle = cache_policy.open_file(path)
     assert removed
     assert os.path.samestat(os.fstat(handle), path.stat())
     os.close(handle)
@@ -116,7 +124,7 @@ def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatc
     old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
     fill(cache_of(old), old)
     taken = file_of(old, FORM).stat().st_blocks * 512
-    monkeypatch.setenv(pixel_room.LIMIT, str(1.5 * taken / 2**30))
+    monkeypatch.setenv(cache_policy.LIMIT, str(1.5 * taken / 2**30))
     said: list[str] = []
     cache = open_cache("disk", new, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None
@@ -129,7 +137,7 @@ def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatc
 
 def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = draw(tmp_path / "set", 12)
-    monkeypatch.setenv(pixel_room.LIMIT, str(100_000 / 2**30))
+    monkeypatch.setenv(cache_policy.LIMIT, str(100_000 / 2**30))
     said: list[str] = []
     cache = open_cache("disk", index, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None
@@ -140,8 +148,8 @@ def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(pixel_room.LIMIT, text)
-    with pytest.raises(ConfigError, match=pixel_room.LIMIT):
+    monkeypatch.setenv(cache_policy.LIMIT, text)
+    with pytest.raises(ConfigError, match=cache_policy.LIMIT):
         disk_room(tmp_path / "x.pixels")
 
 

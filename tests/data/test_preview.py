@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.batch import DRAWS, Draw
-from stoker.cli import main
-from stoker.config import DataSettings
+from stoker.cli.app import main
+from stoker.config.settings import DataSettings
+from stoker.data.batch import DRAWS, Draw
 from stoker.data.index import Index, open_index
 from stoker.data.preview import CELL, PAIRS, describe, preview
 from stoker.errors import UsageError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.find import FORMATS
+from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, open_index
 from tests.data.tfrecords import example, frame, jpeg, label_map, picture
 

@@ -6,10 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.data.anchor_fit import (
+    Anchors,
+    best_canvas,
+    best_iou,
+    box_sides,
+    recommend,
+    spread_sizes,
+)
 from stoker.data.index import Index, open_index
-from stoker.data.shapes import Anchors, best_canvas, best_iou, box_sides, recommend, spread_sizes
 from stoker.models import architecture
-from stoker.models.boxes import cell_anchors, iou
+from stoker.models.layers.boxes import cell_anchors, iou
 from tests.drawn import draw
 
 PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.cli import main
+from stoker.cli.app import main
+from stoker.data.anchor_fit import Anchors
 from stoker.data.index import open_index
-from stoker.data.shapes import Anchors
-from stoker.data.stats import GRID, Stats, gather
+from stoker.data.validation.stats import GRID, Stats, gather
 from stoker.errors import DataError, UsageError
 from stoker.report.console import as_plain
-from stoker.report.data_picture import HEIGHT, WIDTH, draw_stats, save_picture
+from stoker.report.data_plot import HEIGHT, WIDTH, draw_stats, save_picture
 from stoker.report.data_stats import parts
 
 PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))

@@ -7,7 +7,19 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.timeline import COPY, DECODE, DECODING, DONE, FETCH, FLIGHT, QUEUE, QUEUED, READ, Waits, split
+from stoker.data.loading.wait_breakdown import (
+    COPY,
+    DECODE,
+    DECODING,
+    DONE,
+    FETCH,
+    FLIGHT,
+    QUEUE,
+    QUEUED,
+    READ,
+    Waits,
+    split,
+)
 
 STATES = (FLIGHT, READ, DECODING, QUEUED, DONE)
 marks = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(STATES)), max_size=5).map(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.tuning import (
+from stoker.data.loading.autotune import (
     GROW_AFTER,
     MOST_DEPTH,
     MOST_THREADS,

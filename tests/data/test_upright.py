@@ -9,11 +9,11 @@ import torch
 from PIL import Image, ImageOps
 
 from stoker.data.index import Index, open_index
-from stoker.data.loader import Loader
-from stoker.data.samples import box_slots
-from stoker.device import Device
-from stoker.evaluate import some_pictures
-from stoker.metrics import no_detections
+from stoker.data.loading.loader import Loader
+from stoker.data.loading.samples import box_slots
+from stoker.evaluation.evaluate import some_pictures
+from stoker.evaluation.metrics import no_detections
+from stoker.hardware.device import Device
 
 SHOWN = (96, 160)
 """Height and width, upright."""

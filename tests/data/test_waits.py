@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from stoker.data import samples
-from stoker.data.commit import Commit
-from stoker.measuring.ledger import Ledger
-from stoker.records import INPUT_STAGES
+from stoker.data.loading import samples
+from stoker.data.loading.finalize import Commit
+from stoker.profiling.ledger import Ledger
+from stoker.runs.folder import INPUT_STAGES
 from tests.data.loading import LateDevice, Pictures, make
 
 DELAY_S, BATCHES = 0.02, 8

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.bucket import place_of
-from stoker.data.find import endings_of_files
+from stoker.data.formats.detect import endings_of_files
 from stoker.data.index import open_index
+from stoker.data.remote.bucket import place_of
 from stoker.errors import DataError, StokerError
-from stoker.storage.address import parse
+from stoker.storage.uri import parse
 from tests.data.buckets import DRAWN, same
 from tests.data.test_same_index import WRITE
 from tests.storage.servers import Server, apply, web_server

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.batch import Batch
-from stoker.config import DataSettings, OptimSettings, from_fields
-from stoker.data.augment_device import augment_batch
-from stoker.device import Device, pick
-from stoker.measuring.gpu import Gpus
-from stoker.measuring.ledger import Ledger
+from stoker.config.settings import DataSettings, OptimSettings, from_fields
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import Batch
+from stoker.hardware.device import Device, pick
 from stoker.models import build
-from stoker.records import DEVICES, STEPS, read_lines
-from stoker.schemas import DeviceSample, StepWindow
+from stoker.profiling.ledger import Ledger
+from stoker.profiling.telemetry.gpu import Gpus
+from stoker.runs.folder import DEVICES, STEPS, read_lines
+from stoker.runs.schemas import DeviceSample, StepWindow
+from stoker.training.defaults.dry_run import worst_case
 from stoker.training.forward import forward_backward, losses_of
 from stoker.training.loop import train
 from stoker.training.optim import Meter, Stepper
-from stoker.training.trial import worst_case
 from tests.drawn import draw
 from tests.models.samples import settings_of
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.device import Device, pick
-from stoker.measuring.ledger import Account, Ledger
-from stoker.measuring.trace import STEPS, Tracer
-from stoker.records import TRACE_FILES, TRACES, RunFolder, read_lines
-from stoker.schemas import TraceWindow
+from stoker.hardware.device import Device, pick
+from stoker.profiling.ledger import Account, Ledger
+from stoker.profiling.trace import STEPS, Tracer
+from stoker.runs.folder import TRACE_FILES, TRACES, RunFolder, read_lines
+from stoker.runs.schemas import TraceWindow
 
 pytestmark = [
     pytest.mark.gpu,

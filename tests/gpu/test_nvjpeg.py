@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.batch import Batch
-from stoker.config import from_fields
-from stoker.data.decode_device import why_not
-from stoker.data.decoder_choice import decide
-from stoker.data.loader import DEPTH, HELD
-from stoker.device import Device, pick
-from stoker.records import STEPS, read_lines
-from stoker.schemas import StepWindow
+from stoker.config.settings import from_fields
+from stoker.data.batch import Batch
+from stoker.data.images.decode_device import why_not
+from stoker.data.loading.decoder_choice import decide
+from stoker.data.loading.loader import DEPTH, HELD
+from stoker.hardware.device import Device, pick
+from stoker.runs.folder import STEPS, read_lines
+from stoker.runs.schemas import StepWindow
 from stoker.training.loop import train
 from tests.data.loading import loader_threads, make
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth

@@ -13,10 +13,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from stoker.measuring.gpu import Gpus  # noqa: E402
-from stoker.measuring.witness import Driver  # noqa: E402
-from stoker.records import EVENTS, RunFolder, read_lines  # noqa: E402
-from stoker.schemas import Event, GpuSample  # noqa: E402
+from stoker.profiling.telemetry.gpu import Gpus  # noqa: E402
+from stoker.profiling.telemetry.sampler import Driver  # noqa: E402
+from stoker.runs.folder import EVENTS, RunFolder, read_lines  # noqa: E402
+from stoker.runs.schemas import Event, GpuSample  # noqa: E402
 
 
 def during(work: Callable[[], object], *, for_s: float = 2.0) -> tuple[GpuSample, int, float]:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from stoker.batch import Batch
-from stoker.config import OptimSettings
-from stoker.data.augment_device import augment_batch
-from stoker.device import Device, pick
+from stoker.config.settings import OptimSettings
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import Batch
+from stoker.hardware.device import Device, pick
 from stoker.models import MODELS, build
+from stoker.training.defaults.dry_run import worst_case
 from stoker.training.forward import forward_backward, losses_of
 from stoker.training.optim import Meter, Stepper
-from stoker.training.trial import worst_case
 from tests import fakes
 from tests.models.samples import settings_of
 

@@ -22,7 +22,7 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from stoker.batch import Batch
+from stoker.data.batch import Batch
 from stoker.models import Detector
 from stoker.models.backbones import TinyBody
 

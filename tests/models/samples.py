@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from stoker.batch import DRAWS, Batch
-from stoker.config import ModelSettings
+from stoker.config.settings import ModelSettings
+from stoker.data.batch import DRAWS, Batch
 from stoker.models import MODELS, Detector, build
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stoker.models import MODELS, architecture_of, build, saved, table
-from stoker.models.boxes import iou
+from stoker.models import MODELS, architecture_of, build, table
+from stoker.models.layers.boxes import iou
+from stoker.models.weights import model_file
 from tests.models import test_boxes, test_no_waits
 from tests.models.samples import make_batch, settings_of
 
@@ -83,11 +84,11 @@ def test_it_finds_what_it_has_learned() -> None:
 def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
     settings = settings_of(NAME)
     model = build(settings, 2).eval()
-    card = saved.Card(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
+    card = model_file.Card(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "best.safetensors", card.header())
     save_file(tensors, tmp_path / "bare.safetensors")
-    again, its_card = saved.load(tmp_path / "best.safetensors")
+    again, its_card = model_file.load(tmp_path / "best.safetensors")
     assert its_card == card
     images = make_batch((0,), (64, 96), 2).images
     with torch.no_grad():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stoker.models.aligned import ALPHA, BETA, Aligned, assign
-from stoker.models.fcos import points_of
-from stoker.models.matching import BACKGROUND
+from stoker.models.ember.task_aligned_assigner import ALPHA, BETA, Aligned, assign
+from stoker.models.fcos.fcos import points_of
+from stoker.models.layers.matching import BACKGROUND
 
 CANVAS = (64, 96)
 CENTRE = points_of(CANVAS, [(8, 12), (4, 6), (2, 3)], torch.device("cpu"), shift=0.5).centre

@@ -12,10 +12,19 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import _default_anchorgen
 from torchvision.ops import box_iou, clip_boxes_to_image, generalized_box_iou_loss
 
+from stoker.config.recipes import RECIPES
 from stoker.errors import ConfigError
 from stoker.models import MODELS, build
-from stoker.models.boxes import LARGEST_LOG_SCALE, area, cell_anchors, clip, decode, encode, giou, iou
-from stoker.recipes import RECIPES
+from stoker.models.layers.boxes import (
+    LARGEST_LOG_SCALE,
+    area,
+    cell_anchors,
+    clip,
+    decode,
+    encode,
+    giou,
+    iou,
+)
 from tests.models.samples import settings_of
 
 

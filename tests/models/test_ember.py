@@ -13,11 +13,12 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torchvision.ops import generalized_box_iou_loss
 
-from stoker import onnx_graph, parity
 from stoker.errors import ConfigError
-from stoker.models import Detector, build, saved
-from stoker.models.aligned import assign
-from stoker.models.ember import (
+from stoker.export import graph, parity
+from stoker.export.runtime import OnnxModel
+from stoker.hardware.host_sync import NoHostWaits
+from stoker.models import Detector, build
+from stoker.models.ember.ember import (
     BINS,
     BOX_WEIGHT,
     CANDIDATES_OF_A_BOX,
@@ -28,10 +29,10 @@ from stoker.models.ember import (
     distances_of,
     distribution_loss,
 )
-from stoker.models.fcos import FINEST, decode
-from stoker.models.losses import soft_cross_entropy
-from stoker.onnx_model import OnnxModel
-from stoker.waits import NoHostWaits
+from stoker.models.ember.task_aligned_assigner import assign
+from stoker.models.fcos.fcos import FINEST, decode
+from stoker.models.layers.losses import soft_cross_entropy
+from stoker.models.weights import model_file
 from tests.models.samples import make_batch, settings_of
 
 CLASSES, CANVAS = 5, (64, 96)
@@ -231,10 +232,10 @@ def test_a_depthwise_neck_has_no_other_convolutions_of_3_by_3() -> None:
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[str, bool]) -> None:
     model = some_model(**changes).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = saved.Card(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
+    card = model_file.Card(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
     thresholds = {"score_threshold": 0.25, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(onnx_graph.build(model, card, **thresholds))
+    path.write_bytes(graph.build(model, card, **thresholds))
     file = OnnxModel(path, threads=1)
     images = make_batch((0, 0, 0), CANVAS, CLASSES, seed=3).images.numpy()
     inside = np.array([CANVAS, (50, 60), CANVAS], np.int32)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.models import build, proposals, regions
-from stoker.models.faster_rcnn import FasterRCNN
-from stoker.waits import NoHostWaits
+from stoker.hardware.host_sync import NoHostWaits
+from stoker.models import build
+from stoker.models.faster_rcnn import roi_heads, rpn
+from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from tests.models.samples import make_batch, settings_of
 from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, settled
 
@@ -19,9 +20,9 @@ SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "res
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
-    monkeypatch.setattr(regions, "HIDDEN", 16)
-    monkeypatch.setattr(regions, "SAMPLED", 96)
-    monkeypatch.setattr(regions, "SAMPLED_POSITIVE", 24)
+    monkeypatch.setattr(roi_heads, "HIDDEN", 16)
+    monkeypatch.setattr(roi_heads, "SAMPLED", 96)
+    monkeypatch.setattr(roi_heads, "SAMPLED_POSITIVE", 24)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -164,8 +165,8 @@ def test_the_sample_follows_the_draw_alone() -> None:
 def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = settled(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
-    survivors = proposals.survivors
-    monkeypatch.setattr(proposals, "survivors", lambda *a, **named: survivors(*a, **named, rounds=1))
+    survivors = rpn.survivors
+    monkeypatch.setattr(rpn, "survivors", lambda *a, **named: survivors(*a, **named, rounds=1))
     assert model.remark() is None
     for _ in range(2):
         model.loss(model(batch.images), batch)

@@ -15,13 +15,14 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from stoker import onnx_graph, parity
-from stoker.batch import Batch
+from stoker.data.batch import Batch
 from stoker.errors import WeightsError
-from stoker.models import MODELS, Detector, architecture_of, build, load_weights, saved
-from stoker.models.fcos import assign, fcos_on, points_of
-from stoker.onnx_model import OnnxModel
-from stoker.waits import NoHostWaits
+from stoker.export import graph, parity
+from stoker.export.runtime import OnnxModel
+from stoker.hardware.host_sync import NoHostWaits
+from stoker.models import MODELS, Detector, architecture_of, build, load_weights
+from stoker.models.fcos.fcos import assign, fcos_on, points_of
+from stoker.models.weights import model_file
 from tests import fakes
 from tests.models.samples import make_batch, settings_of, settled_model
 
@@ -282,10 +283,10 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: p
     canvas = (64, 96)
     model = settled_model(settings_of("fcos_resnet18_fpn", norm="train"), CLASSES, canvas).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = saved.Card(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
+    card = model_file.Card(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
     thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(onnx_graph.build(model, card, **thresholds))
+    path.write_bytes(graph.build(model, card, **thresholds))
     images = make_batch((0, 0, 0), canvas, CLASSES, seed=3).images.numpy()
     inside = np.array([canvas, (50, 60), canvas], np.int32)
     found = OnnxModel(path, threads=1).run(images, inside, **thresholds)

@@ -9,10 +9,10 @@ from torch.nn import functional
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
-from stoker.models.boxes import decode
-from stoker.models.losses import box_loss, focal_loss
-from stoker.models.matching import BACKGROUND, IGNORED
-from stoker.models.norms import FrozenNorm
+from stoker.models.layers.boxes import decode
+from stoker.models.layers.losses import box_loss, focal_loss
+from stoker.models.layers.matching import BACKGROUND, IGNORED
+from stoker.models.layers.norms import FrozenNorm
 
 PICTURES, ANCHORS, CLASSES = 3, 11, 4
 

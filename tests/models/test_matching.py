@@ -7,7 +7,7 @@ from torch import Tensor
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
-from stoker.models.matching import BACKGROUND, match
+from stoker.models.layers.matching import BACKGROUND, match
 
 # Whole coordinates on a small grid: boxes tie with each other, repeat, and equal anchors all the time.
 corners = st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stoker.batch import Batch
+from stoker.data.batch import Batch
+from stoker.hardware.host_sync import NoHostWaits
 from stoker.models import MODELS, Detector, build
-from stoker.models.memory import segments
-from stoker.waits import NoHostWaits
+from stoker.models.layers.activation_checkpointing import segments
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
@@ -92,7 +92,7 @@ def test_a_copy_computes_with_its_own_weights():
 
 def test_without_gradients_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch):
     _, model = pair("retinanet_tiny_fpn")
-    monkeypatch.setattr("stoker.models.memory.checkpoint", None)
+    monkeypatch.setattr("stoker.models.layers.activation_checkpointing.checkpoint", None)
     with torch.inference_mode():
         model(in_double(make_batch((0,), CANVAS, CLASSES)).images)
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
-from stoker.config import OptimSettings
-from stoker.data.augment_device import augment_batch
-from stoker.device import pick
-from stoker.models import MODELS, build, detections
+from stoker.config.settings import OptimSettings
+from stoker.data.augment.device import augment_batch
+from stoker.hardware.device import pick
+from stoker.hardware.host_sync import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
+from stoker.models import MODELS, build
+from stoker.models.layers import postprocess
 from stoker.training.optim import Stepper
-from stoker.waits import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
 from tests import fakes
 from tests.models.oracle import ALIKE, oracle_losses, oracle_of
 from tests.models.samples import make_batch, settings_of
@@ -82,7 +83,7 @@ def test_decoding_waits_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             model.decode(model(batch.images), batch.content, batch.scale, batch.size, score_threshold=0.0)
 
     decode()
-    monkeypatch.setattr(detections, "allow_host_wait", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(postprocess, "allow_host_wait", lambda _: contextlib.nullcontext())
     with pytest.raises(HostWait):
         decode()
 

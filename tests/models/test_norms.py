@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.models import build
-from stoker.models.norms import BatchNorm, FrozenNorm, SyncNorm
+from stoker.models.layers.norms import BatchNorm, FrozenNorm, SyncNorm
 from tests.models.samples import make_batch, settings_of
 
 WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite320_mobilenet_v3_large")

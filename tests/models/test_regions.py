@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign, nms
 
-from stoker.models.pooling import level_of, pool, pool_each_level
-from stoker.models.proposals import ROUNDS, Predicted, Proposals, propose, survivors
-from stoker.models.regions import sample_regions
-from stoker.models.sampling import LOTS, lots, sample
+from stoker.models.faster_rcnn.roi_heads import sample_regions
+from stoker.models.faster_rcnn.rpn import ROUNDS, Predicted, Proposals, propose, survivors
+from stoker.models.layers.roi_align import level_of, pool, pool_each_level
+from stoker.models.layers.sampling import LOTS, lots, sample
 
 
 def clustered(count: int, seed: int) -> Tensor:

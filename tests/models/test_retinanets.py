@@ -11,7 +11,7 @@ from torchvision import models
 
 from stoker.errors import WeightsError
 from stoker.models import MODELS, architecture_of, build, load_weights
-from stoker.models.retinanet import RetinaNet
+from stoker.models.retinanet.retinanet import RetinaNet
 from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import make_batch, settings_of, settled_model
 

@@ -14,25 +14,25 @@ from torchvision.models.detection import SSD300_VGG16_Weights, ssd300_vgg16, ssd
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
-from stoker import onnx_graph, parity
-from stoker.batch import Batch
-from stoker.config import from_fields
+from stoker.config.settings import from_fields
+from stoker.data.anchor_fit import best_canvas
+from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
-from stoker.data.shapes import best_canvas
-from stoker.device import Device
 from stoker.errors import ConfigError
+from stoker.export import graph, parity
+from stoker.export.runtime import OnnxModel
+from stoker.hardware.device import Device
+from stoker.hardware.host_sync import NoHostWaits
 from stoker.models import MODELS, architecture_of, build, load_weights
 from stoker.models.backbones import Halving
-from stoker.models.matching import BACKGROUND
-from stoker.models.saved import Card
-from stoker.models.ssd import SSD, Raw
-from stoker.models.ssd_bodies import tail_of
-from stoker.models.ssd_loss import match_each, mined_cross_entropy
+from stoker.models.layers.matching import BACKGROUND
+from stoker.models.ssd.backbones import tail_of
+from stoker.models.ssd.loss import match_each, mined_cross_entropy
+from stoker.models.ssd.ssd import SSD, Raw
 from stoker.models.table import check_canvas
-from stoker.models.weights import read
-from stoker.onnx_model import OnnxModel
-from stoker.training.derive import derive
-from stoker.waits import NoHostWaits
+from stoker.models.weights.load import read
+from stoker.models.weights.model_file import Card
+from stoker.training.defaults.derive import derive
 from tests import fakes
 from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of
@@ -508,7 +508,7 @@ def test_the_onnx_file_finds_what_the_model_finds(name: str, canvas: tuple[int, 
     model.eval()
     card = Card(settings=chosen, class_names=NAMES, canvas=canvas, resize="letterbox")
     path = tmp_path / "it.onnx"
-    path.write_bytes(onnx_graph.build(model, card, score_threshold=0.05, iou_threshold=model.iou_threshold))
+    path.write_bytes(graph.build(model, card, score_threshold=0.05, iou_threshold=model.iou_threshold))
     inside = np.array([canvas, canvas, (50, 60), canvas], np.int32)
     found, _ = parity.measure(
         model, OnnxModel(path, threads=1), images, inside, list("abcd"),

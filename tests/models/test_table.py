@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from stoker.config.recipes import RECIPES
 from stoker.models import MODELS, build
 from stoker.models.architecture import Cost
-from stoker.recipes import RECIPES
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 

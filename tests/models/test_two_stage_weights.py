@@ -9,7 +9,7 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_fpn, fast
 
 from stoker.models import build, load_weights
 from stoker.models.table import MODELS
-from stoker.models.weights import TRAINED_WITHOUT_EPSILON, architecture_of
+from stoker.models.weights.load import TRAINED_WITHOUT_EPSILON, architecture_of
 from tests.models.samples import settings_of
 
 R50, MOBILENET = "faster_rcnn_resnet50_fpn", "faster_rcnn_mobilenet_v3_large_fpn"

@@ -22,8 +22,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.errors import WeightsError
 from stoker.models import MODELS, architecture_of, build, load_weights
-from stoker.models.saved import Card
-from stoker.models.sources import fetch
+from stoker.models.weights.hub import fetch
+from stoker.models.weights.model_file import Card
 from tests.models.samples import settings_of
 
 CLASS_HEAD = ("head.classification_head.cls_logits.weight", "head.classification_head.cls_logits.bias")

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from stoker import load
-from stoker.config import from_fields
+from stoker.config.settings import from_fields
 from stoker.errors import ConfigError, StorageError, UsageError, WeightsError
 from stoker.models import architecture_of, build, load_weights
-from stoker.models.saved import Card
-from stoker.models.sources import local
-from stoker.storage.address import parse
+from stoker.models.weights.hub import local
+from stoker.models.weights.model_file import Card
 from stoker.storage.store import open_store
-from stoker.training.runs import with_absolute_paths
+from stoker.storage.uri import parse
+from stoker.training.run_selection import with_absolute_paths
 from tests.models.samples import settings_of
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server, web_server
 

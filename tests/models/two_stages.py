@@ -16,10 +16,11 @@ from torchvision.models.detection.backbone_utils import mobilenet_backbone, resn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 
-from stoker.batch import Batch, Draw
-from stoker.models import build, proposals, regions
-from stoker.models.faster_rcnn import FasterRCNN
-from stoker.models.sampling import lots
+from stoker.data.batch import Batch, Draw
+from stoker.models import build
+from stoker.models.faster_rcnn import roi_heads, rpn
+from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
+from stoker.models.layers.sampling import lots
 from tests.models.samples import make_batch, settings_of
 
 
@@ -111,7 +112,7 @@ def oracle_losses(oracle: Oracle, model: FasterRCNN, batch: Batch) -> dict[str, 
     ]
     images, features, anchors = _features(oracle, model, batch)
     draw = batch.draw[:, Draw.SAMPLE]
-    sampled = proposals.SAMPLED, proposals.SAMPLED_POSITIVE
+    sampled = rpn.SAMPLED, rpn.SAMPLED_POSITIVE
     oracle.rpn.fg_bg_sampler = Sampler(list(lots(draw, sum(anchors), purpose=0)), *sampled)
     boxes, first = oracle.rpn(images, features, targets)
     # Ours has as many slots for proposals as there can be, then one for each slot of a box.
@@ -121,7 +122,7 @@ def oracle_losses(oracle: Oracle, model: FasterRCNN, batch: Batch) -> dict[str, 
         torch.cat((some[: len(found)], some[slots:][valid]))
         for some, found, valid in zip(every, boxes, batch.valid, strict=True)
     ]
-    oracle.roi_heads.fg_bg_sampler = Sampler(own, regions.SAMPLED, regions.SAMPLED_POSITIVE)
+    oracle.roi_heads.fg_bg_sampler = Sampler(own, roi_heads.SAMPLED, roi_heads.SAMPLED_POSITIVE)
     _, second = oracle.roi_heads(features, boxes, images.image_sizes, targets)
     return {**first, **second}
 

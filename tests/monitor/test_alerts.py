@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.monitor.alerts import QUANTITIES, Alert, Alerts, parse_rule
-from stoker.records import PHASES
-from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+from stoker.runs.folder import PHASES
+from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 
 def window(t: float, *, compute: float = 1.0, wall_s: float = 1.0, **more: object) -> StepWindow:

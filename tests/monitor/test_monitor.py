@@ -21,8 +21,8 @@ from stoker.monitor import prometheus, trackers
 from stoker.monitor.follow import Follower
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
-from stoker.schemas import DeviceSample, Event, GpuSample, StepWindow
+from stoker.runs.folder import DEVICES, EVENTS, STEPS, RunFolder, read_lines
+from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 
 @pytest.fixture(autouse=True)

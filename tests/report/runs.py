@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stoker.records import CONFIG, DEVICES, ENVIRONMENT, STEPS, RunFolder
-from stoker.schemas import DeviceSample, GpuSample, StepWindow
+from stoker.runs.folder import CONFIG, DEVICES, ENVIRONMENT, STEPS, RunFolder
+from stoker.runs.schemas import DeviceSample, GpuSample, StepWindow
 
 GIB = 2**30
 START_T = 1_780_000_000.0

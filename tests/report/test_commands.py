@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.cli import main
+from stoker.cli.app import main
 from tests.report.runs import write_run
 
 Command = Callable[..., tuple[int, str]]

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.records import PROBES, RunFolder
 from stoker.report.advice import advise
-from stoker.report.facts import Report, collect
 from stoker.report.html import OURS, SECTIONS, render
-from stoker.schemas import Evidence, Finding, Probe
+from stoker.report.run_report import Report, collect
+from stoker.runs.folder import PROBES, RunFolder
+from stoker.runs.schemas import Evidence, Finding, Probe
 from tests.report.runs import write_run
 
 

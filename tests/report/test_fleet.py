@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnose import rules
-from stoker.diagnose.rules import Records
+from stoker.diagnosis import rules
+from stoker.diagnosis.rules import Records
 from stoker.errors import UsageError
-from stoker.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
-from stoker.report import fleet as fleet_module
-from stoker.report.fleet import WORST, Fleet, survey
-from stoker.report.fleet_terminal import print_fleet
+from stoker.report import runs_summary as fleet_module
+from stoker.report.explain import gather
 from stoker.report.html import render_fleet, write_fleet
-from stoker.report.page import fleet as fleet_page
-from stoker.report.why import gather
-from stoker.schemas import Finding
+from stoker.report.page import runs_summary as fleet_page
+from stoker.report.runs_summary import WORST, Fleet, survey
+from stoker.report.runs_summary_terminal import print_fleet
+from stoker.runs.folder import EVENTS, PHASES, RANKS, STEPS, RunFolder
+from stoker.runs.schemas import Finding
 from tests import browser
 from tests.report.runs import START_T, write_run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnose.output import OUTPUT_BYTES
+from stoker.diagnosis.output import OUTPUT_BYTES
 from stoker.errors import UsageError
 from stoker.report.foreign_log import LogWhy, explain_log, print_log_why
 

@@ -15,13 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
-from stoker.cli import main
+from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluate import appraise, ground_truth, score_with_matches
-from stoker.evaluation import Evaluation
-from stoker.metrics import Detections
-from stoker.records import (
+from stoker.evaluation.document import Evaluation
+from stoker.evaluation.evaluate import appraise, ground_truth, score_with_matches
+from stoker.evaluation.metrics import Detections
+from stoker.report.html import SECTIONS, render, script, write_report
+from stoker.report.page import charts as charts_module
+from stoker.report.page.markup import Markup, tag, text
+from stoker.report.run_report import Report, collect
+from stoker.report.series import MOST_PARTS, MOST_POINTS
+from stoker.runs.folder import (
     CONFIG,
     DEVICES,
     ENVIRONMENT,
@@ -33,12 +38,7 @@ from stoker.records import (
     RunFolder,
     locked,
 )
-from stoker.report.facts import Report, collect
-from stoker.report.html import SECTIONS, render, script, write_report
-from stoker.report.page import charts as charts_module
-from stoker.report.page.markup import Markup, tag, text
-from stoker.report.series import MOST_PARTS, MOST_POINTS
-from stoker.schemas import DeviceSample, GpuSample, Quarantined, StepWindow
+from stoker.runs.schemas import DeviceSample, GpuSample, Quarantined, StepWindow
 from tests import browser
 from tests.drawn import draw
 

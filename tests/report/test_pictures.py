@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.evaluation import PictureEvaluation, TrueBox
-from stoker.report.page.pictures import MOST_BYTES, picture
+from stoker.evaluation.document import PictureEvaluation, TrueBox
+from stoker.report.page.images import MOST_BYTES, picture
 
 
 def one_picture(path: Path, span: tuple[int, int] | None = None) -> PictureEvaluation:

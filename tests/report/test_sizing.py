@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import DEVICES, RunFolder
+from stoker.report.explain import gather
 from stoker.report.sizing import RULES, Load, advise, load_of
-from stoker.report.why import gather
-from stoker.schemas import DeviceSample, GpuSample
-from stoker.totals import totals
+from stoker.runs.folder import DEVICES, RunFolder
+from stoker.runs.schemas import DeviceSample, GpuSample
+from stoker.runs.totals import totals
 from tests.report.runs import GIB, write_run
 
 BASE = Load(devices=1, shares={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import STEPS, TRACES, RunFolder
-from stoker.report.starvation import estimate
-from stoker.report.why import gather
-from stoker.schemas import StepWindow, TraceWindow
-from stoker.totals import totals
+from stoker.report.explain import gather
+from stoker.report.idle_estimate import estimate
+from stoker.runs.folder import STEPS, TRACES, RunFolder
+from stoker.runs.schemas import StepWindow, TraceWindow
+from stoker.runs.totals import totals
 
 
 def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float = 0.0) -> Path:

@@ -13,11 +13,11 @@ from PIL import Image
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
-from stoker.data.decode import thumbnail
-from stoker.draw import Shown
-from stoker.metrics import TWELVE, ClassMetrics, Detections, Metrics, no_detections
+from stoker.data.images.decode import thumbnail
+from stoker.evaluation.metrics import TWELVE, ClassMetrics, Detections, Metrics, no_detections
+from stoker.inference.draw import Shown
 from stoker.report.tensorboard import FOLDER, PICTURE_SIDE, Board
-from stoker.schemas import StepWindow
+from stoker.runs.schemas import StepWindow
 
 
 def masked(data: bytes) -> int:

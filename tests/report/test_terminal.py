@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.metrics import TWELVE, ClassMetrics, Metrics
+from stoker.evaluation.metrics import TWELVE, ClassMetrics, Metrics
 from stoker.report import format as fmt
 from stoker.report.console import can_move
 from stoker.report.terminal import Screen, print_metrics
-from stoker.schemas import StepWindow
+from stoker.runs.schemas import StepWindow
 
 
 def window(**changes: object) -> StepWindow:
@@ -249,7 +249,7 @@ def test_letters_that_the_stream_lacks_do_not_end_the_process() -> None:
 
 
 def test_the_terminal_modules_do_not_import_torch() -> None:
-    code = "import sys, stoker.report.terminal, stoker.diagnose.rules; assert 'torch' not in sys.modules"
+    code = "import sys, stoker.report.terminal, stoker.diagnosis.rules; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

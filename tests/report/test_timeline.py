@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.records import DEVICES, EVENTS, STEPS, RunFolder
 from stoker.report.html import write_report
 from stoker.report.series import Series, Shares
 from stoker.report.timeline import Mark, marks, worst_stretch
-from stoker.schemas import DeviceSample, Event, Evidence, Finding, GpuSample, StepWindow
+from stoker.runs.folder import DEVICES, EVENTS, STEPS, RunFolder
+from stoker.runs.schemas import (
+    DeviceSample,
+    Event,
+    Evidence,
+    Finding,
+    GpuSample,
+    StepWindow,
+)
 from tests import browser
 
 

@@ -7,16 +7,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnose.rules import diagnose
+from stoker.diagnosis.rules import diagnose
 from stoker.errors import UsageError
-from stoker.records import CONFIG, ENVIRONMENT, INPUT_STAGES, PHASES, PROBES, STEPS, RunFolder, locked
 from stoker.report import format as fmt
 from stoker.report.console import print_parts
-from stoker.report.facts import collect
-from stoker.report.fleet import survey
-from stoker.report.why import MEANINGS, STAGES, Why, gather, why_as_dict
-from stoker.report.why_terminal import PROBE_WORDS, finding_lines, print_why
-from stoker.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
+from stoker.report.explain import MEANINGS, STAGES, Why, gather, why_as_dict
+from stoker.report.explain_terminal import PROBE_WORDS, finding_lines, print_why
+from stoker.report.run_report import collect
+from stoker.report.runs_summary import survey
+from stoker.runs.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    INPUT_STAGES,
+    PHASES,
+    PROBES,
+    STEPS,
+    RunFolder,
+    locked,
+)
+from stoker.runs.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
 
 STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, steps=1, pictures=4, wall_s=10.0, devices=1,
                                       phases={"compute": 8.0, "idle": 2.0})) + b"\n"  # fmt: skip

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.storage.address import Address, expand, is_address, parse
+from stoker.storage.uri import Address, expand, is_address, parse
 
 names = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
     lambda name: name not in (".", "..")

@@ -8,11 +8,11 @@ from threading import Thread
 import pytest
 
 from stoker.errors import Conflict, ObjectMissing, StorageError
-from stoker.storage.address import parse
+from stoker.storage.credentials import Identity
 from stoker.storage.failures import Failure, explain
-from stoker.storage.identity import Identity
-from stoker.storage.requests import Limits
+from stoker.storage.retry import Limits
 from stoker.storage.store import Store
+from stoker.storage.uri import parse
 from tests.storage.servers import ALONE, KEYS, Server, apply
 
 

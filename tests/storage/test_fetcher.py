@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from stoker.errors import ObjectMissing, StorageError
-from stoker.storage import flow
-from stoker.storage.address import parse
+from stoker.storage import concurrency
 from stoker.storage.fetcher import Fetcher
-from stoker.storage.requests import Limits
+from stoker.storage.retry import Limits
 from stoker.storage.store import Store
+from stoker.storage.uri import parse
 from tests.storage.proxy import Fault
 from tests.storage.servers import Conditions, Place, Server, apply
 
@@ -108,7 +108,7 @@ def test_no_more_are_under_way_than_may_be(place: Place, monkeypatch: pytest.Mon
 
 def test_a_late_answer_is_overtaken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request hangs for good; without a second one nothing would come before the timeout, a minute on."""
-    hang_after = flow.HEDGE_FROM + 8
+    hang_after = concurrency.HEDGE_FROM + 8
     plan = Conditions(plan=lambda number, *_: "hang" if number == hang_after else None)
     with place.through(plan) as (worse, proxy), Fetcher(limit=4) as fetcher:
         apply(monkeypatch, worse.environment)
@@ -234,7 +234,7 @@ def test_a_fork_is_told_instead_of_waiting(store: Store) -> None:
 
 def test_the_interpreter_ends_in_the_middle_of_reads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import sys; from stoker.storage.store import open_store; from stoker.storage.address import parse\n"
+        "import sys; from stoker.storage.store import open_store; from stoker.storage.uri import parse\n"
         "from stoker.storage.fetcher import Fetcher\n"
         "store, fetcher = open_store(parse(sys.argv[1])), Fetcher()\n"
         "futures = [fetcher.submit(store, f'k{n}') for n in range(40)]\n"

@@ -6,8 +6,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.storage import flow
-from stoker.storage.flow import Depth, Tail
+from stoker.storage import concurrency
+from stoker.storage.concurrency import Depth, Tail
 
 
 @given(
@@ -50,20 +50,20 @@ def test_a_link_that_is_the_limit_is_filled_and_not_flooded(latency_s: float, li
     demand = link_per_s * 1.2
     assert run(depth, latency_s=latency_s, link_per_s=link_per_s, demand_per_s=demand, rounds=200) >= 0.95 * link_per_s
     kept = depth.value if depth._before is None else depth._before[0]  # the other is a trial, of one round
-    fills = math.ceil(latency_s * demand * flow.HEADROOM)
-    assert kept <= max(flow.FIRST, fills) * flow.GROWTH
+    fills = math.ceil(latency_s * demand * concurrency.HEADROOM)
+    assert kept <= max(concurrency.FIRST, fills) * concurrency.GROWTH
 
 
 def test_it_shrinks_when_nobody_waits_and_not_at_once() -> None:
     depth = Depth(256)
     depth.value = 200
     depth.finished(0.02, 1000)
-    for number in range(flow.PATIENCE - 1):
+    for number in range(concurrency.PATIENCE - 1):
         depth.note(100.0, False, float(number))
     assert depth.value == 200
     for number in range(400):
         depth.note(100.0, False, float(number))
-    assert depth.value == flow.LEAST
+    assert depth.value == concurrency.LEAST
 
 
 @given(st.integers(1, 4000))
@@ -72,7 +72,7 @@ def test_second_requests_are_a_small_share(requests: int) -> None:
     for _ in range(requests):
         tail.begun()
         second += tail.spend()
-    assert second <= 1 + flow.HEDGE_SHARE * requests
+    assert second <= 1 + concurrency.HEDGE_SHARE * requests
 
 
 def test_the_delay_is_of_requests_of_like_size() -> None:
@@ -84,6 +84,6 @@ def test_the_delay_is_of_requests_of_like_size() -> None:
     small, large = tail.delay_s(100_000), tail.delay_s(10_000_000)
     assert small is not None
     assert large is not None
-    assert 0.03 * flow.HEDGE_FACTOR < small < 0.04 * flow.HEDGE_FACTOR
-    assert 1.5 * flow.HEDGE_FACTOR < large < 2.0 * flow.HEDGE_FACTOR
+    assert 0.03 * concurrency.HEDGE_FACTOR < small < 0.04 * concurrency.HEDGE_FACTOR
+    assert 1.5 * concurrency.HEDGE_FACTOR < large < 2.0 * concurrency.HEDGE_FACTOR
     assert tail.delay_s(100) is None

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import StorageError
-from stoker.storage.address import parse
-from stoker.storage.identity import identify
+from stoker.storage.credentials import identify
 from stoker.storage.store import Store
+from stoker.storage.uri import parse
 from tests.storage.servers import Server, apply
 
 

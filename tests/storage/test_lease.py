@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from stoker.errors import Conflict, StorageError, UsageError
-from stoker.storage.address import Address, parse
 from stoker.storage.lease import Holder, Lease, LeaseLost, acquire
 from stoker.storage.store import open_store
+from stoker.storage.uri import Address, parse
 from tests.storage.proxy import Conditions
 from tests.storage.servers import Place, Server, apply
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import PROBES, TRACES, RunFolder
-from stoker.report.fleet import survey
-from stoker.report.why import gather
-from stoker.schemas import Probe, TraceWindow
-from stoker.storage.address import parse
+from stoker.report.explain import gather
+from stoker.report.runs_summary import survey
+from stoker.runs.folder import PROBES, TRACES, RunFolder
+from stoker.runs.schemas import Probe, TraceWindow
 from stoker.storage.store import open_store
+from stoker.storage.uri import parse
 from tests.report.runs import write_run
 from tests.storage.servers import Server, apply
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.storage import requests
+from stoker.storage import retry
 from stoker.storage.failures import Failure
-from stoker.storage.requests import Budget, Limits, Tries
+from stoker.storage.retry import Budget, Limits, Tries
 
 BUSY = Failure("passing", "503 SlowDown", "", status=503)
 DENIED = Failure("denied", "403", "", status=403)
@@ -25,15 +25,15 @@ def test_waits_stay_within_the_time(total_s: float) -> None:
         wait = tries.again(BUSY)
         if wait is None:
             break
-        assert 0 <= wait <= min(requests.CAP_S, requests.BASE_S * 2**number)
+        assert 0 <= wait <= min(retry.CAP_S, retry.BASE_S * 2**number)
         assert wait < total_s
     assert budget.counts.retries == budget.counts.requests - 1
 
 
 def test_waits_are_jittered_over_the_whole_range() -> None:
     waits = [Tries(Limits(), Budget()).again(BUSY) or 0.0 for _ in range(400)]
-    assert min(waits) < 0.1 * requests.BASE_S
-    assert max(waits) > 0.9 * requests.BASE_S
+    assert min(waits) < 0.1 * retry.BASE_S
+    assert max(waits) > 0.9 * retry.BASE_S
 
 
 @given(st.integers(0, 3000), st.integers(1, 500))
@@ -44,7 +44,7 @@ def test_retries_are_a_share_of_the_requests(requested: int, retried: int) -> No
     for _ in range(requested):
         budget.request()
     at_once = sum(budget.retry(now) == 0.0 for _ in range(retried))
-    assert at_once == min(retried, int(requests.BUDGET_BURST))
+    assert at_once == min(retried, int(retry.BUDGET_BURST))
 
 
 def test_a_store_that_is_down_is_not_asked_more_often() -> None:
@@ -53,7 +53,7 @@ def test_a_store_that_is_down_is_not_asked_more_often() -> None:
     now = budget._filled
     waits = sorted(budget.retry(now) for _ in range(1000))
     in_ten_seconds = sum(wait <= 10.0 for wait in waits)
-    assert in_ten_seconds == pytest.approx(requests.BUDGET_BURST + 10 * requests.BUDGET_PER_S, abs=1)
+    assert in_ten_seconds == pytest.approx(retry.BUDGET_BURST + 10 * retry.BUDGET_PER_S, abs=1)
 
 
 def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
@@ -63,7 +63,7 @@ def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
     patience = {}
     for name, budget in (("new", new), ("proved", proved)):
         tries = Tries(Limits(total_s=60.0), budget)
-        tries._began -= 60.0 / requests.CONNECT_SHARE + 1.0
+        tries._began -= 60.0 / retry.CONNECT_SHARE + 1.0
         patience[name] = tries.again(lost)
     assert patience["new"] is None
     assert patience["proved"] is not None

@@ -12,15 +12,33 @@ import pytest
 
 import stoker.storage.download
 from stoker.errors import UsageError
-from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, RunFolder, fetch_run, locked, open_run, read_lines
+from stoker.report.explain import gather
 from stoker.report.html import write_report
-from stoker.report.why import gather
-from stoker.schemas import Event, StepWindow
-from stoker.storage.address import Address, parse
+from stoker.runs.folder import (
+    BEST,
+    CONFIG,
+    EVENTS,
+    FINAL,
+    STEPS,
+    RunFolder,
+    fetch_run,
+    locked,
+    open_run,
+    read_lines,
+)
+from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.download import download
 from stoker.storage.lease import acquire
-from stoker.storage.runs import LEASE, MARK, address_of, reading_copy, shown, working_copy
+from stoker.storage.run_uri import (
+    LEASE,
+    MARK,
+    address_of,
+    reading_copy,
+    shown,
+    working_copy,
+)
 from stoker.storage.store import open_store
+from stoker.storage.uri import Address, parse
 from tests.storage.servers import Conditions, Server, apply
 
 
@@ -172,7 +190,7 @@ def test_the_working_copy_is_read_where_it_is_at_least_as_new(address: Address, 
     assert open_run(str(address)) == reading_copy(address), "another machine has gone on"
     with locked(own) as held:
         assert held
-        command = [sys.executable, "-c", f"from stoker.records import open_run; print(open_run('{address}'))"]
+        command = [sys.executable, "-c", f"from stoker.runs.folder import open_run; print(open_run('{address}'))"]
         assert subprocess.check_output(command, text=True).strip() == str(own), "a process here trains it"
 
 
@@ -211,7 +229,7 @@ def test_a_report_lies_in_the_current_folder(
 
 def test_why_needs_no_torch(address: Address, put: Callable[..., None]):
     put("finished")
-    code = "import sys; sys.modules['torch'] = None; from stoker.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from stoker.cli.app import main; main()"
     output = subprocess.check_output([sys.executable, "-c", code, "why", str(address)], text=True)
     assert "finished" in output
     assert str(address) in output

@@ -11,10 +11,10 @@ from obstore import Bytes
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.storage import clients
-from stoker.storage.address import parse
 from stoker.storage.failures import Damaged
-from stoker.storage.requests import Limits
+from stoker.storage.retry import Limits
 from stoker.storage.store import Store, _whole, open_store
+from stoker.storage.uri import parse
 from tests.storage.object_server import Stored
 from tests.storage.proxy import Fault
 from tests.storage.servers import ALONE, Conditions, Place, Server, apply

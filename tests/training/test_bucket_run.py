@@ -14,21 +14,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.config import from_fields
+from stoker.config.settings import from_fields
 from stoker.errors import Preempted, StorageError, UsageError
-from stoker.records import BEST, CONFIG, EVENTS, FINAL, STEPS, RunFolder, read_lines
-from stoker.report.why import gather
-from stoker.schemas import Event, StepWindow
-from stoker.storage.address import Address, parse
+from stoker.inference.model import load
+from stoker.report.explain import gather
+from stoker.runs.folder import (
+    BEST,
+    CONFIG,
+    EVENTS,
+    FINAL,
+    STEPS,
+    RunFolder,
+    read_lines,
+)
+from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.download import objects
 from stoker.storage.lease import Holder
-from stoker.storage.runs import LEASE, reading_copy, working_copy
+from stoker.storage.run_uri import LEASE, reading_copy, working_copy
 from stoker.storage.store import open_store
+from stoker.storage.uri import Address, parse
 from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join
 from stoker.training.loop import train
-from stoker.training.recover import Stop
-from stoker.use import load
+from stoker.training.recovery import Stop
 from tests.drawn import draw, run_stoker, stoker
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
 from tests.training.test_uploads import LIMIT_S, name_of

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stoker.config import from_toml
+from stoker.config.settings import from_toml
+from stoker.data.images.cache_policy import file_of
+from stoker.data.images.pixel_cache import Form
 from stoker.data.index import open_index
-from stoker.data.pixel_cache import Form
-from stoker.data.pixel_room import file_of
-from stoker.records import CONFIG, EVENTS, read_lines
-from stoker.schemas import Event
+from stoker.runs.folder import CONFIG, EVENTS, read_lines
+from stoker.runs.schemas import Event
 from tests.drawn import draw, run_stoker, stoker
 
 FLAGS = [

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from stoker.device import Device
 from stoker.errors import CheckpointError
+from stoker.hardware.device import Device
 from stoker.training.checkpoint import Loaded, Snapshot, Writer, load_newest, snapshot
 
 STREAM = Device(torch.device("cpu")).make_stream()

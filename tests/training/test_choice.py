@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.config import from_fields
+from stoker.config.settings import from_fields
 from stoker.data.index import open_index
-from stoker.device import Device
+from stoker.hardware.device import Device
 from stoker.models import MODELS
-from stoker.training.choice import CPU_SIDE, SMALL_SIDE, model_for, side_for
-from stoker.training.derive import derive_data
+from stoker.training.defaults.derive import derive_data
+from stoker.training.defaults.model_choice import CPU_SIDE, SMALL_SIDE, model_for, side_for
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stoker.device import pick
+from stoker.hardware.device import pick
 from stoker.models import build
-from stoker.records import FINAL, STEPS, read_lines
-from stoker.schemas import StepWindow
+from stoker.runs.folder import FINAL, STEPS, read_lines
+from stoker.runs.schemas import StepWindow
 from stoker.training import forward, loop
 from stoker.training.forward import compile_now, forward_backward, losses_of
 from stoker.training.loop import train

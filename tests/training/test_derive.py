@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config import Config, from_fields, parse_duration
-from stoker.data import decoder_choice
+from stoker.config.settings import Config, from_fields, parse_duration
 from stoker.data.index import Index, open_index
-from stoker.device import Device, Memory
+from stoker.data.loading import decoder_choice
 from stoker.errors import ConfigError, WeightsError
+from stoker.hardware.device import Device, Memory
 from stoker.models import MODELS, build, load_weights, open_fields
-from stoker.training import fit, trial
-from stoker.training.choice import BODY_RATE, OFTEN, pictures_a_second
-from stoker.training.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
+from stoker.training.defaults import auto_batch, dry_run
+from stoker.training.defaults.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
+from stoker.training.defaults.model_choice import BODY_RATE, OFTEN, pictures_a_second
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -132,7 +132,7 @@ def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index
 
 
 def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_moves(index: Index, monkeypatch):
-    monkeypatch.setattr(fit, "batch", lambda *_, **__: (64, 1, "tried"))
+    monkeypatch.setattr(auto_batch, "batch", lambda *_, **__: (64, 1, "tried"))
     assert derive(Config(), index, CPU)[0].optim.rate == pytest.approx(2 * 3e-3)
     config, reasons = derive(from_fields({"rate": 0.123, "warmup": 7}), index, CPU)
     assert (config.optim.rate, config.optim.warmup) == (0.123, 7)
@@ -196,9 +196,11 @@ def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
 def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """`derive` on a CPU that passes for another device: its memory is not that of one, so no batch is tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "batch", lambda config, *_, **__: (config.run.batch or 4, config.optim.accumulate or 1, ""))
-        patch.setattr(trial, "STEPS", 1)
-        patch.setattr(trial, "ROUNDS", 1)
+        patch.setattr(
+            auto_batch, "batch", lambda config, *_, **__: (config.run.batch or 4, config.optim.accumulate or 1, "")
+        )
+        patch.setattr(dry_run, "STEPS", 1)
+        patch.setattr(dry_run, "ROUNDS", 1)
         patch.setattr(Device, "wait", lambda _: None)
         patch.setattr(Device, "memory", lambda _: Memory(2**32, 2**32, 0))
         return derive(asked, index, device)
@@ -222,7 +224,7 @@ def test_rate_follows_the_batch(index: Index):
 
 
 def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, monkeypatch):
-    monkeypatch.setattr("stoker.training.derive.LEAST_STEPS", 1)
+    monkeypatch.setattr("stoker.training.defaults.derive.LEAST_STEPS", 1)
 
     def found(model: str, **asked: Any) -> tuple[float, str]:
         config, reasons = derive(from_fields({"model": model, "batch": 6, **asked}), index, CPU)
@@ -233,7 +235,7 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
     assert found("retinanet_tiny_fpn") == (12, "12 epochs of 60 pictures")
     pretrained, _ = derive_data(from_fields({"model": "ember_mobilenet_v2"}), index, CPU)
     assert pretrained.model.weights == "imagenet"
-    monkeypatch.setattr("stoker.training.derive.MOST_PICTURES", 60 * 6)
+    monkeypatch.setattr("stoker.training.defaults.derive.MOST_PICTURES", 60 * 6)
     steps, why = found("ember_n")
     assert (steps * 60 / 6, why) == (
         180,

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.config import Config, from_fields
+from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
-from stoker.models.ember import LONGEST
-from stoker.training.facts import too_long
+from stoker.models.ember.ember import LONGEST
+from stoker.training.defaults.dataset_facts import too_long
 from tests.drawn import draw
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.config import Config, from_fields
+from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
-from stoker.device import Device, Memory
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.training import fit, trial
-from stoker.training.derive import derive
-from stoker.training.trial import LiveBytes, Rehearsal, Tried
+from stoker.hardware.device import Device, Memory
+from stoker.training.defaults import auto_batch, dry_run
+from stoker.training.defaults.derive import derive
+from stoker.training.defaults.dry_run import LiveBytes, Rehearsal, Tried
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -87,14 +87,14 @@ def test_a_batch_that_does_not_fit_is_split(
 ):
     """The peak is a line; beyond the device's memory it raises."""
     pretend(monkeypatch, gib=lambda n: fixed_gib + picture_gib * n)
-    assert fit.batch(settled, index, SMALL, wanted=16, pictures=60)[:2] == (batch, parts)
+    assert auto_batch.batch(settled, index, SMALL, wanted=16, pictures=60)[:2] == (batch, parts)
 
 
 @pytest.mark.parametrize("less", [False, True])
 def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
     pretend(monkeypatch, gib=lambda _: 11.0)
     with pytest.raises(OutOfMemoryError) as caught:
-        fit.batch(settled.replace(checkpoint_activations=less), index, SMALL, wanted=16, pictures=60)
+        auto_batch.batch(settled.replace(checkpoint_activations=less), index, SMALL, wanted=16, pictures=60)
     assert caught.value.exit_code == 5
     assert "64x64" in str(caught.value)
     assert ("--checkpoint-activations" in str(caught.value)) is not less
@@ -120,7 +120,7 @@ def test_fit_takes_the_smallest_batch_near_the_best_time(
     words: list[str],
 ):  # fmt: skip
     pretend(monkeypatch, gib=gib, seconds=seconds)
-    chosen, parts, reason = fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    chosen, parts, reason = auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
     assert (chosen, parts) == (batch, 1)
     for word in words:
         assert word in reason
@@ -132,7 +132,7 @@ def test_what_was_timed_is_said_where_it_is_not_what_trains(
     """Compiling for every size would take longer than --fit may."""
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
-        fit.batch(settled.replace(fit=True, eager=eager), index, SMALL, wanted=16, pictures=60)[2]
+        auto_batch.batch(settled.replace(fit=True, eager=eager), index, SMALL, wanted=16, pictures=60)[2]
         for eager in (True, False)
     ]
     assert ["not compiled" in reason for reason in reasons] == [False, True]
@@ -140,7 +140,7 @@ def test_what_was_timed_is_said_where_it_is_not_what_trains(
 
 def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
     tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
-    fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
     assert max(tried) == 8
 
 
@@ -153,8 +153,8 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
         return 1.0
 
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
-    _, _, reason = fit.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
+    _, _, reason = auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
     assert now[0] == 7 + 14 + 28
     assert "trials end after 60 s" in reason
 
@@ -165,9 +165,9 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
     """least: pictures of the smallest batch."""
-    rehearsal = fit.rehearsal_of(settled.replace(**changes), index, CPU)
+    rehearsal = auto_batch.rehearsal_of(settled.replace(**changes), index, CPU)
     parts = changes.get("accumulate", 1)
-    found = [size * parts for size in fit.sizes(rehearsal, 60)]
+    found = [size * parts for size in auto_batch.sizes(rehearsal, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
 
 
@@ -194,7 +194,7 @@ def test_fit_and_batch_contradict_each_other(index: Index):
 
 def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
-    monkeypatch.setattr(trial, "LIMIT_S", 3.0)
+    monkeypatch.setattr(dry_run, "LIMIT_S", 3.0)
     config, reasons = derive(from_fields({"fit": True, "canvas": (32, 32)}), index, CPU)
     assert config.run.batch in (1, 2, 4, 8, 16, 32)
     assert f"{config.run.batch}: " in reasons["batch"]
@@ -202,7 +202,7 @@ def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled: Config):
-    rehearsal = fit.rehearsal_of(settled, index, CPU)
+    rehearsal = auto_batch.rehearsal_of(settled, index, CPU)
     before = [parameter.clone() for parameter in rehearsal.stepper.model.parameters()]
     rehearsal.peak(1)  # makes the optimizer's state
     two, four = rehearsal.peak(2), rehearsal.peak(4)
@@ -217,8 +217,8 @@ def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled
 def test_less_is_kept_with_checkpointing_on_a_cpu(index: Index, settled: Config):
     kept = []
     for less in (False, True):
-        rehearsal = fit.rehearsal_of(settled.replace(checkpoint_activations=less, canvas=(256, 256)), index, CPU)
-        kept.append(fit._largest_on_cpu(rehearsal, 1)[0])
+        rehearsal = auto_batch.rehearsal_of(settled.replace(checkpoint_activations=less, canvas=(256, 256)), index, CPU)
+        kept.append(auto_batch._largest_on_cpu(rehearsal, 1)[0])
     assert kept[1] > 1.2 * kept[0]
 
 
@@ -237,18 +237,18 @@ def test_live_bytes_are_those_of_storages_that_live():
 
 def test_fastest():
     tried = [Tried(1, 0, 2.0), Tried(2, 0, 1.029), Tried(4, 0, 1.0), Tried(8, 0, 1.1)]
-    assert fit.fastest(tried).pictures == 2
-    assert fit.fastest(tried[2:]).pictures == 4
+    assert auto_batch.fastest(tried).pictures == 2
+    assert auto_batch.fastest(tried[2:]).pictures == 4
 
 
 def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker.training.fit", *map(str, arguments)]
+    command = [sys.executable, "-m", "stoker.training.defaults.auto_batch", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]):
     asked = from_fields({"device": "cpu", "canvas": (32, 32), "batch": 4})
-    fit.program(str(folder), config=asked)
+    auto_batch.program(str(folder), config=asked)
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "retinanet_tiny_fpn"
     assert found["canvas"] == [32, 32]
@@ -260,7 +260,7 @@ def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
-    from stoker.config import to_toml
+    from stoker.config.settings import to_toml
 
     asked = from_fields({"data": str(folder), "device": "cpu", "canvas": (64, 32), "batch": 8, "accumulate": 2})
     (tmp_path / "config.toml").write_text(to_toml(asked, {}))

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from stoker.data.index import Index
-from stoker.diagnose import catalogue
-from stoker.diagnose.causes.cause import Limit
-from stoker.records import STEPS, read_lines
-from stoker.report.why import gather
-from stoker.schemas import StepWindow
-from stoker.totals import totals
+from stoker.diagnosis import catalogue
+from stoker.diagnosis.causes.cause import Limit
+from stoker.report.explain import gather
+from stoker.runs.folder import STEPS, read_lines
+from stoker.runs.schemas import StepWindow
+from stoker.runs.totals import totals
 from stoker.training import loop
 from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings

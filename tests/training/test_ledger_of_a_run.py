@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from stoker.config import Config, from_fields
-from stoker.data.loader import Loader
-from stoker.measuring import trace
-from stoker.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
-from stoker.schemas import Event, StepWindow
-from stoker.totals import totals
-from stoker.training import checkpoint, loop, scoring, start
+from stoker.config.settings import Config, from_fields
+from stoker.data.loading.loader import Loader
+from stoker.profiling import trace
+from stoker.runs.folder import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.totals import totals
+from stoker.training import async_eval, checkpoint, loop, start
 from tests.drawn import draw
 
 DELAYS = {
@@ -73,9 +73,9 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     slow_next = delayed(spent, "input_wait", next_batch)
     # only of training: evaluation has a loader of its own
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
-    monkeypatch.setattr(scoring, "detect", delayed(spent, "eval", scoring.detect))
+    monkeypatch.setattr(async_eval, "detect", delayed(spent, "eval", async_eval.detect))
     # the rest of an evaluation, where training waits for it
-    monkeypatch.setattr(scoring.Scorer, "take_in", delayed(spent, "eval", scoring.Scorer.take_in, by=0.0))
+    monkeypatch.setattr(async_eval.Scorer, "take_in", delayed(spent, "eval", async_eval.Scorer.take_in, by=0.0))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(checkpoint.Writer, "wait", delayed(spent, "checkpoint", checkpoint.Writer.wait, by=0.0))
     result = loop.train(settings(data), run=str(tmp_path / "run"))
@@ -114,7 +114,7 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
     """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
     data = draw(tmp_path / "data")
     gate = threading.Event()
-    score, step = scoring.score_with_matches, loop.Training.step
+    score, step = async_eval.score_with_matches, loop.Training.step
 
     def after_five_steps(*args: Any) -> Any:
         gate.wait()
@@ -125,7 +125,7 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
         if self.job.step == 15:
             gate.set()
 
-    monkeypatch.setattr(scoring, "score_with_matches", after_five_steps)
+    monkeypatch.setattr(async_eval, "score_with_matches", after_five_steps)
     monkeypatch.setattr(loop.Training, "step", step_and_open)
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     config = settings(data).replace(checkpoint_every="0", eval_every="10", for_="18")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.config import OptimSettings
-from stoker.device import Device
+from stoker.config.settings import OptimSettings
+from stoker.hardware.device import Device
+from stoker.hardware.host_sync import NoHostWaits
 from stoker.models import Detector, build
 from stoker.training.optim import FUSED_KINDS, Meter, Stepper, rate_at
-from stoker.waits import NoHostWaits
 from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stoker
-from stoker.data import decode
+from stoker.data.images import decode
 from stoker.errors import UsageError
-from stoker.measuring.ledger import Ledger
-from stoker.records import EVENTS, PROBES, RunFolder, locked, read_lines
+from stoker.profiling.ledger import Ledger
 from stoker.report.probing import in_words, probe
-from stoker.schemas import PROBE_KINDS, Event, Probe, StepWindow
-from stoker.training import full_ring
-from stoker.training.full_ring import FullRing, summed_up
+from stoker.runs.folder import EVENTS, PROBES, RunFolder, locked, read_lines
+from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
+from stoker.training import input_probe
+from stoker.training.input_probe import FullRing, summed_up
 from tests.drawn import draw
 
 speeds = st.floats(1e-4, 10)
@@ -81,8 +81,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(full_ring, "time", SimpleNamespace(time=time.time, perf_counter=made.now, sleep=made.sleep))
-    monkeypatch.setattr(full_ring, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(input_probe, "time", SimpleNamespace(time=time.time, perf_counter=made.now, sleep=made.sleep))
+    monkeypatch.setattr(input_probe, "LONGEST_PAUSE_S", 60.0)
     return made
 
 
@@ -94,7 +94,7 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
     if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
         assert not list(read_lines(tmp_path, PROBES, Probe))
         return
-    assert machine.paused_s == full_ring.PAIRS * 3.0 * machine.depth
+    assert machine.paused_s == input_probe.PAIRS * 3.0 * machine.depth
     (found,) = read_lines(tmp_path, PROBES, Probe)
     assert found.automatic
     assert found.ratio == pytest.approx(4.0)
@@ -103,7 +103,7 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
 
 def test_rounds_that_come_to_nothing_are_within_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.train(tmp_path, 3000, total=10_000, wait_s=3.0, evaluate_every=7)
-    assert 0 < machine.paused_s < full_ring.BUDGET * 10_000 * 4.0 + 3.0
+    assert 0 < machine.paused_s < input_probe.BUDGET * 10_000 * 4.0 + 3.0
     (note,) = read_lines(tmp_path, EVENTS, Event)
     assert "could not be found out" in note.text
 
@@ -136,11 +136,11 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
         return decode_into(*arguments, **named)
 
     monkeypatch.setattr(decode, "decode_into", slowly)
-    monkeypatch.setattr(full_ring, "PAIRS", 3)
-    monkeypatch.setattr(full_ring, "BUDGET", 1.0)
+    monkeypatch.setattr(input_probe, "PAIRS", 3)
+    monkeypatch.setattr(input_probe, "BUDGET", 1.0)
     ends: list[bytes] = []
     for name, after_s in (("with", 0.5), ("without", 1e9)):
-        monkeypatch.setattr(full_ring, "AFTER_S", after_s)
+        monkeypatch.setattr(input_probe, "AFTER_S", after_s)
         settings: dict[str, Any] = {"batch": 4, "canvas": (64, 64), "model": "retinanet_tiny_fpn", "threads": 1}
         run = stoker.train(str(data), for_="80", eval_every="0", mosaic=0.4, run=str(tmp_path / name), **settings).run
         ends.append((run / "final.safetensors").read_bytes())
@@ -167,6 +167,6 @@ def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def stoker_why(run: Path) -> dict[str, Any]:
-    from stoker.report.why import gather, why_as_dict
+    from stoker.report.explain import gather, why_as_dict
 
     return json.loads(json.dumps(why_as_dict(gather(run))))

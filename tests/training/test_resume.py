@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import EVENTS, STEPS, read_lines
-from stoker.schemas import Event, StepWindow
+from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
 from tests.drawn import draw, run_stoker, stoker
 
 STEPS_IN_ALL = 80

@@ -15,17 +15,33 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stoker.config import SECTION_OF, Config, from_fields, from_toml
-from stoker.device import Device, Ready, SideStream
-from stoker.errors import CheckpointError, DataError, DivergedError, Preempted, StorageError, UsageError
-from stoker.models import open_fields, saved
-from stoker.models.retinanet import RetinaNet
-from stoker.models.weights import architecture_of
-from stoker.records import CONFIG, ENVIRONMENT, EVENTS, FINDINGS, QUARANTINE, STEPS, read_lines
-from stoker.schemas import Event, Quarantined, StepWindow
-from stoker.training import checkpoint, loop, scoring, start
+from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml
+from stoker.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    Preempted,
+    StorageError,
+    UsageError,
+)
+from stoker.hardware.device import Device, Ready, SideStream
+from stoker.models import open_fields
+from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.weights import model_file
+from stoker.models.weights.load import architecture_of
+from stoker.runs.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    FINDINGS,
+    QUARANTINE,
+    STEPS,
+    read_lines,
+)
+from stoker.runs.schemas import Event, Quarantined, StepWindow
+from stoker.training import async_eval, checkpoint, loop, start
 from stoker.training.loop import train
-from stoker.training.runs import with_absolute_paths
+from stoker.training.run_selection import with_absolute_paths
 from tests.drawn import CLASSES, draw
 
 
@@ -78,7 +94,7 @@ def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, d
 
 def test_the_saved_model_stands_alone(run: Path):
     assert architecture_of(run / "final.safetensors") == "retinanet_tiny_fpn"
-    model, card = saved.load(saved.find(run))
+    model, card = model_file.load(model_file.find(run))
     assert card.class_names == tuple(sorted(CLASSES)) or card.class_names == CLASSES
     assert (card.canvas, card.resize) == ((64, 64), "letterbox")
     raw = model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
@@ -278,7 +294,7 @@ def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(d
     config = settings(data, eval_every="6")
     whole = train(config, run=str(tmp_path / "whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "detect", stopping(scoring.detect, 0))
+        patch.setattr(async_eval, "detect", stopping(async_eval.detect, 0))
         with pytest.raises(Preempted, match="at step 6"):
             train(config, run=str(tmp_path / "run"))
     result = train(config, run=str(tmp_path / "run"))
@@ -317,14 +333,14 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     """Evaluations find these APs, the last one from then on."""
-    scored, left = scoring.score_with_matches, list(values)
+    scored, left = async_eval.score_with_matches, list(values)
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         ap = left.pop(0) if len(left) > 1 else left[0]
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
 
-    monkeypatch.setattr(scoring, "score_with_matches", score)
+    monkeypatch.setattr(async_eval, "score_with_matches", score)
 
 
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

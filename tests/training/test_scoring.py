@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.config import Config, from_fields
-from stoker.data.loader import Loader
+from stoker.config.settings import Config, from_fields
+from stoker.data.loading.loader import Loader
 from stoker.errors import Preempted
-from stoker.records import BEST, CHECKPOINTS, EVALUATION, EVENTS, FINAL, read_lines
-from stoker.schemas import Event
-from stoker.training import loop, scoring, start
+from stoker.runs.folder import (
+    BEST,
+    CHECKPOINTS,
+    EVALUATION,
+    EVENTS,
+    FINAL,
+    read_lines,
+)
+from stoker.runs.schemas import Event
+from stoker.training import async_eval, loop, start
 from stoker.training.loop import train
 from tests.drawn import draw
 from tests.training.test_run import with_ap
@@ -47,13 +54,13 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        score = scoring.score_with_matches
+        score = async_eval.score_with_matches
 
         def held(*arguments: Any) -> Any:
             self.opened.wait()
             return score(*arguments)
 
-        patch.setattr(scoring, "score_with_matches", held)
+        patch.setattr(async_eval, "score_with_matches", held)
 
 
 def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training], None]) -> None:
@@ -70,32 +77,32 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
 def as_late_as_possible(patch: pytest.MonkeyPatch) -> None:
     """A score begins when the training thread asks for it."""
     asked = threading.Event()
-    score, take_in = scoring.score_with_matches, scoring.Scorer.take_in
+    score, take_in = async_eval.score_with_matches, async_eval.Scorer.take_in
 
     def held(*arguments: Any) -> Any:
         asked.wait()
         asked.clear()
         return score(*arguments)
 
-    def ask(self: scoring.Scorer, meanwhile: Callable[[], None]) -> None:
+    def ask(self: async_eval.Scorer, meanwhile: Callable[[], None]) -> None:
         if self._work is not None:
             asked.set()
         take_in(self, meanwhile)
 
-    patch.setattr(scoring, "score_with_matches", held)
-    patch.setattr(scoring.Scorer, "take_in", ask)
+    patch.setattr(async_eval, "score_with_matches", held)
+    patch.setattr(async_eval.Scorer, "take_in", ask)
 
 
 def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
     """A score is there before the training thread does anything else."""
-    start = scoring.Scorer.start
+    start = async_eval.Scorer.start
 
-    def start_and_wait(self: scoring.Scorer, unscored: scoring.Unscored) -> None:
+    def start_and_wait(self: async_eval.Scorer, unscored: async_eval.Unscored) -> None:
         start(self, unscored)
         assert self._work is not None
         self._work.done.wait()
 
-    patch.setattr(scoring.Scorer, "start", start_and_wait)
+    patch.setattr(async_eval.Scorer, "start", start_and_wait)
 
 
 def decided(run: Path) -> dict[str, dict[str, Any]]:
@@ -166,7 +173,7 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
     assert not (tmp_path / "run" / BEST).exists()
     assert decided(tmp_path / "run")["step-00000007"]["unscored"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "detect", only_once_more(scoring.detect))
+        patch.setattr(async_eval, "detect", only_once_more(async_eval.detect))
         run = train(settings(data), run=str(tmp_path / "run")).run
     assert_same(undisturbed, run)
 
@@ -228,14 +235,14 @@ def only_once_more(detect: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        take_in = scoring.Scorer.take_in
+        take_in = async_eval.Scorer.take_in
 
-        def stopped(self: scoring.Scorer, meanwhile: Callable[[], None]) -> None:
+        def stopped(self: async_eval.Scorer, meanwhile: Callable[[], None]) -> None:
             if self._work is not None and self._work.unscored.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
             take_in(self, meanwhile)
 
-        patch.setattr(scoring.Scorer, "take_in", stopped)
+        patch.setattr(async_eval.Scorer, "take_in", stopped)
         with pytest.raises(Preempted, match="at step 16"):
             train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
     result = train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
@@ -277,7 +284,7 @@ def test_a_kill_between_an_evaluation_and_its_score(undisturbed: Path, data: Pat
 def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
     undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scoring, "host_memory", lambda: (2**30, 2**30 - 1))
+    monkeypatch.setattr(async_eval, "host_memory", lambda: (2**30, 2**30 - 1))
     late: list[bool] = []
     after_step(monkeypatch, 7, lambda training: late.append(training.scorer._work is not None))
     run = train(settings(data), run=str(tmp_path / "run")).run
@@ -292,7 +299,7 @@ def test_a_score_that_fails_ends_the_run(data: Path, tmp_path: Path, monkeypatch
     def fail(*_: object) -> None:
         raise ArithmeticError("no score today")
 
-    monkeypatch.setattr(scoring, "score_with_matches", fail)
+    monkeypatch.setattr(async_eval, "score_with_matches", fail)
     with pytest.raises(ArithmeticError, match="no score today"):
         train(settings(data), run=str(tmp_path / "run"))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]

@@ -16,15 +16,24 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from stoker.config import Config, OptimSettings, from_fields
-from stoker.diagnose.rules import diagnose
+from stoker.config.settings import Config, OptimSettings, from_fields
+from stoker.diagnosis.rules import diagnose
 from stoker.errors import DivergedError
-from stoker.records import EVENTS, STEPS, read_lines
-from stoker.schemas import Event, StepWindow
-from stoker.training import checkpoint, loop, scoring
+from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.training import async_eval, checkpoint, loop
 from stoker.training.loop import train
 from stoker.training.optim import Stepper
-from stoker.training.stability import BEFORE, GROUP, LEAST_BEFORE, SPIKE_RATIO, Alarm, Course, Watch, is_spike
+from stoker.training.stability import (
+    BEFORE,
+    GROUP,
+    LEAST_BEFORE,
+    SPIKE_RATIO,
+    Alarm,
+    Course,
+    Watch,
+    is_spike,
+)
 from tests.drawn import draw
 
 RATE, LENGTH = 0.003, 48
@@ -166,13 +175,13 @@ def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    scored, aps = scoring.score_with_matches, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
+    scored, aps = async_eval.score_with_matches, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
-    monkeypatch.setattr(scoring, "score_with_matches", score)
+    monkeypatch.setattr(async_eval, "score_with_matches", score)
     poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="6", checkpoint_every="19"), run=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]

@@ -8,12 +8,12 @@ from urllib.parse import unquote
 import pytest
 import torch
 
-from stoker.device import Device
-from stoker.records import EVENTS, STEPS, RunFolder
-from stoker.storage.address import Address, parse
+from stoker.hardware.device import Device
+from stoker.runs.folder import EVENTS, STEPS, RunFolder
 from stoker.storage.download import objects
 from stoker.storage.lease import LeaseLost, acquire
 from stoker.storage.store import open_store
+from stoker.storage.uri import Address, parse
 from stoker.training.checkpoint import MANIFEST, Writer, snapshot
 from stoker.training.uploads import Uploads
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server

@@ -14,17 +14,24 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnose.alive import boot_id, is_held
-from stoker.diagnose.ended import of_run
-from stoker.diagnose.postmortem import explain
+from stoker.diagnosis.alive import boot_id, is_held
+from stoker.diagnosis.postmortem import explain
+from stoker.diagnosis.termination import of_run
 from stoker.errors import UsageError
-from stoker.records import DEVICES, EVENTS, OUTPUT, STEPS, RunFolder, read_lines
-from stoker.report.why import gather
-from stoker.schemas import DeviceSample, Event, StepWindow
+from stoker.report.explain import gather
+from stoker.runs.folder import (
+    DEVICES,
+    EVENTS,
+    OUTPUT,
+    STEPS,
+    RunFolder,
+    read_lines,
+)
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.watch import attach as attach_module
 from stoker.watch import recorder
 from stoker.watch.attach import FileOutput, attach, exit_code
-from stoker.watch.keeper import Log
+from stoker.watch.output_relay import Log
 from stoker.watch.processes import Process, status
 from stoker.watch.recorder import Recorder, open_run_folder
 

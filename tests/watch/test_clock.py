@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.watch.cells import read_cell
 from stoker.watch.hook.stoker_hook import clock as hook
 from stoker.watch.hook.stoker_hook.clock import Clock, Source
+from stoker.watch.hook_state import read_cell
 
 
 class Optimizer:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnose import postmortem
-from stoker.diagnose.rules import diagnose
-from stoker.records import EVENTS, OUTPUT, STEPS, read_lines
-from stoker.schemas import Event, Finding, StepWindow
+from stoker.diagnosis import postmortem
+from stoker.diagnosis.rules import diagnose
+from stoker.runs.folder import EVENTS, OUTPUT, STEPS, read_lines
+from stoker.runs.schemas import Event, Finding, StepWindow
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")

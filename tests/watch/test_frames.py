@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.frames import HELPER, KINDS, ROWS, Frame, classify, innermost_own, is_own
+from stoker.watch.frames import (
+    HELPER,
+    KINDS,
+    ROWS,
+    Frame,
+    classify,
+    innermost_own,
+    is_own,
+)
 
 SITE = "/venv/lib/python3.11/site-packages/"
 LIB = "/usr/lib/python3.11/"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.schemas import StepWindow
-from stoker.watch.meter import Meter
+from stoker.runs.schemas import StepWindow
 from stoker.watch.output import Lines, Reader
+from stoker.watch.progress_windows import Meter
 
 pytestmark = pytest.mark.slow
 

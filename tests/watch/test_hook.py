@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.records import EVENTS, RANKS, STEPS, read_lines
-from stoker.report.why import Why, gather
-from stoker.schemas import Event, StepWindow
-from stoker.watch.cells import Cell, cpu_of, phases_of, read_cell
-from stoker.watch.inside import HOOK, hooked
+from stoker.report.explain import Why, gather
+from stoker.runs.folder import EVENTS, RANKS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.watch.hook_reader import HOOK, hooked
+from stoker.watch.hook_state import Cell, cpu_of, phases_of, read_cell
 from tests.watch import hook_jobs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -41,7 +41,7 @@ def the_cell(folder: Path) -> Cell:
 
 
 def watched(words: list[str], folder: Path, **variables: str) -> Why:
-    begin = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "run", "--"]
+    begin = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run", "run", "--"]
     environment = {**os.environ, **QUIET, **variables}
     done = subprocess.run([*begin, *words], cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
@@ -171,7 +171,16 @@ def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) -> None:
     assert watched(["sh", "-c", "exit 0"], tmp_path).watched["inside the job"].startswith("not recorded: no Python")
-    words = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "off", "--no-hook", "--"]
+    words = [
+        sys.executable,
+        "-c",
+        "from stoker.cli.app import main; main()",
+        "watch",
+        "--run",
+        "off",
+        "--no-hook",
+        "--",
+    ]
     done = subprocess.run([*words, "env"], cwd=tmp_path, capture_output=True, check=True)
     assert b"STOKER_HOOK" not in done.stdout
     event = next(iter(read_lines(tmp_path / "off", EVENTS, Event)))
@@ -202,8 +211,8 @@ def test_fit_of_keras_with_a_slow_input(backend: str, tmp_path: Path) -> None:
     python = sys.executable if backend == "torch" else PEERS
     if not Path(python).exists():
         pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
-    (tmp_path / "fit.py").write_text(hook_jobs.KERAS)
-    why = watched([python, "fit.py"], tmp_path, KERAS_BACKEND=backend)
+    (tmp_path / "auto_batch.py").write_text(hook_jobs.KERAS)
+    why = watched([python, "auto_batch.py"], tmp_path, KERAS_BACKEND=backend)
     assert f"on {backend}" in why.watched["inside the job"]
     assert why.steps == 80
     naps = known(tmp_path)["naps"]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.records import PHASES
-from stoker.watch.cells import OF_SLOT, Cell, cpu_of, phases_of, read_cell
+from stoker.runs.folder import PHASES
 from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.inside import Account, Inside, cells_folder, hooked
+from stoker.watch.hook_reader import Account, Inside, cells_folder, hooked
+from stoker.watch.hook_state import OF_SLOT, Cell, cpu_of, phases_of, read_cell
 
 BEGIN_S = 1000.0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.watch.keeper import Log
+from stoker.watch.output_relay import Log
 from stoker.watch.recorder import Tail
 
 

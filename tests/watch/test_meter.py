@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.meter import FIRST_MOST, Meter
 from stoker.watch.output import Progress, parse
+from stoker.watch.progress_windows import FIRST_MOST, Meter
 
 
 def after(*lines: str) -> Meter:

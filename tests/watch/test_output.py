@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.output import LINE_LENGTH, PARSERS, Lines, Progress, Reader, parse
+from stoker.watch.output import (
+    LINE_LENGTH,
+    PARSERS,
+    Lines,
+    Progress,
+    Reader,
+    parse,
+)
 
 REAL = {
     "INFO:tensorflow:Step 100 per-step time 0.878s": Progress(step=100, step_s=0.878),

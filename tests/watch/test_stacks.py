@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.measuring.witness import Witness
-from stoker.records import STACKS, RunFolder, read_lines
-from stoker.schemas import StackWindow
+from stoker.profiling.telemetry.sampler import Witness
+from stoker.runs.folder import STACKS, RunFolder, read_lines
+from stoker.runs.schemas import StackWindow
 from stoker.watch import stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")

@@ -15,15 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnose import rules
-from stoker.records import DEVICES, ENVIRONMENT, EVENTS, OUTPUT, STEPS, locked, read_lines
-from stoker.report.facts import collect
-from stoker.schemas import DeviceSample, Event, StepWindow
+from stoker.diagnosis import rules
+from stoker.report.run_report import collect
+from stoker.runs.folder import (
+    DEVICES,
+    ENVIRONMENT,
+    EVENTS,
+    OUTPUT,
+    STEPS,
+    locked,
+    read_lines,
+)
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.watch.recorder import job_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
-WATCH = [sys.executable, "-c", "from stoker.cli import main; main()", "watch", "--run", "run", "--"]
+WATCH = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run", "run", "--"]
 PYTHON = [sys.executable, "-S", "-c"]
 
 
@@ -128,7 +136,7 @@ def family(pid: int) -> dict[str, list[int]]:
         children = Path(f"/proc/{one}/task/{one}/children").read_text().split()
         for child in map(int, children):
             words = Path(f"/proc/{child}/cmdline").read_bytes()
-            found["keeper" if b"keeper.py" in words else "job"].append(child)
+            found["keeper" if b"output_relay.py" in words else "job"].append(child)
             todo.append(child)
     return found
 
@@ -295,7 +303,7 @@ def test_a_training_of_somebody_else_is_recorded_and_explained(script: str, tmp_
     assert told["argv"] == [sys.executable, "my_train.py"]
     assert told["cwd"] == str(tmp_path)
 
-    why = subprocess.run([sys.executable, "-c", "from stoker.cli import main; main()", "why", "run"], cwd=tmp_path,
+    why = subprocess.run([sys.executable, "-c", "from stoker.cli.app import main; main()", "why", "run"], cwd=tmp_path,
                          capture_output=True, text=True, check=True)  # fmt: skip
     assert "finished: my_train ended with exit code 0" in why.stdout
     inside = "inside the job: recorded: torch" if script is TORCH else "inside the job: not recorded"

@@ -19,17 +19,17 @@ from typing import Literal, TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data import places
 from stoker.data.convert.coco import CocoWriter
 from stoker.data.convert.item import CannotHold, Item, Writer, turned
 from stoker.data.convert.tfrecord import TfRecordWriter
 from stoker.data.convert.voc import VocWriter
 from stoker.data.convert.yolo import YoloWriter
-from stoker.data.formats.columns import PICTURE_ENDINGS
-from stoker.data.headers import Header, header_of
+from stoker.data.formats.tables import PICTURE_ENDINGS
+from stoker.data.images import source as places
+from stoker.data.images.headers import Header, header_of
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError
-from stoker.files import sync_folder
+from stoker.storage.local_files import sync_folder
 
 Target = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGETS: tuple[Target, ...] = get_args(Target)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from stoker.data.formats.categories import Category, common_map
 from stoker.data.formats.coco_entries import Annotation, Picture, read_entries
 from stoker.data.formats.coco_files import locate_pictures
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
-from stoker.data.problems import Problems
+from stoker.data.formats.tables import SPLITS, UNDECIDED, Columns, Folders, Found
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 LONGEST_NAME = 255

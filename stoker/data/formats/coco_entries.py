@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from stoker.data.formats.categories import Category
-from stoker.data.problems import Problems
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

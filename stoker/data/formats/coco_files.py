@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.columns import (
+from stoker.data.formats.names import alike
+from stoker.data.formats.tables import (
     SPLITS,
     Folders,
     Found,
@@ -26,7 +27,6 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
-from stoker.data.formats.names import alike
 from stoker.errors import DataError
 
 NAMES_IN_SPLIT = (

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.data.formats.columns import (
+from stoker.data.formats.csv_table import Layout, layout_of, rows_of
+from stoker.data.formats.image_sizes import read_sizes
+from stoker.data.formats.tables import (
     PICTURE_ENDINGS,
     SPLIT_WORDS,
     SPLITS,
@@ -24,9 +26,7 @@ from stoker.data.formats.columns import (
     Part,
     split_in_name,
 )
-from stoker.data.formats.csv_table import Layout, layout_of, rows_of
-from stoker.data.formats.sizes import read_sizes
-from stoker.data.problems import Problems
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 IN_SHARES = 1.05

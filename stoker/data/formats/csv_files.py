@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from stoker.data.formats.columns import (
+from stoker.data.formats.csv_table import HEAD_BYTES, complaint, layout_of, rows_of
+from stoker.data.formats.tables import (
     SPLIT_WORDS,
     SPLITS,
     Found,
@@ -23,7 +24,6 @@ from stoker.data.formats.columns import (
     subfolders,
     without_annotations,
 )
-from stoker.data.formats.csv_table import HEAD_BYTES, complaint, layout_of, rows_of
 from stoker.errors import DataError
 
 TABLE_FOLDERS = ("annotations", "labels", "data", "csv")

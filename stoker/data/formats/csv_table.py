@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stoker.data.formats.columns import PICTURE_ENDINGS, SPLIT_WORDS
+from stoker.data.formats.tables import PICTURE_ENDINGS, SPLIT_WORDS
 from stoker.errors import DataError
 
 HEAD_BYTES = 1 << 16

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from stoker.data.formats.columns import Columns, by_folder
-from stoker.data.problems import Problems
+from stoker.data.formats.tables import Columns, by_folder
+from stoker.data.validation.problems import Problems
 
 
 def mend(columns: Columns, root: Path, problems: Problems) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats import tf_example
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
+from stoker.data.formats.tables import SPLITS, UNDECIDED, Columns, Folders, Found
 from stoker.data.formats.tf_example import Malformed, Span
 from stoker.data.formats.tfrecord_classes import NO_CLASS, NO_LABEL, NO_TEXT, resolve
 from stoker.data.formats.tfrecord_files import GZIP, missing_shards
 from stoker.data.formats.tfrecord_frames import Frame, frames
 from stoker.data.formats.tfrecord_gzip import unpack
-from stoker.data.headers import header_of
-from stoker.data.problems import Problems
+from stoker.data.images.headers import header_of
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 CORNERS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stoker.data.formats import label_map
 from stoker.data.formats.label_map import BACKGROUND, LabelMap
 from stoker.data.formats.tfrecord_files import is_beside
-from stoker.data.problems import Problems
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 NO_LABEL = -(2**63)

@@ -12,7 +12,7 @@ from glob import has_magic
 from pathlib import Path
 
 from stoker.data.formats import label_map
-from stoker.data.formats.columns import (
+from stoker.data.formats.tables import (
     SPLITS,
     Found,
     Part,

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import google_crc32c
 import numpy as np
 
-from stoker.data.problems import Problems
+from stoker.data.validation.problems import Problems
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")

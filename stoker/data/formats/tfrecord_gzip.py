@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from stoker.errors import DataError, StorageError
-from stoker.files import cache_folder
+from stoker.storage.local_files import cache_folder
 
 _CHUNK_BYTES = 1 << 20
 

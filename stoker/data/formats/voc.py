@@ -2,7 +2,7 @@
 
 Boxes are taken as written: the 1-based corners of the original VOC are not shifted, since most files today come from
 tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read.
-Which picture a file is about: `voc_pictures.py`.
+Which picture a file is about: `voc_images.py`.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000.
 """
 
@@ -14,10 +14,17 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found, Part
+from stoker.data.formats.tables import (
+    SPLITS,
+    UNDECIDED,
+    Columns,
+    Folders,
+    Found,
+    Part,
+)
 from stoker.data.formats.voc_files import xml_in
-from stoker.data.formats.voc_pictures import Shelf
-from stoker.data.problems import Problems
+from stoker.data.formats.voc_images import Shelf
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 

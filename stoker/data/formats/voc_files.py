@@ -7,7 +7,7 @@ pictures in one folder; any of these in `train/`, `valid/`, `test/`. Not here: w
 
 from pathlib import Path
 
-from stoker.data.formats.columns import (
+from stoker.data.formats.tables import (
     ANNOTATION_FOLDERS,
     SPLITS,
     Found,

@@ -3,7 +3,7 @@
 A row is `class x y width height` in shares of the upright picture, x and y its centre. Rows of a segmentation data set
 (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points; a sixth number is the confidence
 of a prediction, and is not used. A row that cannot be read is left out and named; the rest of its file, and its
-picture, stay. The sizes come from the pictures' headers (`sizes.py`).
+picture, stay. The sizes come from the pictures' headers (`image_sizes.py`).
 Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.data.formats.columns import SPLITS, UNDECIDED, Columns, Folders, Found
+from stoker.data.formats.image_sizes import in_threads, read_sizes
 from stoker.data.formats.names import resolve
-from stoker.data.formats.sizes import in_threads, read_sizes
+from stoker.data.formats.tables import SPLITS, UNDECIDED, Columns, Folders, Found
 from stoker.data.formats.yolo_files import (
     bases_of,
     is_label_file,
@@ -28,7 +28,7 @@ from stoker.data.formats.yolo_files import (
     match_labels,
 )
 from stoker.data.formats.yolo_yaml import NAMES_FILES, YAML_ENDINGS, read_definition, read_names
-from stoker.data.problems import Problems
+from stoker.data.validation.problems import Problems
 from stoker.errors import DataError
 
 OVERSHOOT = 0.1

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from stoker.data.formats.columns import (
+from stoker.data.formats.tables import (
     PICTURE_ENDINGS,
     SPLIT_WORDS,
     SPLITS,

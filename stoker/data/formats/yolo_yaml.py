@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from stoker.data.formats.columns import SPLIT_WORDS
+from stoker.data.formats.tables import SPLIT_WORDS
 from stoker.errors import DataError
 
 YAML_ENDINGS = (".yaml", ".yml")

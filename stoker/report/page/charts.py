@@ -8,10 +8,10 @@ the numbers that matter are in the tables too.
 import html
 from typing import Any
 
-from stoker.evaluation import BINS, RECALLS, Evaluation
+from stoker.evaluation.document import BINS, RECALLS, Evaluation
 from stoker.report import format as fmt
-from stoker.report.facts import Report
 from stoker.report.page.markup import Markup, tag
+from stoker.report.run_report import Report
 from stoker.report.series import Series
 
 COLOURS = 10

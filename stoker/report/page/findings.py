@@ -4,11 +4,11 @@ What to do first, in short, is the summary's (`results.py`).
 """
 
 from stoker.report import format as fmt
-from stoker.report.facts import Report
+from stoker.report.explain_terminal import cost, unsaid_command
+from stoker.report.explain_terminal import experiments as rows_of
 from stoker.report.page.markup import Child, Markup, code, table, tag
-from stoker.report.why_terminal import cost, unsaid_command
-from stoker.report.why_terminal import experiments as rows_of
-from stoker.schemas import Finding
+from stoker.report.run_report import Report
+from stoker.runs.schemas import Finding
 
 
 def findings(report: Report) -> list[Markup]:

@@ -1,20 +1,29 @@
 """The page's sections about what was learnt: the summary at the top, scores, mistakes, pictures, curves.
 
-What the run did and ran on is `record.py`.
+What the run did and ran on is `run_sections.py`.
 """
 
 from collections.abc import Iterable, Sequence
 
-from stoker.evaluation import ClassEvaluation, Evaluation
-from stoker.metrics import TWELVE
+from stoker.evaluation.document import ClassEvaluation, Evaluation
+from stoker.evaluation.metrics import TWELVE
 from stoker.report import format as fmt
 from stoker.report.advice import KINDS, Advice, mistake_counts
-from stoker.report.facts import Report
+from stoker.report.explain_terminal import cost
 from stoker.report.page import charts as draw
 from stoker.report.page.charts import Charts
-from stoker.report.page.markup import Child, Markup, bar, code, join, section, table, tag
-from stoker.report.page.pictures import gallery, legend
-from stoker.report.why_terminal import cost
+from stoker.report.page.images import gallery, legend
+from stoker.report.page.markup import (
+    Child,
+    Markup,
+    bar,
+    code,
+    join,
+    section,
+    table,
+    tag,
+)
+from stoker.report.run_report import Report
 
 STATES = {
     "live": ("●", "still running"),

@@ -5,11 +5,18 @@ Where the marks lie is `report/timeline.py`.
 
 from typing import Any
 
-from stoker.records import PHASES
 from stoker.report import format as fmt
-from stoker.report.facts import Report
-from stoker.report.page.charts import PHASE_COLOURS, Charts, plain, span, time_unit, vertical_lines
+from stoker.report.page.charts import (
+    PHASE_COLOURS,
+    Charts,
+    plain,
+    span,
+    time_unit,
+    vertical_lines,
+)
 from stoker.report.page.markup import Markup
+from stoker.report.run_report import Report
+from stoker.runs.folder import PHASES
 
 MOST_DEVICES = 8
 """Curves of devices in it at most; the machine section has the others."""

@@ -3,8 +3,8 @@
 `start` waits for a framework to be imported (a finder in `sys.meta_path`); only then are modules loaded that time it:
 `torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py` (`fit`)
 and `tensorflow_input.py` (waits inside its graphs). All of them tell `clock.py`, whose numbers lie in shared memory
-that the watcher reads (`stoker/watch/cells.py`). Only the standard library, syntax of Python 3.8; nothing of stoker.
-Whatever fails here is said once in a file beside the numbers, and the job goes on.
+that the watcher reads (`stoker/watch/hook_state.py`). Only the standard library, syntax of Python 3.8; nothing of
+stoker. Whatever fails here is said once in a file beside the numbers, and the job goes on.
 """
 
 import os

@@ -1,0 +1,262 @@
+"""Bytes of a picture file → RGB pixels, straight into the batch buffer, once, at the size that training needs.
+
+JPEG goes through simplejpeg, which lets libjpeg decode at 1/2, 1/4 or 1/8 of the size inside the DCT: 4,000 × 3,000
+for an 800-pixel canvas is decoded at 1,000 × 750. CMYK JPEG, TIFF and GIF go through Pillow, everything else through
+OpenCV. All release the GIL, so threads suffice. Pictures come upright, turned as EXIF says, unless the caller's header
+says otherwise; the turn is made on the small result. A file that is empty, truncated, damaged or no picture raises a
+`DataError` that names it; a flipped bit that still decodes cannot be seen in a JPEG, which has no checksum.
+What a file says of itself: `headers.py`. Where a region goes: `geometry.py`; who calls: `samples.py`. What becomes of
+transparency, 16 bits and other oddities: `docs/pictures.md`.
+"""
+
+import io
+import re
+import warnings
+from pathlib import Path
+
+import cv2
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from stoker.data.images.headers import Header, header_of, unusable
+
+# The loader has a thread per core already; OpenCV's own pool on top only makes them wait for each other.
+cv2.setNumThreads(0)
+# What OpenCV prints about a damaged file is said by our DataError, with the file's name.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+# As is what Pillow warns of; its limit for large pictures is an error of ours, too.
+warnings.filterwarnings("ignore", module=r"PIL\.(TiffImagePlugin|Image)$")
+
+Pixels = NDArray[np.uint8]
+Region = tuple[int, int, int, int]
+"""x0, y0, x1, y1 in whole pixels of the picture as it is shown; x1 and y1 are outside."""
+
+SHRINKS = (8, 4, 2)
+"""Divisors at which libjpeg decodes no slower than at full size. 3/8, 5/8 … have no SIMD code: they take longer."""
+ENOUGH = 0.93
+"""Share of the target's sides that a DCT scale must give. 4,000 × 3,000 squashed to 800 × 800 is then decoded at
+1,000 × 750, a quarter faster than at 2,000 × 1,500, and its height enlarged by 7 %. That is 0.41 of 255 levels from
+Pillow's antialiased bilinear resize, from which Pillow's other filters are 0.3 to 0.5 away; of its second differences
+86 % are left along the enlarged axis, 99 % along the other."""
+HARMLESS = ("extraneous bytes before marker", "Invalid SOS parameters", "unknown JFIF revision", "Unknown Adobe color")
+"""Complaints of libjpeg (jerror.h) about files whose pixels are all there: cameras and programs write such."""
+
+_SCAN_END = re.compile(rb"\xff+[\x01-\xcf\xd8-\xfe]")
+"""The next marker behind a JPEG's coded pixels; 00 (a coded FF) and D0 … D7 (restart) stand among them."""
+TURNS = {
+    1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
+    5: (True, False, False), 6: (True, True, False), 7: (True, True, True), 8: (True, False, True),
+}  # fmt: skip
+"""EXIF's orientation (CIPA DC-008, 4.6.5): the stored pixels are mirrored top to bottom (second value), left to right
+(third), then rows and columns are swapped (first)."""
+_UNDO = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
+"""The orientation that undoes each."""
+_PILLOW_SAYS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+"""What Pillow raises for files that it cannot read."""
+
+
+def shrink_for(source: tuple[float, float], target: tuple[float, float]) -> int:
+    """The largest DCT divisor (1, 2, 4, 8) at which `source` (height, width) does not fall below ENOUGH of `target`."""
+    for divisor in SHRINKS:
+        least = ENOUGH * divisor
+        if source[0] >= target[0] * least and source[1] >= target[1] * least:
+            return divisor
+    return 1
+
+
+def decode(data: bytes, path: Path) -> Pixels:
+    """The whole picture, upright, uint8 [h, w, 3] RGB. Raises DataError."""
+    header = header_of(data, path)
+    height, width = header.size
+    out = np.empty((height, width, 3), np.uint8)
+    decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
+    return out
+
+
+def thumbnail(data: bytes, path: Path, side: int, *, said: tuple[int, int] = (0, 0)) -> tuple[Pixels, tuple[int, int]]:
+    """(the picture at most `side` long, uint8 [h, w, 3] RGB, as boxes were drawn on it; its own height and width).
+
+    said: height and width that the annotations say; (0, 0): nothing. Raises DataError.
+    """
+    header = header_of(data, path).shown_for(said)
+    height, width = header.size
+    scale = min(1.0, side / max(height, width))
+    out = np.empty((max(1, round(height * scale)), max(1, round(width * scale)), 3), np.uint8)
+    decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
+    return out, header.size
+
+
+def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header: Header | None = None) -> None:
+    """Decodes the picture and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
+
+    header: how the picture is shown (`header_of`, or `Header.shown_for` what its annotations say); None: upright.
+    `region` and `out` are in the coordinates of the picture as it is shown.
+
+    How it is resized: `resize_into`. A JPEG that is decoded at 1/d has its region rounded out to multiples of d stored
+    pixels, by less than 1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is not in the
+    picture.
+    """
+    if header is None:
+        header = header_of(data, path)
+    x0, y0, x1, y1 = region
+    if not (0 <= x0 < x1 <= header.size[1] and 0 <= y0 < y1 <= header.size[0]):
+        raise ValueError(f"region {region} is not inside the picture, {_sides(header.size)} pixels: {path}")
+    if header.orientation == 1:
+        _decode_stored(data, path, header, region, out)
+        return
+    swapped = TURNS[header.orientation][0]
+    stored = np.empty((out.shape[1], out.shape[0], 3) if swapped else out.shape, np.uint8)
+    _decode_stored(data, path, header, as_stored(region, header), stored)
+    np.copyto(out, _turned(stored, header.orientation))
+
+
+def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out: Pixels) -> None:
+    """`decode_into` for pixels as they lie in the file: `region` and `out` are in their coordinates."""
+    x0, y0, x1, y1 = region
+    height, width = header.stored
+    if header.kind != "jpeg" or header.channels == 4:
+        by_pillow = header.kind in ("jpeg", "gif", "tiff")
+        whole = _decode_by_pillow(data, path) if by_pillow else _decode_by_opencv(data, path, header.kind)
+        _check_decoded(whole, header.stored, path)
+        resize_into(whole[y0:y1, x0:x1], out)
+        if not by_pillow:
+            cv2.cvtColor(out, cv2.COLOR_BGR2RGB, dst=out)
+        return
+    divisor = shrink_for((y1 - y0, x1 - x0), (out.shape[0], out.shape[1]))
+    least = -(-height // divisor), -(-width // divisor)
+    pixels = _decode_jpeg(data, path, least)
+    _check_decoded(pixels, least, path)
+    resize_into(pixels[y0 // divisor : -(-y1 // divisor), x0 // divisor : -(-x1 // divisor)], out)
+
+
+def as_stored(region: Region, header: Header) -> Region:
+    """A region of the picture as it is shown → the same pixels in the file."""
+    x0, y0, x1, y1 = region
+    swapped, upside_down, mirrored = TURNS[header.orientation]
+    if swapped:
+        x0, y0, x1, y1 = y0, x0, y1, x1
+    height, width = header.stored
+    if upside_down:
+        y0, y1 = height - y1, height - y0
+    if mirrored:
+        x0, x1 = width - x1, width - x0
+    return x0, y0, x1, y1
+
+
+def _turned(stored: Pixels, orientation: int) -> Pixels:
+    swapped, upside_down, mirrored = TURNS[orientation]
+    pixels: cv2.typing.MatLike = stored
+    if upside_down or mirrored:
+        pixels = cv2.flip(pixels, -1 if upside_down and mirrored else int(mirrored))
+    if swapped:
+        pixels = cv2.transpose(pixels)
+    return np.asarray(pixels, np.uint8)
+
+
+def resize_into(source: Pixels, out: Pixels) -> None:
+    """Fills `out` with `source`, both uint8 [h, w, 3]: bilinear, whose 2 × 2 pixels reach all of the source up to a
+    reduction by 2; an axis that shrinks by more is halved first, each time to the mean of its pairs. A fifth of what
+    cv2.INTER_AREA takes, at most half a level (of 255) further from Pillow's antialiased resize."""
+    height, width = out.shape[:2]
+    while source.shape[0] > 2 * height or source.shape[1] > 2 * width:
+        tall, wide = source.shape[0] > 2 * height, source.shape[1] > 2 * width
+        half = -(-source.shape[1] // (1 + wide)), -(-source.shape[0] // (1 + tall))
+        source = np.asarray(cv2.resize(source, half, interpolation=cv2.INTER_LINEAR), np.uint8)
+    written = cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
+    if not np.may_share_memory(written, out):  # a build of OpenCV that allocates anew: right, only slower
+        np.copyto(out, written)
+
+
+def _decode_jpeg(data: bytes, path: Path, least: tuple[int, int]) -> Pixels:
+    """uint8 [h, w, 3] RGB, decoded at the smallest scale that is not below `least` (height, width)."""
+    try:
+        pixels = simplejpeg.decode_jpeg(data, min_height=least[0], min_width=least[1])
+    except ValueError as error:
+        if not any(words in str(error) for words in HARMLESS):
+            raise unusable(path, str(error)) from error
+        # libjpeg says its last complaint only; whether the file is whole is seen here.
+        whole = _without_strays(data)
+        if whole is None:
+            raise unusable(path, f"the JPEG is truncated: {len(data):,} bytes and no end marker") from error
+        try:
+            pixels = simplejpeg.decode_jpeg(whole, min_height=least[0], min_width=least[1], strict=False)
+        except ValueError as again:
+            raise unusable(path, str(again)) from again
+    return np.asarray(pixels, np.uint8)
+
+
+def _without_strays(data: bytes) -> bytes | None:
+    """A JPEG without the bytes that stand between its segments, or behind its end; None where it has no end."""
+    parts, at = [data[:2]], 2
+    while 0 <= (at := data.find(b"\xff", at)) < len(data) - 1:
+        marker = data[at + 1]
+        if marker in (0x00, 0xFF):  # a stray FF, or one that fills
+            at += 1
+            continue
+        if marker == 0xD9:
+            return b"".join([*parts, data[at : at + 2]])
+        end = at + 2
+        if not (marker == 0x01 or 0xD0 <= marker <= 0xD8):
+            end += int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker == 0xDA:  # its coded pixels go up to the next marker
+            after = _SCAN_END.search(data, end)
+            if after is None:
+                return None
+            end = after.start()
+        parts.append(data[at:end])
+        at = end
+    return None
+
+
+def _decode_by_pillow(data: bytes, path: Path) -> Pixels:
+    """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page. Of 16 bits the upper 8; no alpha."""
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            orientation = picture.getexif().get(0x0112, 1)
+            picture.load()
+            if picture.mode.startswith("I;16"):  # `convert` would clip
+                grey = (np.asarray(picture) >> 8).astype(np.uint8)
+                pixels = np.repeat(grey[..., None], 3, 2)
+            else:
+                pixels = np.asarray(picture.convert("RGB"))
+            if orientation in _UNDO and 0x0112 not in picture.getexif():  # Pillow turned it: new ones do so to TIFFs
+                pixels = _turned(pixels, _UNDO[orientation])
+            return pixels
+    except _PILLOW_SAYS as error:
+        raise unusable(path, str(error)) from error
+
+
+def _decode_by_opencv(data: bytes, path: Path, kind: str) -> Pixels:
+    """uint8 [h, w, 3] BGR, full size. 16 bits a channel keep the upper 8, grey is repeated, alpha is dropped."""
+    if kind == "png":
+        _check_png_is_whole(data, path)
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    except cv2.error as error:
+        raise unusable(path, str(error).strip()) from error
+    if pixels is None:
+        raise unusable(path, f"it is truncated or damaged, or a variety of {kind} that OpenCV does not read")
+    return np.asarray(pixels, np.uint8)
+
+
+def _check_png_is_whole(data: bytes, path: Path) -> None:
+    """Walks the chunks to the last: OpenCV may make half a picture of a truncated file. libpng checks the CRCs."""
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        at += 12 + length
+        if kind == b"IEND" and at <= len(data):
+            return
+    raise unusable(path, f"the PNG is truncated: {len(data):,} bytes and no end chunk")
+
+
+def _check_decoded(pixels: Pixels, expected: tuple[int, int], path: Path) -> None:
+    if pixels.shape[:2] != expected:
+        found = (pixels.shape[0], pixels.shape[1])
+        raise unusable(path, f"its header promises {_sides(expected)} pixels, it decodes to {_sides(found)}")
+
+
+def _sides(size: tuple[int, int]) -> str:
+    return f"{size[1]} × {size[0]}"

@@ -1,0 +1,218 @@
+"""The cache of decoded pictures: whole, upright, as large as crops want them, as RGB bytes in one file.
+
+A sample of a run with a cache is always made from a picture in this form, whether it was in the cache or has just been
+decoded. So what a run sees, also when it is resumed, does not depend on what the cache holds: any entry may be missing,
+torn or out of date, and nothing needs to be written durably, locked or repaired. Each picture of the index has a fixed
+place in the file, which is sparse. All processes of a machine read and write the same file: that makes the page cache
+one cache for all of them. Nothing is mapped: a full or failing disk is an OSError, not a SIGBUS.
+
+Where the file lies, how large it may become and whether there is one at all: `cache_policy.py`. Its user: `samples.py`.
+"""
+
+import os
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.data.images.decode import Pixels, decode_into
+from stoker.data.images.headers import Header
+
+if TYPE_CHECKING:
+    from stoker.data.index import Index
+
+VERSION = 1
+"""Of the file and of what decides the pixels in it: raise it when decoding or resizing changes."""
+LEAST_FACTOR, MOST_FACTOR = 1.25, 1.5
+"""Bounds of how much larger than in the canvas pictures are kept for crops. Below, resizing twice blurs; above, it
+costs memory (the square) for zooms that few recipes have."""
+BLOCK = 4096
+"""Entries begin on whole pages: two pictures never share one."""
+SLOW_WRITE_S, PAUSES = 0.05, 4
+"""A write that takes longer, since the kernel makes writers wait for the disk, is followed by a pause of so many times
+its length: filling the cache costs the loader's threads at most a fifth of their time."""
+
+_IDENTITY = struct.Struct("<8sqiiqqqq")
+"""Magic and version, row, height, width; of the source: its bytes, its time (ns), first byte and count of its span."""
+_CRC = struct.Struct("<I4x")
+_MAGIC = b"pixels%02d" % VERSION
+HEADER_BYTES = _IDENTITY.size + _CRC.size
+
+
+@dataclass(frozen=True)
+class Form:
+    """The size in which pictures are kept: `factor` times as large as the whole of them is shown in the canvas."""
+
+    canvas: tuple[int, int]
+    """Height and width."""
+    resize: str
+    """letterbox or squash, as `augment.place` has it."""
+    factor: float
+
+    @classmethod
+    def of(cls, canvas: tuple[int, int], resize: str, *, crop: float, zoom: tuple[float, float]) -> "Form":
+        """The form for a recipe: as much larger as its crops zoom in, within LEAST_FACTOR … MOST_FACTOR; without crops
+        as it is shown, so that a sample is the same to the bit as without a cache."""
+        return cls(canvas, resize, min(MOST_FACTOR, max(LEAST_FACTOR, zoom[1])) if crop > 0 else 1.0)
+
+    def kept(self, size: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Height and width of pictures [n, 2] → as they are kept [n, 2]: never larger than they are; 0 stays 0."""
+        known = np.maximum(size, 1)
+        scales = np.array(self.canvas) * self.factor / known
+        if self.resize == "letterbox":
+            scales = np.repeat(scales.min(1, keepdims=True), 2, 1)
+        smaller = np.round(size * np.minimum(1.0, scales)).astype(np.int32)  # as `augment.place` rounds
+        kept: NDArray[np.int32] = np.minimum(size, np.maximum(smaller, 1))
+        return kept
+
+
+def digest(index: "Index", form: Form) -> str:
+    """Names the file of an index and a form: changes with anything that decides which picture stands where."""
+    key = blake2b(f"{VERSION}\0{form!r}\0{index.identity()}".encode(), digest_size=8)
+    return key.hexdigest()
+
+
+class PixelCache:
+    """Pictures by row of the index. `get`, `put` and `holds` may be called from many threads and processes at once."""
+
+    def __init__(
+        self,
+        index: "Index",
+        form: Form,
+        handle: int | None,
+        *,
+        most_bytes: int = 0,
+        reserve_bytes: int = 0,
+        on_trouble: Callable[[str], None] | None = None,
+    ) -> None:
+        """handle: an open file, which is closed with the cache; None: nothing is kept, pictures only have the form.
+
+        most_bytes: what the file may take of its disk or of memory; reserve_bytes: what is left free on its disk.
+        on_trouble is called once, from any thread, when nothing more can be kept.
+        """
+        self._index, self._handle = index, handle
+        self._most_bytes, self._reserve_bytes, self._on_trouble = most_bytes, reserve_bytes, on_trouble
+        self._size = form.kept(index.size)
+        self._begins = offsets_of(self._size)
+        self._stamps = np.full((len(index.size), 2), -1, np.int64)
+        self._writing = handle is not None
+        self._pause_until = 0.0
+        if handle is not None:
+            weakref.finalize(self, os.close, handle).atexit = False  # threads may still read at exit
+
+    def shape(self, row: int) -> tuple[int, int] | None:
+        """Height and width in which a picture is kept; None where the index does not say its size: it never is."""
+        height, width = self._size[row].tolist()
+        return (height, width) if height and width else None
+
+    def make(self, row: int, data: bytes, path: Path, header: Header) -> Pixels:
+        """The picture as it is kept, from its file, uint8 [h, w, 3] RGB; its size must be known. Raises DataError."""
+        height, width = header.size
+        out = np.empty((*self._size[row].tolist(), 3), np.uint8)
+        decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
+        return out
+
+    def holds(self, row: int) -> bool:
+        """Whether `get` will most likely find the picture. Its pixels are not looked at."""
+        return self._crc_of(row) is not None
+
+    def get(self, row: int) -> Pixels | None:
+        """The picture, uint8 [h, w, 3] RGB; None where it is not there, not whole, or not of the source as it is."""
+        crc = self._crc_of(row)
+        if crc is None or self._handle is None:
+            return None
+        pixels = np.empty((*self._size[row].tolist(), 3), np.uint8)
+        try:
+            count = os.preadv(self._handle, [pixels.data], int(self._begins[row]) + HEADER_BYTES)
+        except OSError as error:
+            self._give_up(f"reading failed: {error.strerror}")
+            return None
+        # Every time, 0.03 ms for 640 × 480: a disk may return other bytes at the second reading.
+        return pixels if count == pixels.nbytes and google_crc32c.value(pixels) == crc else None
+
+    def put(self, row: int, pixels: Pixels) -> None:
+        """Keeps what `make` returned, where there is room."""
+        if not self._writing or self._handle is None or time.monotonic() < self._pause_until:
+            return
+        identity = self._identity(row)
+        if identity is None:
+            return
+        began = time.monotonic()
+        try:
+            if not self._has_room(self._handle, pixels.nbytes + BLOCK):
+                self._give_up("it has reached its limit, or the disk is nearly full")
+                return
+            head, begin = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._begins[row])
+            written = os.pwritev(self._handle, [head, pixels.data], begin)
+            if written < len(head) + pixels.nbytes:  # the rest will say why
+                os.pwrite(self._handle, (head + pixels.tobytes())[written:], begin + written)
+        except OSError as error:
+            self._give_up(f"writing failed: {error.strerror}")
+        ended = time.monotonic()
+        if ended - began > SLOW_WRITE_S:
+            self._pause_until = ended + PAUSES * (ended - began)
+
+    def _crc_of(self, row: int) -> int | None:
+        """The checksum that the entry of a picture says; None where there is none of the source as it is."""
+        if self._handle is None or (identity := self._identity(row)) is None:
+            return None
+        try:
+            head = os.pread(self._handle, HEADER_BYTES, int(self._begins[row]))
+        except OSError as error:
+            self._give_up(f"reading failed: {error.strerror}")
+            return None
+        if len(head) < HEADER_BYTES or not head.startswith(identity):
+            return None
+        crc: int
+        (crc,) = _CRC.unpack_from(head, _IDENTITY.size)
+        return crc
+
+    def _identity(self, row: int) -> bytes | None:
+        """The first part of the header of a picture's entry; None where the picture has no size or no file.
+
+        The source is looked at once, before it is first read by this process: a file that is replaced later is noticed
+        by the next process.
+        """
+        height, width = self._size[row].tolist()
+        if not (height and width):
+            return None
+        span = self._index.span(row)
+        size, changed = self._stamps[row].tolist()
+        if size < 0:
+            path = self._index.path(row)
+            try:
+                stat = os.stat(path if span is None else path.parent)
+            except OSError:  # reading it will say why, and name it
+                return None
+            size, changed = self._stamps[row] = stat.st_size, stat.st_mtime_ns
+        return _IDENTITY.pack(_MAGIC, row, height, width, size, changed, *(span or (0, 0)))
+
+    def _has_room(self, handle: int, more: int) -> bool:
+        if os.fstat(handle).st_blocks * 512 + more > self._most_bytes:
+            return False
+        if not self._reserve_bytes:
+            return True
+        disk = os.fstatvfs(handle)
+        return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + more
+
+    def _give_up(self, why: str) -> None:
+        """Writes nothing more. What is there is still read."""
+        if self._writing:
+            self._writing = False
+            if self._on_trouble is not None:
+                self._on_trouble(f"the cache of decoded pictures takes no more: {why}")
+
+
+def offsets_of(kept: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Height and width as kept [n, 2] → first byte of each entry, and behind the last, the file's length [n + 1]."""
+    pixels = kept.astype(np.int64).prod(1) * 3
+    blocks = np.where(pixels > 0, -(-(pixels + HEADER_BYTES) // BLOCK), 0)
+    return np.concatenate([[0], np.cumsum(blocks * BLOCK)])

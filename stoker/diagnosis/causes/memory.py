@@ -1,0 +1,192 @@
+"""Causes of the reason "memory", and of deaths for want of it, on the device and on the host. Data only."""
+
+from stoker.diagnosis.causes.cause import OUR_JUDGMENT, Cause, Limit
+
+OOM_IS_NEAR = "our judgment: the next larger batch of boxes, fragment or fork has to fit into what is left"
+STEADY = {
+    "least_growth_bytes": Limit(
+        64 * 2**20,
+        "growth in what was seen, below which allocators explain it: a healthy run on the demo grows by 25 MiB "
+        "in its first half minute",
+    ),
+    "least_span_s": Limit(5.0, "time over which it was seen (our judgment)"),
+    "least_points": Limit(6, "samples in it (our judgment)"),
+    "straight": Limit(0.95, "share of the variance that a straight line explains (R²); a warm-up bends"),
+    "goes_on": Limit(0.7, "slope of the second half over that of the first: what fills a cache slows down"),
+}
+"""When growth is a leak: it is straight, and goes on."""
+LEAK_HOURS = "our judgment: a training takes a day; what would be full within one ends it"
+
+ROWS = (
+    Cause(
+        id="gpu_memory_unused",
+        title="Most of the GPU's memory is free",
+        reason="memory",
+        looks_like="nvidia-smi shows a fraction of the memory in use all through the run",
+        needs=("devices.jsonl: gpus.memory_used_bytes, memory_total_bytes",),
+        info_from=0.50,
+        measure="share of the memory that was never used, of the GPU that used most",
+        source="our judgment: twice the batch would fit",
+        confidence=0.6,
+        fix="A larger --batch (--fit tries which), a larger --canvas; or a GPU with less memory, which is cheaper",
+        fix_elsewhere="A larger batch or larger pictures; or a GPU with less memory, which is cheaper",
+        command="--fit",
+        patch={"fit": True},
+    ),
+    Cause(
+        id="gpu_memory_grows",
+        title="The memory of the GPU fills up",
+        reason="dies: GPU memory",
+        looks_like="torch.OutOfMemoryError hours in, at a batch like any other",
+        needs=("devices.jsonl: gpus.memory_used_bytes, memory_total_bytes",),
+        warn_from=24.0,
+        critical_from=1.0,
+        below=True,
+        measure="hours until it is full at the steady growth that was seen",
+        source=LEAK_HOURS,
+        limits=STEADY,
+        confidence=0.75,
+        fix="Tensors that are kept with their history are the usual cause: .detach() or float() what is collected over "
+        "steps (losses, predictions); varying shapes: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        command="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ),
+    Cause(
+        id="gpu_memory_fragmented",
+        title="Much of the GPU's memory is held without being used",
+        reason="memory",
+        looks_like="the driver shows a full GPU, the program far less; large allocations fail",
+        needs=("steps.jsonl: memory_peak_bytes", "devices.jsonl: gpus.memory_used_bytes, other_processes"),
+        warn_from=0.25,
+        measure="most that the driver shows, less the most that was allocated, share of the GPU's memory, when it is "
+        "nearly full and nobody else is on it",
+        source=OUR_JUDGMENT + ": the CUDA context takes under 1 GiB",
+        limits={"full": Limit(0.9, "share of the memory that the driver shows as used (our judgment)")},
+        confidence=0.6,
+        fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fixed shapes",
+        command="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ),
+    Cause(
+        id="gpu_memory_near_limit",
+        title="GPU memory is nearly full",
+        reason="dies: GPU memory",
+        looks_like="torch.OutOfMemoryError, often hours in, at an unusual batch or after an evaluation",
+        needs=("steps.jsonl: memory_peak_bytes", "devices.jsonl: gpus.memory_total_bytes"),
+        warn_from=0.95,
+        measure="most memory allocated, share of the smallest GPU",
+        source=OOM_IS_NEAR,
+        confidence=0.8,
+        fix="A smaller --batch or --canvas, or --accumulate 2",
+        fix_elsewhere="A smaller batch with accumulated gradients, smaller pictures, or activation checkpointing",
+        command="--accumulate 2",
+        patch={"accumulate": 2},
+    ),
+    Cause(
+        id="host_memory_near_limit",
+        title="Host memory is nearly full",
+        reason="dies: host memory",
+        looks_like="the kernel kills the process (exit 137) without a message",
+        needs=("devices.jsonl: memory_used_bytes, memory_limit_bytes",),
+        warn_from=0.90,
+        critical_from=0.97,
+        measure="most memory in use, share of the limit (of the machine, or of the container where that is tighter)",
+        source=OOM_IS_NEAR,
+        confidence=0.85,
+        fix="Fewer --threads, a smaller --batch, a higher memory limit of the container, or fewer other processes",
+        fix_elsewhere="Fewer loader workers, a smaller prefetch or batch, a higher memory limit of the container, "
+        "or fewer other processes",
+        command="--threads",
+    ),
+    Cause(
+        id="host_memory_leak",
+        title="The job's memory on the host grows and grows",
+        reason="dies: host memory",
+        looks_like="resident memory rises in a straight line; hours later the kernel kills the job",
+        needs=("devices.jsonl: rss_bytes, memory_used_bytes, memory_limit_bytes",),
+        warn_from=24.0,
+        critical_from=1.0,
+        below=True,
+        measure="hours until the limit at the steady growth that was seen after the start",
+        source=LEAK_HOURS,
+        limits=STEADY,
+        confidence=0.75,
+        fix="What is appended to in the loop and never emptied: histories of losses or predictions, caches without a "
+        "bound; of DataLoader workers, Python lists that are copied page by page (keep annotations in numpy or Arrow)",
+    ),
+    Cause(
+        id="memory_pressure",
+        title="The machine has too little memory and makes room all the time",
+        reason="memory",
+        looks_like="everything is slow by turns; swap is used",
+        needs=("devices.jsonl: psi_memory or swap_used_bytes",),
+        warn_from=0.10,
+        critical_from=0.40,
+        measure="share of the time in which some task waited for memory; or growth of the swap, as a share of "
+        "`swap_bytes` tenths",
+        source="systemd-oomd and Meta's oomd act on memory pressure of 10 to 60 % (their manuals' examples)",
+        limits={"swap_bytes": Limit(2.0 * 2**30, "growth of the swap that counts like a pressure of 1 (our judgment)")},
+        over=("slow_decode", "input_bound"),
+        confidence=0.7,
+        fix="More memory, fewer loader threads or processes, a smaller cache (--cache disk instead of memory)",
+        fix_elsewhere="More memory, fewer loader workers, a smaller cache or prefetch",
+        command="--cache disk",
+        patch={"cache": "disk"},
+    ),
+    Cause(
+        id="processes_killed_for_memory",
+        title="The kernel killed processes of the job for memory, and it went on",
+        reason="dies: host memory",
+        looks_like="loader workers or helpers vanish; the job gets slower or dies later for another reason",
+        needs=("devices.jsonl: oom_kills",),
+        critical_from=1,
+        measure="processes killed",
+        source="any is one too many",
+        confidence=0.95,
+        fix="A higher memory limit of the container, fewer loader processes, a smaller batch",
+    ),
+    Cause(
+        id="shared_memory_small",
+        title="/dev/shm is nearly full",
+        reason="dies: shared memory",
+        looks_like="DataLoader workers die with a bus error, or 'unable to allocate shared memory'",
+        needs=("devices.jsonl: shm_used_bytes, shm_total_bytes",),
+        info_from=0.50,
+        warn_from=0.80,
+        critical_from=0.95,
+        measure="most of /dev/shm in use, share of its size",
+        source=OUR_JUDGMENT + ": a worker's next batch has to fit",
+        limits={
+            "docker_bytes": Limit(
+                64 * 2**20,
+                "size that is always worth a word: docker's default (docker run, "
+                "--shm-size), less than a batch of 16 pictures of 800 × 800 as floats",
+            )
+        },
+        confidence=0.8,
+        fix="`docker run --shm-size 8g` or `--ipc host`, in Kubernetes an emptyDir of medium Memory at /dev/shm; or "
+        "fewer loader workers",
+        command="docker run --shm-size 8g",
+    ),
+    Cause(
+        id="handles_run_out",
+        title="Open files run out",
+        reason="dies: paths or environment",
+        looks_like="OSError: [Errno 24] Too many open files, often in a loader worker, hours in",
+        needs=("devices.jsonl: handles, handles_limit",),
+        warn_from=0.80,
+        critical_from=0.95,
+        measure="open files of one process, share of its limit; or the same at the end of a day of the growth that was "
+        "seen, at most critical_from less a little",
+        source=OUR_JUDGMENT,
+        limits={
+            "least_growth": Limit(30, "open files more, in a straight line, that are a leak (our judgment)"),
+            "straight": STEADY["straight"],
+            "goes_on": STEADY["goes_on"],
+            "least_span_s": STEADY["least_span_s"],
+            "least_points": STEADY["least_points"],
+        },
+        confidence=0.8,
+        fix="Close what is opened (with open(…)); torch.multiprocessing.set_sharing_strategy('file_system'); "
+        "`ulimit -n 65536` for time",
+        command="ulimit -n 65536",
+    ),
+)

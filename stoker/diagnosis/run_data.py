@@ -1,0 +1,251 @@
+"""What the rules look at: a run's records as sums, means, maxima and courses, in bounded memory.
+
+Data and small arithmetic on it. Made by `reader.py` in one pass over each file, judged by `rules/`. Whatever nobody
+recorded is None or empty, never zero. "Steady" is the time after the start: see `reader.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+from stoker.diagnosis import postmortem
+from stoker.diagnosis.series import Course, Mean
+from stoker.runs.schemas import Event, Probe
+from stoker.runs.totals import Totals
+
+
+@dataclasses.dataclass(kw_only=True)
+class Steady:
+    """Windows after the start, of the rank that writes the run's folder."""
+
+    device_s: float = 0.0
+    wall_s: float = 0.0
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    input: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Processor seconds of the training thread by the phase it was in; empty: nobody measured."""
+    steps: int = 0
+    pictures: int = 0
+    pictured_steps: int = 0
+    """Steps of windows that have a number of pictures."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Learning:
+    """Losses and rates, and what was found about them while the run lived."""
+
+    loss: Course = dataclasses.field(default_factory=Course)
+    norm: Course = dataclasses.field(default_factory=Course)
+    rate: Mean = dataclasses.field(default_factory=Mean)
+    skipped: int = 0
+    first_step: int | None = None
+    """Steps that were done before the first window that has a loss."""
+    without_loss: int = 0
+    """Windows with steps since the last one that had a loss."""
+    lost_since_s: float = 0.0
+    """Device-seconds of these."""
+    not_finite: Event | None = None
+    events: dict[str, list[Event]] = dataclasses.field(default_factory=dict)
+    """Kind → events about the loss and the rate, each of which is news."""
+    best: tuple[float, float, int | None] | None = None
+    """(t, AP, step) of the best evaluation."""
+    newest_ap: float | None = None
+    boxes: int | None = None
+    """True boxes of the newest evaluation."""
+    evaluations: int = 0
+    evaluations_since_best: int = 0
+    device_s_since_best: float = 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Host:
+    """The host, after the start."""
+
+    samples: int = 0
+    cores: float | None = None
+    busy: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the cores."""
+    others: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the cores that processes outside this run used."""
+    process_cpu: Mean = dataclasses.field(default_factory=Mean)
+    threads_running: Mean = dataclasses.field(default_factory=Mean)
+    psi_cpu: Mean = dataclasses.field(default_factory=Mean)
+    psi_memory: Mean = dataclasses.field(default_factory=Mean)
+    psi_io: Mean = dataclasses.field(default_factory=Mean)
+    withheld: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the processor time that this run wanted and its quota did not give."""
+    received: Mean = dataclasses.field(default_factory=Mean)
+    memory_share: float | None = None
+    """Most memory in use, share of the limit; of all the run."""
+    memory_free: int | None = None
+    """Bytes to the limit in the newest sample."""
+    rss: Course = dataclasses.field(default_factory=Course)
+    swap: Mean = dataclasses.field(default_factory=Mean)
+    disk_free: int | None = None
+    """Least, bytes; of all the run."""
+    shm: float | None = None
+    """Most of /dev/shm in use, share; of all the run."""
+    shm_bytes: int | None = None
+    handles: Course = dataclasses.field(default_factory=Course)
+    handles_limit: int | None = None
+    oom_kills: int = 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Gpu:
+    """One GPU, after the start; `busy…` are of samples in which it was asked to work."""
+
+    utilisation: Mean = dataclasses.field(default_factory=Mean)
+    busy: int = 0
+    """Such samples."""
+    clock_missing: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the largest clock."""
+    hot: int = 0
+    capped: int = 0
+    set_low: int = 0
+    """Busy samples in which the driver says so."""
+    link_missing: Mean = dataclasses.field(default_factory=Mean)
+    """Share of the link's speed."""
+    link: str = ""
+    temperature: Mean = dataclasses.field(default_factory=Mean)
+    sm_active: Mean = dataclasses.field(default_factory=Mean)
+    tensor_active: Mean = dataclasses.field(default_factory=Mean)
+    others: Mean = dataclasses.field(default_factory=Mean)
+    """1 where another process computes on it, else 0."""
+    memory: Course = dataclasses.field(default_factory=Course)
+    memory_used: int | None = None
+    """Most, bytes."""
+    memory_bytes: int | None = None
+    corrected: tuple[int, int] | None = None
+    uncorrected: tuple[int, int] | None = None
+    """Counters, first and newest; of all the run."""
+    xids: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Number → how often; of all the run."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Traces:
+    """All profiler windows, summed up."""
+
+    windows: int = 0
+    steps: int = 0
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    comm_s: float = 0.0
+    copy_s: float = 0.0
+    launches: int = 0
+    kernel_s: Mean = dataclasses.field(default_factory=Mean)
+    """Of the windows' medians."""
+    tensor_cores: Mean = dataclasses.field(default_factory=Mean)
+    longest_gap: tuple[float, str] | None = None
+
+    @property
+    def idle(self) -> float | None:
+        """Share of the traced time without work on the device."""
+        return max(0.0, 1.0 - self.busy_s / self.wall_s) if self.wall_s > 0 else None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stacks:
+    """Samples of the main threads of the training processes."""
+
+    samples: int = 0
+    """After the start."""
+    main: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What they were in → samples."""
+    frames: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Own frame → samples; of at most FRAMES."""
+
+    def share(self, *kinds: str) -> float:
+        return sum(self.main.get(kind, 0.0) for kind in kinds) / self.samples if self.samples else 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Silence:
+    """The time since the last step, in a run that has no end yet, or a sudden one."""
+
+    last_t: float
+    """When the last step was done, Unix time."""
+    since_s: float
+    usual_s: float
+    """The longest time between two windows with steps before."""
+    cpu: Mean = dataclasses.field(default_factory=Mean)
+    gpu: Mean = dataclasses.field(default_factory=Mean)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Records:
+    """All of it."""
+
+    totals: Totals
+    price: float = 0.0
+    """Money per device-hour; 0: unknown."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of config.toml by their names; empty: it is not there."""
+    reasons: frozenset[str] = frozenset()
+    """Names of those that stoker chose."""
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What a note of the run says of its data: pictures, pixels_median, boxes, anchor_coverage, pretrained, workers."""
+    from_bucket: bool = False
+    """The pictures lie in a bucket."""
+    watched: bool = False
+    """A job that stoker did not write: its phases are known only where something tells them."""
+    ours: bool = False
+    """A training of stoker's own, so all its phases are known."""
+    steady: Steady = dataclasses.field(default_factory=Steady)
+    learning: Learning = dataclasses.field(default_factory=Learning)
+    host: Host = dataclasses.field(default_factory=Host)
+    gpus: dict[int, Gpu] = dataclasses.field(default_factory=dict)
+    samples: int = 0
+    """Lines of devices.jsonl."""
+    traces: Traces = dataclasses.field(default_factory=Traces)
+    stacks: Stacks = dataclasses.field(default_factory=Stacks)
+    probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
+    """Kind → the newest that was measured."""
+    ranks: int = 1
+    """That have records."""
+    silence: Silence | None = None
+    starved: int = 0
+    starved_of: int = 0
+    """Steps of windows in which somebody looked."""
+    first_epoch_fetch_s: float | None = None
+    """Of the fetching, in the first pass over the pictures; None: not known, or it has not ended."""
+    memory_peak_bytes: int | None = None
+    checkpoints: int = 0
+    checkpoint_failures: list[str] = dataclasses.field(default_factory=list)
+    storage_warnings: list[str] = dataclasses.field(default_factory=list)
+    empty_inputs: list[str] = dataclasses.field(default_factory=list)
+    """Files of zero bytes that a watched job reads and says nothing, of its newest attempt."""
+    gpu_faults: list[Event] = dataclasses.field(default_factory=list)
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Path → error, of the first ones."""
+    quarantined_count: int = 0
+    ended: postmortem.Ended | None = None
+    """What is known of its end, where it neither lives nor finished."""
+
+    def share(self, *phases: str) -> float:
+        """Of all device time."""
+        return self.seconds(*phases) / self.totals.device_s if self.totals.device_s > 0 else 0.0
+
+    def seconds(self, *phases: str) -> float:
+        """Device-seconds, of all the run."""
+        return sum(self.totals.phases.get(phase, 0.0) for phase in phases)
+
+    def steady_share(self, *phases: str) -> float:
+        """Of the device time after the start; 0 where that is nothing."""
+        took_s = sum(self.steady.phases.get(phase, 0.0) for phase in phases)
+        return took_s / self.steady.device_s if self.steady.device_s > 0 else 0.0
+
+    @property
+    def devices(self) -> int:
+        return max(1, self.totals.devices)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Training computes on processors: the settings say so, or the witness saw no GPU."""
+        device = self.settings.get("device")
+        return (self.samples > 0 and not self.gpus) if device is None else device == "cpu"
+
+    @property
+    def cores_busy(self) -> float | None:
+        """Busy share of the processors that the run may use, where that is known."""
+        return self.host.busy.value

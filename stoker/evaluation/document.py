@@ -1,0 +1,139 @@
+"""evaluation.json: how good a model is, and where it is wrong, so that a report can be made where there is no model.
+
+The schema and its reader; of bounded size whatever the data set. Who fills it: `evaluate.appraise`, from
+`error_analysis.py`;
+`training/loop.py` writes it. Who shows it: `report/`. docs/run-folder.md describes it for people.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from stoker.errors import UsageError
+from stoker.evaluation.metrics import Metrics
+from stoker.runs.folder import EVALUATION
+
+RECALLS = 101
+"""A precision-recall curve has a value at each recall of 0, 0.01, …, 1, as COCO's."""
+BINS = 20
+"""A histogram of scores has this many equal bins of 0 … 1."""
+MISTAKES = ("localisation", "class", "both", "duplicate", "background", "missed")
+"""What can be wrong, after TIDE (Bolya et al., ECCV 2020); `error_analysis.py` says when it is which."""
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """Interpolated precision at the recalls 0, 0.01, …, 1; empty where no true box counts."""
+
+    iou50: list[float]
+    iou75: list[float]
+    mean: list[float]
+    """Over the ten IoU thresholds 0.50 … 0.95: its mean is AP."""
+
+
+class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One class. Counts are at its `threshold`, at IoU 0.5."""
+
+    name: str
+    boxes: int
+    """True boxes, without crowd boxes."""
+    ap: float | None
+    ap50: float | None
+    threshold: float | None
+    """The score from which on detections give the best F1 at IoU 0.5; None where nothing right was found."""
+    f1: float | None
+    precision: float | None
+    recall: float | None
+    right: int
+    mistakes: dict[str, int]
+    """Kind → count; one of MISTAKES; a kind that is absent did not occur."""
+    right_scores: list[int]
+    """Histogram of the scores of all detections, also below the threshold, that are right at IoU 0.5."""
+    wrong_scores: list[int]
+    """The same of those that are wrong."""
+    curves: Curves | None
+    """None where the data set has so many classes that only the most frequent have theirs."""
+
+
+class Confusion(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a box of one class was found as another; labels 0 … C-1."""
+
+    true: int
+    found: int
+    count: int
+
+
+class TrueBox(msgspec.Struct, frozen=True, kw_only=True):
+    """A true box of a picture."""
+
+    box: tuple[float, float, float, float]
+    """xyxy in pixels of the original picture."""
+    label: int
+    crowd: bool
+    found: bool
+    """Whether a detection above its class's threshold is right about it."""
+
+
+class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
+    """A detection above its class's threshold."""
+
+    box: tuple[float, float, float, float]
+    label: int
+    score: float
+    mistake: str
+    """One of MISTAKES; empty when it is right; "crowd" when it lies in a crowd region and does not count."""
+
+
+class PictureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture with what is in it and what was found in it."""
+
+    row: int
+    """Of the index."""
+    path: str
+    """Its file; for one inside another file, that file with the picture's name behind it."""
+    span: tuple[int, int] | None
+    """Where it lies in that other file: first byte and number of bytes."""
+    size: tuple[int, int] | None
+    """Height and width in pixels; None where the annotations do not say."""
+    f1: float
+    """2 right / (2 right + wrong + not found), at IoU 0.5 and the classes' thresholds."""
+    right: int
+    wrong: int
+    not_found: int
+    true_boxes: list[TrueBox]
+    found_boxes: list[FoundBox]
+    left_out: int = 0
+    """Boxes beyond the most that are kept of a picture."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    step: int
+    """Optimizer steps of the weights that were scored."""
+    split: str
+    metrics: Metrics
+    curves: Curves
+    """Mean over the classes."""
+    classes: list[ClassEvaluation]
+    confusions: list[Confusion]
+    """The most frequent first."""
+    worst: list[PictureEvaluation]
+    """Lowest F1 first; of equal ones, the one with more mistakes."""
+    best: list[PictureEvaluation]
+    """Highest F1 first; of equal ones, the one with more boxes."""
+
+
+def read_evaluation(run: Path) -> Evaluation | None:
+    """None when the run has none. Raises UsageError when another version of stoker wrote it, or it is damaged."""
+    path = run / EVALUATION
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            "The run's evaluation is not what this stoker writes.",
+            place=path,
+            cause=str(error),
+            fix="read the run with the version of stoker that environment.json beside it names, or delete the file",
+        ) from error

@@ -1,0 +1,224 @@
+"""A detector as the bytes of one ONNX file that needs none of stoker: normalisation, decoding, suppression are inside.
+
+`torch.onnx` makes the network up to the candidate boxes (the same `candidates` that the model decodes with); the
+suppression is written here, in ONNX's own text form, because its result has no fixed size and torch's exporter has no
+operator for it. What the file's inputs, outputs and metadata mean: docs/onnx.md. Who keeps it: `onnx.py`; who runs
+it: `runtime.py`.
+"""
+
+import contextlib
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stoker import models
+from stoker.errors import ConfigError
+from stoker.export.runtime import require
+from stoker.models.layers.postprocess import DETECTIONS
+from stoker.models.weights import model_file
+
+OPSETS = (18, 21)
+"""First and last operator set that can be asked for: torch's exporter writes none below, onnxruntime 1.20 reads none
+above."""
+IR_VERSION = 10
+"""Of the file's frame: the newest that onnxruntime 1.20 reads."""
+CANDIDATES = ("nms_boxes", "nms_scores", "nms_labels")
+"""Where the network ends and the suppression begins."""
+
+SUPPRESSION = """
+suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidates}] nms_scores,
+             int64[pictures,{candidates}] nms_labels{threshold})
+    => (float[pictures,{slots},4] boxes, float[pictures,{slots}] scores, int64[pictures,{slots}] labels,
+        int64[pictures] count)
+{{
+    nms_zero = Constant <value_float = 0.0> ()
+    nms_none = Constant <value_int = -1> ()
+    nms_axis = Constant <value_ints = [1]> ()
+    nms_last = Constant <value_ints = [-1]> ()
+    nms_most = Constant <value_ints = [{slots}]> ()
+    nms_side = Constant <value_ints = [1, 1, 4]> ()
+{survivors}
+    scores, nms_index = TopK <axis = 1> (nms_left, nms_most)
+    nms_valid = Greater (scores, nms_zero)
+    nms_chosen = GatherElements <axis = 1> (nms_labels, nms_index)
+    labels = Where (nms_valid, nms_chosen, nms_none)
+    nms_column = Unsqueeze (nms_index, nms_last)
+    nms_corner = Expand (nms_column, nms_side)
+    nms_best = GatherElements <axis = 1> (nms_boxes, nms_corner)
+    nms_shown = Unsqueeze (nms_valid, nms_last)
+    boxes = Where (nms_shown, nms_best, nms_zero)
+    nms_ones = Cast <to = 7> (nms_valid)
+    count = ReduceSum <keepdims = 0> (nms_ones, nms_axis)
+}}
+"""
+"""The best `slots` of what is left after the suppression: `detections.best_of`."""
+SURVIVORS = """
+    nms_columns = Constant <value_ints = [0, 2]> ()
+    nms_above = Constant <value_floats = [0.0]> ()
+    nms_iou = Reshape (iou_threshold, nms_axis)
+
+    nms_label = Unsqueeze (nms_labels, nms_axis)
+    nms_of_class = Equal (nms_label, nms_classes)
+    nms_score = Unsqueeze (nms_scores, nms_axis)
+    nms_by_class = Where (nms_of_class, nms_score, nms_zero)
+    nms_kept = NonMaxSuppression (nms_boxes, nms_by_class, nms_most, nms_iou, nms_above)
+
+    nms_place = Gather <axis = 1> (nms_kept, nms_columns)
+    nms_found = GatherND (nms_scores, nms_place)
+    nms_shape = Shape (nms_scores)
+    nms_empty = Expand (nms_zero, nms_shape)
+    nms_left = ScatterND (nms_empty, nms_place, nms_found)
+"""
+"""What `detections.suppress` does, without a loop: the scores are spread over one row per class, so that the operator
+suppresses within classes and exactly (moving each class's boxes apart, the usual trick, costs the last digits of their
+corners); the survivors are scattered back to their candidates. No class can use more than `slots`, so that is the
+operator's limit per class."""
+ALL_SURVIVE = """
+    nms_left = Identity (nms_scores)
+"""
+"""Where the limit is 1: no two boxes overlap by more."""
+
+
+class Front(nn.Module):
+    """A detector up to the candidates of its suppression: what torch's exporter is given."""
+
+    def __init__(self, model: "models.Detector") -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, content: Tensor, score_threshold: Tensor) -> tuple[Tensor, ...]:
+        """images: uint8 [B, 3, H, W]; content: int32 [1, 2], or [B, 2] when the file runs; score_threshold: []."""
+        inside = content.expand(images.shape[0], 2)
+        return tuple(self.model.candidates(self.model(images), inside, score_threshold=score_threshold))
+
+
+def build(
+    model: "models.Detector",
+    card: model_file.Card,
+    *,
+    score_threshold: float,
+    iou_threshold: float,
+    slots: int = DETECTIONS,
+    opset: int = OPSETS[0],
+    batch: int | None = None,
+    metadata: dict[str, str] | None = None,
+) -> bytes:
+    """The ONNX file of a model on the CPU. iou_threshold: with 1 nothing is suppressed, and the file has neither the
+    operator nor the input; batch: pictures per call, None for any number; slots: K, boxes of a picture.
+
+    Raises PreflightError when a package is missing, ConfigError for a number out of range.
+    """
+    _check(score_threshold, iou_threshold, slots, opset, batch)
+    onnx = require("onnx", "Nothing can be exported")
+    require("onnxscript", "Nothing can be exported")
+    helper = importlib.import_module("onnx.numpy_helper")
+    network = _network(model, card.canvas, opset)
+    graph = network.graph
+    candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
+    slots = min(slots, candidates)
+    suppresses = iou_threshold < 1
+    text = SUPPRESSION.format(
+        candidates=candidates, slots=slots, survivors=SURVIVORS if suppresses else ALL_SURVIVE,
+        threshold=", float iou_threshold" if suppresses else "",
+    )  # fmt: skip
+    tail = onnx.parser.parse_graph(text)
+    constants: dict[str, Any] = {
+        "content": np.array([card.canvas], np.int32),
+        "score_threshold": np.array(score_threshold, np.float32),
+    }
+    if suppresses:
+        constants["iou_threshold"] = np.array(iou_threshold, np.float32)
+        constants["nms_classes"] = np.arange(len(card.class_names), dtype=np.int64)[None, :, None]
+    for name, value in constants.items():
+        graph.initializer.append(helper.from_array(value, name))
+    graph.node.extend(tail.node)
+    del graph.output[:], graph.value_info[:]
+    graph.output.extend(tail.output)
+    graph.input.extend(given for given in tail.input if given.name == "iou_threshold")
+    for value in (*graph.input, *graph.output):
+        _name_pictures(value, batch)
+    _strip(network)
+    _describe(network, {**card.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
+    network.ir_version = IR_VERSION
+    onnx.checker.check_model(network, full_check=True)
+    return bytes(network.SerializeToString())
+
+
+def _check(score_threshold: float, iou_threshold: float, slots: int, opset: int, batch: int | None) -> None:
+    for name, value in (("conf", score_threshold), ("iou", iou_threshold)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"--{name} {value} is out of range.", choices=["0 … 1"])
+    if slots < 1:
+        raise ConfigError(f"--max-detections {slots} is out of range.", choices=["1 or more"])
+    if not OPSETS[0] <= opset <= OPSETS[1]:
+        raise ConfigError(f"--opset {opset} is out of range.", choices=[f"{OPSETS[0]} … {OPSETS[1]}"])
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch {batch} is out of range.", choices=["dynamic", "1 or more"])
+
+
+def _network(model: "models.Detector", canvas: tuple[int, int], opset: int) -> Any:
+    """The onnx.ModelProto from the inputs to the candidates."""
+    # Two pictures: torch takes a size of one for a constant.
+    images = torch.zeros(2, 3, *canvas, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    content, threshold = torch.tensor([canvas], dtype=torch.int32), torch.tensor(0.5)
+    front = Front(model).eval()
+    with _quiet(), torch.no_grad():
+        front(images, content, threshold)  # makes the anchors of this canvas, which are constants of the file
+        program = torch.onnx.export(
+            front,
+            (images, content, threshold),
+            dynamo=True,
+            opset_version=opset,
+            input_names=["images", "content", "score_threshold"],
+            output_names=list(CANDIDATES),
+            dynamic_shapes=({0: torch.export.Dim("pictures")}, None, None),
+            verbose=False,
+        )
+    assert program is not None
+    return program.model_proto
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter speaks to its developers; what matters here is checked on the file itself."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _name_pictures(value: Any, batch: int | None) -> None:
+    """Declares the first dimension of an input or output: `batch`, or a name for any number."""
+    dims = value.type.tensor_type.shape.dim
+    if value.name == "content":
+        dims[0].dim_param = "pictures or 1"
+    elif dims and batch is not None:
+        dims[0].dim_value = batch
+    elif dims:
+        dims[0].dim_param = "pictures"
+
+
+def _strip(network: Any) -> None:
+    """Takes out what the exporter wrote for its developers: 200 kB of stack traces with this machine's paths."""
+    graph = network.graph
+    for thing in (*graph.node, *graph.initializer, *graph.input, *graph.output, graph, network):
+        del thing.metadata_props[:]
+        thing.doc_string = ""
+    graph.name = "detector"
+
+
+def _describe(network: Any, metadata: dict[str, str]) -> None:
+    network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
+    for key, value in metadata.items():
+        network.metadata_props.add(key=key, value=value)

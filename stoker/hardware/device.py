@@ -1,0 +1,371 @@
+"""The one file that knows kinds of device: picking one, its streams and clocks, autocast, memory, host copies.
+
+Everything else is written against `Device`. On a CPU there are no streams: copies and marks happen at once, through the
+same calls. Accelerators go through `torch.accelerator`, `torch.Stream` and `torch.Event`; only what has no neutral name
+is asked of `torch.cuda`. Telemetry from the driver is `profiling/telemetry/gpu.py`.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from stoker.errors import OutOfMemoryError, PreflightError
+from stoker.hardware.cgroup import host_cores as host_cores
+from stoker.hardware.cgroup import host_memory as host_memory
+
+CACHE_BLOCK, DEVICE_BLOCK = 2**19, 2**23
+"""Numbers of a batch that a loss or a matching takes at once, where all of them would be gigabytes: on a CPU as many as
+stay in a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB each."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that trains. `torch_device` is where tensors are put."""
+
+    torch_device: torch.device
+
+    @property
+    def kind(self) -> str:
+        return self.torch_device.type
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def name(self) -> str:
+        """What a person would call it: `NVIDIA H200`, or the processor's model."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_name(self.torch_device)
+        return _processor_name() if self.is_cpu else self.kind
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Mixed precision for the forward pass: fp32, bf16 or fp16."""
+        return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")
+
+    def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from without a stop (page-locked where there is an accelerator)."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_cpu)
+
+    def make_stream(self) -> "SideStream":
+        return SideStream(self)
+
+    def make_clock(self) -> "DeviceClock":
+        return DeviceClock(self)
+
+    def make_ranges(self) -> "Ranges | None":
+        """Ranges for a profiler that reads them; None where none does."""
+        return Ranges() if nvtx_is_on(self) else None
+
+    def memory(self) -> "Memory":
+        """Bytes of the device's memory; of the host's (within its cgroup) on a CPU."""
+        if self.is_cpu:
+            limit, used = host_memory()
+            return Memory(limit, limit - used, psutil.Process().memory_info().rss)
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
+        return Memory(total, free, torch.accelerator.max_memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
+    def release_cache(self) -> None:
+        """Gives cached blocks back to the driver, so that a trial's memory does not count against the next."""
+        if not self.is_cpu:
+            torch.accelerator.empty_cache()
+
+    def wait(self) -> None:
+        """Waits until the device has done everything it was given."""
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.torch_device)
+
+    def best_precision(self) -> tuple[str, str]:
+        """(precision, reason): the fastest arithmetic that trains stably here."""
+        if self.is_cpu:
+            flags = _processor_flags()
+            has = sorted(flags & {"avx512_bf16", "amx_bf16"})
+            if has:
+                return "bf16", f"the processor multiplies bf16 ({', '.join(has)})"
+            return "fp32", "the processor has no fast bf16 (no avx512_bf16, no amx_bf16)"
+        if self.kind == "cuda":
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                return "bf16", "the GPU multiplies bf16; its range needs no loss scaling"
+            if torch.cuda.get_device_capability(self.torch_device) >= (7, 0):
+                return "fp16", "the GPU has fp16 tensor cores and no bf16"
+            return "fp32", "the GPU has no tensor cores"
+        return "fp32", f"mixed precision was never tried on {self.kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes. `peak`: the most that this process had allocated (resident memory on a CPU)."""
+
+    total: int
+    free: int
+    peak: int
+
+
+class SideStream:
+    """A queue of copies beside the device's main work. On a CPU the copies are done when `copy` returns."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = None if device.is_cpu else torch.Stream(device.torch_device)
+
+    def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+        """Starts copies host → device. Use the tensors after `Ready.block_device`; the host's are free after `done`."""
+        if self._stream is None:
+            return list(tensors), Ready(None)
+        with self._stream:
+            copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
+        main = torch.accelerator.current_stream(self._device.torch_device)
+        for copy in copies:
+            copy.record_stream(main)
+        return copies, Ready(self._stream.record_event())
+
+    @contextlib.contextmanager
+    def issue(self) -> Iterator[None]:
+        """What is issued inside goes to this stream, and tensors made inside are from memory of its own."""
+        with contextlib.nullcontext() if self._stream is None else self._stream:
+            yield
+
+    def ready(self) -> "Ready":
+        """Says when all that was issued so far is done."""
+        return Ready(None if self._stream is None else self._stream.record_event())
+
+    def wait(self) -> None:
+        """Waits on the host for all that was issued so far: for threads other than the training thread."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def join(self, tensor: Tensor, made: "Ready", changes: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Makes this stream wait for `tensor`, which another one made, and then copies `changes`, each (part of it,
+        host tensor). The main stream may use it after the `Ready` of what this stream is given next."""
+        made.block(self._stream)
+        with self.issue():
+            for target, source in changes:
+                target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            for user in (self._stream, torch.accelerator.current_stream(self._device.torch_device)):
+                tensor.record_stream(user)
+
+    def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+        """Starts copies device → host of what the main stream has issued so far. Read them after `done` or `wait`.
+
+        The main stream must not overwrite the sources before `Ready.block_device`.
+        """
+        if self._stream is None:
+            return [tensor.detach().clone() for tensor in tensors], Ready(None)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch_device))
+        copies = []
+        with self._stream:
+            for tensor in tensors:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies.append(host.copy_(tensor.detach(), non_blocking=True))
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(self._stream)
+        return copies, Ready(self._stream.record_event())
+
+
+class Ready:
+    """Says when copies are done."""
+
+    def __init__(self, event: torch.Event | None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits on the host: for threads other than the training thread."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def block_device(self) -> None:
+        """Makes the main stream, not the host, wait for the copies."""
+        if self._event is not None:
+            self._event.wait()
+
+    def block(self, stream: torch.Stream | None) -> None:
+        """The same for another stream; None where there are no streams."""
+        if self._event is not None and stream is not None:
+            self._event.wait(stream)
+
+
+class DeviceClock:
+    """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
+
+    Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and
+    loses its fine digits over hours. `resolve` must be called in the order of the marks. Events are used again when
+    they are resolved or dropped: there are never more than marks that were open at once, and one. A CPU has no marks.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: torch.Event | None = None
+        self._last_s = 0.0
+        self._pool: list[torch.Event] = []
+        if not device.is_cpu:
+            device.wait()
+            self._last = self.mark()
+            self._last.synchronize()
+            self._last_s = time.perf_counter()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device is the host itself."""
+        return self._last is None
+
+    def mark(self) -> torch.Event:
+        """The moment at which the device will have done everything issued so far."""
+        event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device.torch_device))
+        return event
+
+    def resolve(self, mark: torch.Event) -> float | None:
+        """Seconds of `time.perf_counter`, or None while the device has not come so far."""
+        if not mark.query():
+            return None
+        assert self._last is not None
+        self._last_s += self._last.elapsed_time(mark) / 1e3
+        self._pool.append(self._last)
+        self._last = mark
+        return self._last_s
+
+    def drop(self, mark: torch.Event) -> None:
+        """The mark will never be resolved: its event is free."""
+        self._pool.append(mark)
+
+
+_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
+"""Variables that Nsight's tools set in what they start."""
+
+
+def nvtx_is_on(device: Device) -> bool:
+    """Whether somebody reads NVTX ranges of this process: a profiler of NVIDIA's, or STOKER_NVTX=1 says so."""
+    return device.kind == "cuda" and (os.environ.get("STOKER_NVTX") == "1" or any(map(os.environ.get, _NSIGHT)))
+
+
+class Ranges:
+    """Nested, named ranges on this thread's line in Nsight Systems (NVTX)."""
+
+    def push(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def pop(self) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep the large blocks that a step frees, for the next one.
+
+    It would give them back to the kernel, which has to clear every page again: 2 to 7 % of the processor time of a
+    training step on a CPU (LOG.md, "The step on a CPU"). For processes that train; elsewhere than on glibc it does
+    nothing.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 2**30)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def block_of(tensor: Tensor) -> int:
+    """CACHE_BLOCK or DEVICE_BLOCK, as `tensor` lies on a CPU or an accelerator."""
+    return CACHE_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
+
+
+TRIED = frozenset({"cuda"})
+"""Kinds of accelerator that are taken without being asked for; docs/gpu-status.md."""
+
+
+def untried() -> str | None:
+    """The kind of accelerator that torch finds here and `pick` leaves alone, if there is one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in TRIED else found.type
+
+
+def pick(name: str | None = None) -> Device:
+    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); without a name the accelerator, else the CPU.
+
+    Without a name, an accelerator of a kind that was never tried (`TRIED`) is left alone; `untried` says so. Raises
+    PreflightError when the device is absent or does not compute: a run must never fall back to the CPU in silence.
+    """
+    if name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if found is None or found.type not in TRIED else torch.device(found.type, 0)
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise PreflightError(f"There is no kind of device called {name!r}.", cause=str(error).splitlines()[0],
+                                 choices=available()) from error  # fmt: skip
+    if device.type not in {kind.partition(":")[0] for kind in available()}:
+        cause = "torch finds no such device: a CPU build of torch, a missing driver, or a hidden device"
+        raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available(),
+                             fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `python -c 'import torch; "
+                             "print(torch.version.cuda, torch.cuda.is_available())'`")  # fmt: skip
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    try:
+        probe = torch.ones(8, device=device)
+        works = float((probe @ probe).item()) == 8.0
+    except Exception as error:
+        raise PreflightError(f"The device {str(device)!r} is there but does not compute.", cause=str(error)) from error
+    if not works:
+        raise PreflightError(f"The device {str(device)!r} computes wrongly: 8 ones do not add up to 8.")
+    return Device(device)
+
+
+def available() -> list[str]:
+    """Kinds of device that torch can use here, the CPU first."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+@contextlib.contextmanager
+def out_of_memory_as_error(what: str) -> Iterator[None]:
+    """Turns the device's and the host's out-of-memory exceptions into an OutOfMemoryError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"Out of memory while {what}.",
+            cause=str(error).splitlines()[0] if str(error) else None,
+            fix="a smaller --batch or --canvas, or --accumulate 2",
+        ) from error
+
+
+def _cpuinfo(key: str) -> str | None:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _processor_name() -> str:
+    return _cpuinfo("model name") or "cpu"
+
+
+def _processor_flags() -> set[str]:
+    return set((_cpuinfo("flags") or "").split())

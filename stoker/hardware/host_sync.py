@@ -1,0 +1,173 @@
+"""Forbids the operators that would make the host wait for the device.
+
+A step is fast when the host only issues work and never reads a result of it. `NoHostWaits` is a context in which every
+operator that needs a value on the host raises `HostWait`. It treats CPU tensors as if they lay on a device, so a test
+without an accelerator proves that the same step never waits on one. What has to wait says so by name:
+`with allow_host_wait("nms"):`. Not for measuring how long waits take (`measuring/`), and not needed for correctness.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_waits", default=())
+
+
+class HostWait(RuntimeError):
+    """An operator that makes the host wait for the device ran where that is forbidden."""
+
+    def __init__(self, operator: str, fix: str) -> None:
+        super().__init__(
+            f"{operator} makes the host wait for the device.\n  fix:    {fix}, "
+            'or `with stoker.hardware.host_sync.allow_host_wait("a name"):` where the wait is meant'
+        )
+        self.operator = operator
+        self.fix = fix
+
+
+@contextlib.contextmanager
+def allow_host_wait(name: str) -> Iterator[None]:
+    """Inside it `NoHostWaits` lets everything pass. `name` says what the wait is for, as in `host_waits_allowed()`."""
+    token = _allowed.set((*_allowed.get(), name))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def host_waits_allowed() -> tuple[str, ...]:
+    """Names of the `allow_host_wait` contexts that are open here, the outermost first."""
+    return _allowed.get()
+
+
+_READ = "keep the value in a tensor (torch.where, clamp, arithmetic) and read it later, outside the step"
+_SIZE = "the size of its result depends on values: use a fixed size with a mask (torch.where, topk, masked_fill)"
+_LIST = "a tensor made from Python values is copied to the device: make it once, as a buffer, or use torch.full/arange"
+_MASK = "a boolean mask as index is turned into positions on the host: use torch.where or masked_fill"
+_COPY = "copy with non_blocking=True from or to pinned memory, or outside the step"
+_CHECK = "it reads an error code back from the device: use the variant without the check (…_ex)"
+
+# Operators by name, without their overload. Those of torchvision are named with their name space.
+_FORBIDDEN: dict[str, str] = {
+    "aten::_local_scalar_dense": _READ,
+    "aten::item": _READ,
+    "aten::is_nonzero": _READ,
+    "aten::equal": "compare with (a == b).all() and keep the result in a tensor",
+    "aten::allclose": _READ,
+    "aten::nonzero": _SIZE,
+    "aten::nonzero_numpy": _SIZE,
+    "aten::masked_select": _SIZE,
+    "aten::_unique": _SIZE,
+    "aten::_unique2": _SIZE,
+    "aten::unique_dim": _SIZE,
+    "aten::unique_consecutive": _SIZE,
+    "aten::unique_dim_consecutive": _SIZE,
+    "aten::bincount": _SIZE,
+    "aten::to_sparse": _SIZE,
+    "aten::_to_sparse": _SIZE,
+    "aten::_coalesce": _SIZE,
+    "aten::multinomial": "draw with torch.rand and compare, argsort or topk",
+    "aten::_linalg_check_errors": _CHECK,
+    "aten::lift_fresh": _LIST,
+    "aten::lift_fresh_copy": _LIST,
+    "torchvision::nms": "suppress outside the training step",
+}
+_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+# Reads of CPU tensors that no operator is dispatched for.
+_READS = {
+    Tensor.tolist: _READ,
+    Tensor.numpy: _READ,
+    Tensor.cpu: _COPY,
+    Tensor.__array__: _READ,
+    Tensor.__repr__: "print outside the step",
+    torch.as_tensor: _LIST,
+    torch.from_numpy: _LIST,
+}
+
+
+class NoHostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
+    """A context in which whatever would make the host wait raises `HostWait`, on tensors of any device.
+
+    It sees operators in forward and backward and the reads of a tensor from Python. It does not see a wait inside one
+    kernel's own implementation that torch does not show, nor `synchronize()`; on CUDA,
+    `torch.cuda.set_sync_debug_mode("error")` sees those.
+    """
+
+    def __enter__(self) -> "NoHostWaits":
+        self._reads = _NoReads()
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if not _allowed.get():
+            fix = _why_it_waits(func, args, given)
+            if fix is not None:
+                raise HostWait(str(func), fix)
+        return func(*args, **given)
+
+
+class _NoReads(TorchFunctionMode):
+    """The half of `NoHostWaits` for reads that no operator is dispatched for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS and not _allowed.get() and not (func is torch.as_tensor and isinstance(args[0], Tensor)):
+            raise HostWait(getattr(func, "__qualname__", str(func)), _READS[func])
+        return func(*args, **(kwargs or {}))
+
+
+def _why_it_waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """The fix for an operator that waits; None for one that does not."""
+    name = func.name().partition(".")[0]
+    if name in _FORBIDDEN:
+        return _FORBIDDEN[name]
+    if name in _INDEXED:
+        return _why_indexing_waits(args[0], args[1])
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and isinstance(args[-1], Tensor):
+        return "pass output_size"
+    if name in _COPIES:
+        return _why_copy_waits(name, args, kwargs)
+    return None
+
+
+def _why_indexing_waits(tensor: Tensor, indices: Any) -> str | None:
+    for index in _pytree.tree_leaves(indices):
+        if not isinstance(index, Tensor):
+            continue
+        if index.dtype in (torch.bool, torch.uint8):
+            return _MASK
+        if index.device != tensor.device:
+            return "the index lies on the host: make it on the device"
+    return None
+
+
+def _why_copy_waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    if name == "aten::_to_copy":
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+        non_blocking = kwargs.get("non_blocking", False)
+    else:
+        into, out_of = (args[1], args[0]) if name == "aten::_copy_from" else (args[0], args[1])
+        source, target = out_of.device, into.device
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    crosses = (source.type == "cpu") != (target.type == "cpu")
+    return _COPY if crosses and not non_blocking else None

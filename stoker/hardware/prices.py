@@ -1,0 +1,159 @@
+"""What GPU machines cost by the list: a table of GCP's and AWS's, with its date, and how to look a machine up in it.
+
+A list price is not a bill: no discount, no commitment, no disk, no network; one region. Who knows the real price gives
+it (`--price`, the setting `price`). Spot prices are not here: the clouds change them from daily to every few minutes,
+by zone, so any number in a file would be a guess. Nothing here asks the network: `profiling/telemetry/environment.py`
+writes down what the machine says of itself."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+AS_OF = "2025-06"
+"""When the prices below were the clouds' own, in US dollars per hour, on demand, Linux. AWS:
+aws.amazon.com/ec2/pricing, p4 and p5 after the cut of June 2025. GCP: cloud.google.com/compute/all-pricing and
+gpus-pricing. Each row was compared with copies of the clouds' price lists in public repositories; those of 2026 still
+have the same."""
+CURRENCY = "USD"
+REGIONS = {"AWS": "us-east-1", "GCP": "us-central1"}
+
+_AWS: dict[str, tuple[str, dict[str, tuple[int, float]]]] = {
+    "p3": ("V100", {"2xlarge": (1, 3.06), "8xlarge": (4, 12.24), "16xlarge": (8, 24.48)}),
+    "p3dn": ("V100", {"24xlarge": (8, 31.212)}),
+    "p4d": ("A100-40", {"24xlarge": (8, 21.957642)}),
+    "p4de": ("A100-80", {"24xlarge": (8, 27.44705)}),
+    "p5": ("H100", {"4xlarge": (1, 6.88), "48xlarge": (8, 55.04)}),
+    "g4dn": ("T4", {"xlarge": (1, 0.526), "2xlarge": (1, 0.752), "4xlarge": (1, 1.204), "8xlarge": (1, 2.176),
+                    "12xlarge": (4, 3.912), "16xlarge": (1, 4.352), "metal": (8, 7.824)}),
+    "g5": ("A10G", {"xlarge": (1, 1.006), "2xlarge": (1, 1.212), "4xlarge": (1, 1.624), "8xlarge": (1, 2.448),
+                    "12xlarge": (4, 5.672), "16xlarge": (1, 4.096), "24xlarge": (4, 8.144), "48xlarge": (8, 16.288)}),
+    "g6": ("L4", {"xlarge": (1, 0.8048), "2xlarge": (1, 0.9776), "4xlarge": (1, 1.3232), "8xlarge": (1, 2.0144),
+                  "12xlarge": (4, 4.6016), "16xlarge": (1, 3.3968), "24xlarge": (4, 6.6752), "48xlarge": (8, 13.3504)}),
+    "g6e": ("L40S", {"xlarge": (1, 1.861), "2xlarge": (1, 2.24208), "4xlarge": (1, 3.00424), "8xlarge": (1, 4.52856),
+                     "12xlarge": (4, 10.49264), "16xlarge": (1, 7.57719), "24xlarge": (4, 15.06559),
+                     "48xlarge": (8, 30.13118)}),
+}  # fmt: skip
+"""Family → GPU, and size → how many of them, price of the machine."""
+
+_GCP: dict[str, tuple[str, int, float]] = {
+    "a2-highgpu-1g": ("A100-40", 1, 3.673385), "a2-highgpu-2g": ("A100-40", 2, 7.34677),
+    "a2-highgpu-4g": ("A100-40", 4, 14.69354), "a2-highgpu-8g": ("A100-40", 8, 29.38708),
+    "a2-megagpu-16g": ("A100-40", 16, 55.739504),
+    "a2-ultragpu-1g": ("A100-80", 1, 5.068798), "a2-ultragpu-2g": ("A100-80", 2, 10.137596),
+    "a2-ultragpu-4g": ("A100-80", 4, 20.275192), "a2-ultragpu-8g": ("A100-80", 8, 40.550383),
+    "a3-highgpu-1g": ("H100", 1, 11.06125), "a3-highgpu-2g": ("H100", 2, 22.1225),
+    "a3-highgpu-4g": ("H100", 4, 44.245), "a3-highgpu-8g": ("H100", 8, 88.49),
+    "g2-standard-4": ("L4", 1, 0.706832), "g2-standard-8": ("L4", 1, 0.853624),
+    "g2-standard-12": ("L4", 1, 1.000416), "g2-standard-16": ("L4", 1, 1.147208),
+    "g2-standard-24": ("L4", 2, 2.000832), "g2-standard-32": ("L4", 1, 1.734377),
+    "g2-standard-48": ("L4", 4, 4.001665), "g2-standard-96": ("L4", 8, 8.003331),
+}  # fmt: skip
+"""Machine type → GPU, how many, price of the machine; a3's with their local SSDs. A g2 costs 0.146792 for four cores
+with 16 GiB, and 0.560040 for each L4."""
+
+_N1_CORE, _N1_GIB = 0.031611, 0.004237
+_N1_GIB_PER_CORE = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}
+_N1_GPU = {"T4": 0.35, "V100": 2.48, "P100": 1.46, "P4": 0.60}
+"""GPUs that are added to a machine of the kind n1, each."""
+
+_NAMES = (
+    ("H100", "H100"), ("L40S", "L40S"), ("A10G", "A10G"), ("V100", "V100"), ("P100", "P100"),
+    ("L4", "L4"), ("T4", "T4"), ("P4", "P4"),
+)  # fmt: skip
+"""Word in the driver's name of a GPU → the table's."""
+_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
+"""What the firmware of a machine says that does not say its type; AWS's older machines are Xen's."""
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """Money per device-hour, from `low` to `high`; both are the same where the machine is known."""
+
+    low: float
+    high: float
+    currency: str = ""
+    """Empty: that of the price that the user gave."""
+    source: str
+    """Where it comes from, for people."""
+
+    @property
+    def exact(self) -> bool:
+        return self.low == self.high
+
+    def cost(self, device_s: float) -> tuple[float, float]:
+        """Least and most money for so many device-seconds."""
+        return device_s * self.low / 3600, device_s * self.high / 3600
+
+
+def given(price: float, source: str) -> Price | None:
+    """A price that somebody gave; None for 0, which means unknown."""
+    return Price(low=price, high=price, source=source) if price > 0 else None
+
+
+def of_environment(environment: Mapping[str, Any]) -> Price | None:
+    """The list price of what a run ran on, by its environment.json: of the machine type where that is told, else the
+    range over all machines of the table with such GPUs. None: no GPU of the table, or none at all."""
+    gpu = environment.get("gpu")
+    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
+    first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
+    memory = first.get("memory_bytes")
+    name = gpu_of(str(first.get("name") or ""), memory if isinstance(memory, int) else None)
+    count = len(gpus) if isinstance(gpus, list) else 0
+    machine = environment.get("machine_type")
+    if isinstance(machine, str) and (found := of_machine(machine, name, count)) is not None:
+        return found
+    cloud = next((cloud for word, cloud in _FIRMWARE if word in str(machine)), None)
+    return None if name is None else of_gpu(name, cloud)
+
+
+def of_machine(machine: str, gpu: str | None = None, gpus: int = 0) -> Price | None:
+    """The list price of a device of a machine type, `p3.8xlarge` or `a2-highgpu-1g`; gpu, gpus: those that were added
+    to an `n1-…`. None: the table does not have it."""
+    machine = machine.strip().lower().rpartition("/")[2]
+    if machine in _GCP:
+        _, count, price = _GCP[machine]
+        return _listed("GCP", machine, price / count)
+    family, _, size = machine.partition(".")
+    if family in _AWS and size in _AWS[family][1]:
+        count, price = _AWS[family][1][size]
+        return _listed("AWS", machine, price / count)
+    n1 = re.fullmatch(r"n1-(standard|highmem|highcpu)-(\d{1,2})", machine)
+    if n1 and gpu in _N1_GPU and gpus > 0:
+        cores = int(n1[2])
+        host = cores * (_N1_CORE + _N1_GIB_PER_CORE[n1[1]] * _N1_GIB)
+        return _listed("GCP", f"{machine} + {gpus} × {gpu}", host / gpus + _N1_GPU[gpu])
+    return None
+
+
+def of_gpu(gpu: str, cloud: str | None = None) -> Price | None:
+    """The range of list prices of a device over all machines of the table that have such GPUs (an n1 with 4 to 16 cores
+    per GPU). cloud: AWS or GCP alone; None: both."""
+    prices: dict[str, list[float]] = {name: [] for name in REGIONS if cloud in (None, name)}
+    if "GCP" in prices:
+        prices["GCP"] += [price / count for name, count, price in _GCP.values() if name == gpu]
+        if gpu in _N1_GPU:
+            per_core = _N1_CORE + _N1_GIB_PER_CORE["standard"] * _N1_GIB
+            prices["GCP"] += [_N1_GPU[gpu] + cores * per_core for cores in (4, 16)]
+    if "AWS" in prices:
+        machines = [sizes for name, sizes in _AWS.values() if name == gpu]
+        prices["AWS"] += [price / count for sizes in machines for count, price in sizes.values()]
+    every = [price for found in prices.values() for price in found]
+    if not every:
+        return None
+    where = " and ".join(f"{name} {REGIONS[name]}" for name, found in prices.items() if found)
+    source = f"list prices of machines with {gpu} GPUs, {where}, on demand, as of {AS_OF}"
+    return Price(low=min(every), high=max(every), currency=CURRENCY, source=source)
+
+
+def gpu_of(name: str, memory_bytes: int | None = None) -> str | None:
+    """The table's name of a GPU, by the driver's; memory tells the two A100 apart. None: another GPU."""
+    words = re.split(r"[^A-Za-z0-9]+", name.upper())
+    if "A100" in words:
+        return "A100-80" if "80GB" in words or (memory_bytes or 0) > 60 * 2**30 else "A100-40"
+    return next((gpu for word, gpu in _NAMES if word in words), None)
+
+
+def _listed(cloud: str, machine: str, price: float) -> Price:
+    source = f"list price of {machine}, {cloud} {REGIONS[cloud]}, on demand, as of {AS_OF}"
+    return Price(low=price, high=price, currency=CURRENCY, source=source)

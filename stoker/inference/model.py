@@ -1,0 +1,265 @@
+"""A trained detector at work: `load` it, then find objects in pictures, score it on a data set.
+
+The commands `eval` and `predict` are these methods with a screen, and `stoker.load` in Python is `load`. How a model is
+run: `evaluate.py`, `predict.py`; exporting one: `onnx.py`.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from stoker.config.settings import DataSettings, from_toml
+from stoker.data.images import decode
+from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.validation.problems import MAX_BAD
+from stoker.errors import DataError, UsageError
+from stoker.evaluation.evaluate import evaluate, evaluation_loader
+from stoker.evaluation.metrics import Detections, Metrics
+from stoker.export.runtime import SUFFIX, OnnxModel
+from stoker.hardware.device import Device, host_cores, pick
+from stoker.inference.draw import draw_boxes
+from stoker.inference.image_batches import Source, read_picture
+from stoker.inference.predict import BATCH, local_path, predict_pictures, predict_to_folder
+from stoker.inference.tiles import OVERLAP, Tiling
+from stoker.models.layers.postprocess import Finder
+from stoker.models.weights import model_file
+from stoker.runs.folder import CONFIG
+
+Picture = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
+"""A file or its address, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
+CONF = 0.3
+"""Least score of a box that is shown, where nothing is asked."""
+"""Of two boxes of a class that overlap more than this, the weaker is dropped, where nothing is asked."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prediction:
+    """What was found in a picture, n boxes, best score first."""
+
+    path: Path | None
+    """The picture's file, a placeholder where it lies in a bucket; None for pixels."""
+    size: tuple[int, int]
+    """Height and width of the picture, upright as its EXIF says."""
+    boxes: NDArray[np.float32]
+    """[n, 4], xyxy in pixels of the upright picture."""
+    scores: NDArray[np.float32]
+    """[n], 0 … 1."""
+    labels: NDArray[np.int64]
+    """[n], places in the model's `class_names`."""
+    names: list[str]
+    """[n], the classes by name."""
+    _source: Source = dataclasses.field(repr=False)
+    _class_names: tuple[str, ...] = dataclasses.field(repr=False)
+
+    def draw(self) -> Image.Image:
+        """The picture with the boxes drawn, RGB; small ones are enlarged. Raises DataError when its file is gone."""
+        pixels = self._source
+        if isinstance(pixels, Path):
+            pixels = decode.decode(read_picture(pixels), pixels)
+        found = Detections(
+            row=np.zeros(len(self.labels), np.int64), boxes=self.boxes, score=self.scores, label=self.labels,
+            pictures=np.zeros(1, np.int64),
+        )  # fmt: skip
+        return draw_boxes(Image.fromarray(pixels), found, self._class_names)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A trained detector on its device, in evaluation mode. `load` makes it."""
+
+    source: Path
+    """What was loaded: a run folder or a file."""
+    weights: Path
+    """The file that the weights are from."""
+    class_names: tuple[str, ...]
+    """[C], by label."""
+    canvas: tuple[int, int]
+    """Height and width in pixels of the tensor that pictures are resized into."""
+    _card: model_file.Card = dataclasses.field(repr=False)
+    _finder: Finder = dataclasses.field(repr=False)
+    _device: Device = dataclasses.field(repr=False)
+    _precision: str = dataclasses.field(repr=False)
+
+    def predict(
+        self,
+        images: Picture | Sequence[Picture],
+        *,
+        conf: float = CONF,
+        iou: float | None = None,
+        tile: int | None = None,
+        overlap: float | None = None,
+        batch: int = BATCH,
+    ) -> list[Prediction]:
+        """What is found in each picture, in their order; one picture is a list of one.
+
+        conf: least score of a box, 0 … 1. iou: of two boxes of a class that overlap more than this, the weaker is
+        dropped; default: the architecture's own. tile: pictures larger than this many pixels are also shown in tiles
+        of that side, for small objects in large pictures; overlap: share of its side that a tile has in common with
+        the next, at least, 0.2 unless given. batch: pictures per forward pass.
+
+        Raises DataError for a picture that cannot be read, UsageError for something that is no picture or a number out
+        of range.
+        """
+        if batch < 1:
+            raise UsageError(f"batch={batch} is out of range.", choices=["1 or more"])
+        several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+        sources = [_as_source(image) for image in several]
+        tiling = _tiling(conf, iou, tile, overlap)
+        answers = predict_pictures(
+            self._finder,
+            sources,
+            self._device,
+            canvas=self._card.canvas,
+            resize=self._card.resize,
+            score_threshold=conf,
+            iou_threshold=iou,
+            precision=self._precision,
+            batch=max(1, min(batch, len(sources))),
+            tiling=tiling,
+        )
+        predictions = []
+        for source, answer in zip(sources, answers, strict=True):
+            if answer.error is not None:
+                raise answer.error
+            found = answer.found
+            names = [self.class_names[label] for label in found.label.tolist()]
+            predictions.append(
+                Prediction(answer.path, answer.size, found.boxes, found.score, found.label, names, source,
+                           self.class_names)
+            )  # fmt: skip
+        return predictions
+
+    def predict_to_folder(
+        self,
+        pictures: Sequence[str],
+        out: Path,
+        *,
+        conf: float = CONF,
+        iou: float | None = None,
+        tile: int | None = None,
+        overlap: float | None = None,
+    ) -> Iterator[str]:
+        """Finds objects in files, folders and patterns; writes the pictures with boxes and predictions.json into `out`.
+
+        Yields a line for each picture. A picture that cannot be read is a line, too, and a DataError at the end.
+        """
+        yield from predict_to_folder(
+            self._finder,
+            self._card,
+            pictures,
+            self._device,
+            conf=conf,
+            iou=iou,
+            out=out,
+            tiling=_tiling(conf, iou, tile, overlap),
+            precision=self._precision,
+        )
+
+    def evaluate(
+        self,
+        data: str | os.PathLike[str] | None = None,
+        *,
+        split: str = "val",
+        format: str | None = None,
+        batch: int = BATCH,
+    ) -> Metrics:
+        """The COCO metrics on a split of a data set, default the one that the run was trained on.
+
+        Raises UsageError when no data set is known, DataError when it has other classes or no such split.
+        """
+        if batch < 1:
+            raise UsageError(f"--batch {batch} is out of range.", choices=["1 or more"])
+        is_run = (self.source / CONFIG).exists()
+        own = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
+        val_fraction = None
+        if data is None:
+            if not is_run:
+                fix = f"stoker eval {self.source} DATA"
+                raise UsageError("Which data set should it be scored on?", place=self.source, fix=fix)
+            data, val_fraction, format = own.data, own.val_fraction, format or own.format
+        index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=own.classes or ())
+        rows = index.rows(split)
+        max_bad = MAX_BAD if own.max_bad is None else own.max_bad
+        require_pictures(index, (split,), max_bad=max_bad)
+        _require_same_classes(index, self.class_names, self.weights)
+        batches = evaluation_loader(
+            index,
+            rows,
+            self._device,
+            batch=batch,
+            canvas=self._card.canvas,
+            resize=self._card.resize,
+            threads=host_cores(),
+            max_bad=max_bad,
+        )
+        with contextlib.closing(batches):
+            return evaluate(self._finder, batches, index, rows, self._device, precision=self._precision)
+
+
+def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
+    """A trained detector: of a run folder its best weights, or of a .safetensors or .onnx file that stoker saved. Each
+    may be in a bucket: gs://, s3://.
+
+    device: cpu, cuda …; default: the accelerator that torch finds, else the cpu. An ONNX file runs on the cpu.
+
+    Raises UsageError when there is no such run, WeightsError for a file that is not one of stoker's.
+    """
+    source = model_file.local(run)
+    weights = model_file.find(source)
+    if weights.suffix == SUFFIX:
+        if device not in (None, "cpu"):
+            raise UsageError(f"--device {device}: an ONNX file runs on the cpu here.", choices=["cpu"],
+                             fix="name the run or the .safetensors file that it was exported from")  # fmt: skip
+        exported = OnnxModel(weights, threads=host_cores())
+        card = exported.card
+        return Model(source, weights, card.class_names, card.canvas, card, exported, pick("cpu"), "fp32")
+    target = pick(device)
+    model, card = model_file.load(weights)
+    finder, precision = model.to(target.torch_device), target.best_precision()[0]
+    return Model(source, weights, card.class_names, card.canvas, card, finder, target, precision)
+
+
+def _as_source(image: object) -> Source:
+    if isinstance(image, Image.Image):
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+            raise UsageError(
+                f"An array of {image.dtype} {list(image.shape)} is no picture.",
+                choices=["uint8 [height, width, 3], RGB"],
+                fix="from OpenCV: image[..., ::-1]; from a grey one: np.stack([image] * 3, -1)",
+            )
+        return np.ascontiguousarray(image)
+    if isinstance(image, str | os.PathLike):
+        path = local_path(image)
+        if path.is_dir():
+            raise UsageError("A folder is no picture.", place=path, fix="name its files: sorted(folder.glob('*.jpg'))")
+        return path
+    choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
+    raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
+
+
+def _tiling(conf: float, iou: float | None, tile: int | None, overlap: float | None) -> Tiling | None:
+    """The tiling that is asked for. Raises UsageError, ConfigError for numbers that cannot be."""
+    for name, value in (("conf", conf), ("iou", iou)):
+        if value is not None and not 0 <= value <= 1:
+            raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
+    if overlap is not None and tile is None:
+        raise UsageError("--overlap is of tiles.", fix="--tile 640, or no --overlap")
+    return None if tile is None else Tiling(tile, OVERLAP if overlap is None else overlap)
+
+
+def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: Path) -> None:
+    if index.class_names != class_names:
+        raise DataError(
+            "The data set has other classes than the model was trained on.",
+            place=index.source,
+            cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
+            fix="name a data set with the same classes in the same order",
+        )

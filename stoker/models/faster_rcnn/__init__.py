@@ -1,0 +1,1 @@
+"""Faster R-CNN: region proposal network and RoI heads."""

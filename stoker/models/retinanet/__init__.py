@@ -1,0 +1,1 @@
+"""RetinaNet and its lite variant."""

@@ -1,0 +1,252 @@
+"""RetinaNet (arXiv 1708.02002): a feature pyramid, two towers of convolutions over every level, one box per anchor.
+
+`forward` predicts, `loss` compares with a batch, `decode` gives boxes: three steps that share only `Raw`. With the same
+weights, losses and detections are those of torchvision's RetinaNet, and so are the names in `state_dict`. The class
+head differs in channels: ours has one sigmoid per class and labels 0 … C-1; torchvision's COCO weights have 91, for
+labels 1 … 90 and an unused 0, so its label is our label + 1 where a file follows that custom (`load.py` converts).
+
+The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
+640x640, which its authors call a mobile RetinaNet): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN
+and head, one tower for classes and boxes, whose weights all levels share while each level has norms of its own. As in
+TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the body
+keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
+the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
+begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
+is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the body's norms
+are frozen unless `--norm` says otherwise, TF trains them.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stoker.config.settings import ModelSettings
+from stoker.data.batch import Batch
+from stoker.models.architecture import PRETRAINED, Build, Defaults
+from stoker.models.backbones import Coarser, FeaturePyramid, depthwise, lite_convolution, pyramid
+from stoker.models.detector import ClassLayer, Detector
+from stoker.models.layers.anchors import Anchors
+from stoker.models.layers.boxes import cell_anchors
+from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
+from stoker.models.layers.matching import match
+from stoker.models.layers.norms import NORMS, Norm, slow_norm, trained
+from stoker.models.layers.postprocess import CANDIDATES, Candidates, candidates_of
+
+PRIOR = 0.01
+"""Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
+
+
+class Raw(NamedTuple):
+    """What the network predicts for B pictures at A anchors, in the type it computed in."""
+
+    logits: Tensor
+    """[B, A, C], one sigmoid logit per class."""
+    deltas: Tensor
+    """[B, A, 4], boxes encoded relative to their anchors."""
+    anchors: Tensor
+    """float32 [A, 4], xyxy in pixels of the canvas."""
+    levels: tuple[int, ...]
+    """How many of the A anchors each pyramid level has, finest level first."""
+
+
+class Tower(nn.Module):
+    """Convolutions of one width, shared by all levels, and a last one to `outputs` numbers for each anchor of a place.
+
+    blocks: the ones before the last, which is the child called `last`, as in torchvision, and `kernel` wide.
+    Levels, each [B, channels, h, w] → [B, A, outputs].
+    """
+
+    def __init__(
+        self,
+        last: str,
+        blocks: Iterable[nn.Module],
+        channels: int,
+        anchors: int,
+        outputs: int,
+        *,
+        kernel: int,
+        bias: float,
+    ) -> None:
+        super().__init__()
+        self.outputs, self.last = outputs, last
+        self.conv = nn.Sequential(*blocks)
+        final = nn.Conv2d(channels, anchors * outputs, kernel, padding=kernel // 2)
+        nn.init.normal_(final.weight, std=0.01)
+        assert final.bias is not None
+        nn.init.constant_(final.bias, bias)
+        self.add_module(last, final)
+
+    def forward(self, levels: list[Tensor]) -> Tensor:
+        final = self.get_submodule(self.last)
+        # In channels-last memory the permutation and the flattening are views.
+        flat = [final(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
+        joined = torch.cat(flat, dim=1)
+        return joined.view(joined.shape[0], -1, self.outputs)
+
+
+def _block(channels: int, norm: Norm | None) -> nn.Sequential:
+    if norm is not None:
+        return nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU(inplace=True)
+        )
+    convolution = nn.Conv2d(channels, channels, 3, padding=1)
+    nn.init.normal_(convolution.weight, std=0.01)
+    assert convolution.bias is not None
+    nn.init.zeros_(convolution.bias)
+    return nn.Sequential(convolution, nn.ReLU(inplace=True))
+
+
+class SharedLayer(nn.Module):
+    """A layer of the lite variant's one tower: the convolution is the same for all levels, each has a norm of its own,
+    since the statistics of a fine and a coarse level differ. All levels, finest first, in and out: [B, C, h, w]."""
+
+    def __init__(self, channels: int, levels: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv = lite_convolution(channels)
+        self.norms = nn.ModuleList(norm(channels) for _ in range(levels))
+
+    def forward(self, levels: list[Tensor]) -> list[Tensor]:
+        return [functional.relu6(norm(self.conv(x)), inplace=True) for norm, x in zip(self.norms, levels, strict=True)]
+
+
+class RetinaNet(Detector):
+    """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's).
+
+    lite: one tower for both, of `depth` separable convolutions, with a `norm` for each level.
+    """
+
+    per_level = CANDIDATES
+    """Boxes of a pyramid level that go into suppression."""
+
+    def __init__(
+        self,
+        backbone: FeaturePyramid,
+        settings: ModelSettings,
+        class_count: int,
+        *,
+        channels: int,
+        depth: int,
+        norm: Norm | None,
+        lite: bool = False,
+    ) -> None:
+        super().__init__(settings, class_count)
+        anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
+        self.backbone = backbone
+        prior_logit = -math.log((1 - PRIOR) / PRIOR)
+        self.head = nn.ModuleDict()
+        if lite:
+            assert norm is not None
+            levels = len(settings.anchor_sizes)
+            self.head["tower"] = nn.Sequential(*(SharedLayer(channels, levels, norm) for _ in range(depth)))
+        for child, last, outputs, bias in (
+            ("classification_head", "cls_logits", class_count, prior_logit),
+            ("regression_head", "bbox_reg", 4, 0.0),
+        ):
+            # The last layer of the lite variant is separable, too: its first part is all that is before the 1 × 1.
+            blocks: Iterable[nn.Module] = (
+                [depthwise(channels)] if lite else (_block(channels, norm) for _ in range(depth))
+            )
+            self.head[child] = Tower(last, blocks, channels, anchors, outputs, kernel=1 if lite else 3, bias=bias)
+        self.anchors = Anchors(
+            cell_anchors(size, settings.anchor_scales, settings.anchor_ratios) for size in settings.anchor_sizes
+        )
+
+    def forward(self, images: Tensor) -> Raw:
+        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
+        levels = self.backbone(self.pixels(images))
+        grids = [(level.shape[2], level.shape[3]) for level in levels]
+        anchors = self.anchors((images.shape[2], images.shape[3]), grids)
+        if "tower" in self.head:
+            levels = self.head["tower"](levels)
+        logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)
+        return Raw(logits, deltas, anchors, self.anchors.counts(grids))
+
+    def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
+        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a picture's anchors, divided by its
+        positive ones (at least 1), averaged over pictures. So two half batches average to the loss of the whole."""
+        settings = self.settings
+        with torch.autocast(raw.logits.device.type, enabled=False):
+            slot = match(
+                batch.boxes,
+                batch.valid,
+                raw.anchors,
+                foreground_iou=settings.foreground_iou,
+                background_iou=settings.background_iou,
+            )
+            positive, index = slot >= 0, slot.clamp(min=0)
+            count = positive.sum(1).clamp(min=1)
+            target = torch.where(positive, batch.labels.gather(1, index), slot)
+            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            classes = focal_loss(raw.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
+            offsets = box_loss(settings.box_loss, at_least_fp32(raw.deltas), raw.anchors, boxes, positive)
+            return {"classification": (classes / count).mean(), "bbox_regression": (offsets / count).mean()}
+
+    def candidates(self, raw: Raw, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+        """The `per_level` best of each pyramid level."""
+        with torch.autocast(raw.logits.device.type, enabled=False):
+            return candidates_of(*raw, content, score_threshold=score_threshold, per_level=self.per_level)
+
+    def class_layers(self) -> tuple[ClassLayer, ...]:
+        anchors = len(self.settings.anchor_scales) * len(self.settings.anchor_ratios)
+        return (ClassLayer("head.classification_head.cls_logits", anchors),)
+
+
+FOCAL: Defaults = {
+    "foreground_iou": (0.5, "RetinaNet paper, section 4"),
+    "background_iou": (0.4, "RetinaNet paper, section 4"),
+    "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
+    "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
+}
+"""What an anchor has to find, and what it costs."""
+
+RETINANET: Defaults = {
+    **FOCAL,
+    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
+    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
+    "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
+    **PRETRAINED,
+    "box_loss": ("l1", "as torchvision trained it"),
+}
+LIGHT: Defaults = {
+    **RETINANET,
+    "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
+}
+LITE: Defaults = {
+    **RETINANET,
+    "box_loss": ("giou", "detections are scored by overlap; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
+    "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
+    "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
+}
+
+
+def retinanet_on(
+    body: str,
+    *,
+    channels: int = 256,
+    depth: int = 4,
+    coarser: Coarser = "p6p7",
+    norms: bool = False,
+    lite: bool = False,
+) -> Build:
+    """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
+    whether those have norms, which are trained; lite: what the head of this file says, always with norms."""
+
+    def build(settings: ModelSettings, class_count: int) -> RetinaNet:
+        kind = trained(settings.norm)
+        norm = slow_norm(kind) if lite else NORMS[kind] if norms else None
+        backbone = pyramid(
+            body,
+            channels,
+            norm=settings.norm,
+            trainable_stages=settings.trainable_stages,
+            coarser=coarser,
+            fpn_norm=norm,
+            lite=lite,
+        )
+        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm, lite=lite)
+
+    return build

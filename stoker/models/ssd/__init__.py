@@ -1,0 +1,1 @@
+"""SSD300 and SSDlite, with their backbones and loss."""

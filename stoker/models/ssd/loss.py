@@ -1,0 +1,66 @@
+"""Which anchors SSD learns from (arXiv 1512.02325, section 2.2): every box gets one, and the hardest negatives count.
+
+All with fixed shapes and without a host wait.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stoker.models.layers.boxes import iou
+from stoker.models.layers.matching import BACKGROUND, by_blocks
+
+
+def match_each(
+    boxes: Tensor, valid: Tensor, anchors: Tensor, *, foreground_iou: float, block: int | None = None
+) -> Tensor:
+    """Slot of the box of each anchor, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
+
+    An anchor belongs to the box it overlaps most (the lowest slot among equals) when that is at least `foreground_iou`.
+    Then each box takes the one anchor that overlaps it most, whoever had it; where two boxes want the same one, the
+    higher slot gets it. One difference: a box that overlaps no anchor gets none, where torchvision gives it the first.
+
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Pictures are taken together, and slots
+    apart, so that no more than `block` overlaps exist at once.
+    """
+
+    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
+        return _match(boxes, valid, anchors, foreground_iou, rows)
+
+    return by_blocks(some, boxes, valid, anchors.shape[0], block)
+
+
+def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, foreground_iou: float, rows: int) -> Tensor:
+    shape = (boxes.shape[0], anchors.shape[0])
+    best_iou = boxes.new_full(shape, -1.0)
+    best = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
+    taken_by = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
+    slots = torch.arange(boxes.shape[1], device=boxes.device)
+    for start in range(0, boxes.shape[1], rows):
+        overlap = iou(boxes[:, start : start + rows], anchors)
+        overlap = overlap.masked_fill(~valid[:, start : start + rows, None], -1.0)
+        value, slot = overlap.max(dim=1)
+        better = value > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
+        best = torch.where(better, slot + start, best)
+        best_iou = torch.where(better, value, best_iou)
+        most, wanted = overlap.max(dim=2)
+        taker = torch.where(most > 0, slots[start : start + rows], BACKGROUND)
+        taken_by = taken_by.scatter_reduce(1, wanted, taker, "amax")
+    by_threshold = torch.where(best_iou >= foreground_iou, best, BACKGROUND)
+    return torch.where(taken_by >= 0, taken_by, by_threshold)
+
+
+def mined_cross_entropy(logits: Tensor, target: Tensor, *, negatives: int = 3) -> Tensor:
+    """Cross entropy summed over the positive anchors and, in each picture, over the background anchors on which it is
+    largest, `negatives` times as many: float [].
+
+    logits: float [B, A, 1 + C]; target: int64 [B, A], 0 for background. Among equal losses the earlier anchor counts.
+    Where a picture has fewer background anchors than that, all of them count; torchvision then counts positive ones a
+    second time.
+    """
+    loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    positive = target > 0
+    # A positive anchor, as a negative, costs nothing: it may be among the largest only when all that cost are.
+    ranked = torch.where(positive, 0.0, loss).sort(dim=1, descending=True, stable=True).values
+    hard = torch.arange(target.shape[1], device=target.device) < negatives * positive.sum(1, keepdim=True)
+    return torch.where(positive, loss, 0.0).sum() + torch.where(hard, ranked, 0.0).sum()

@@ -1,0 +1,84 @@
+"""A model as a file: safetensors whose header carries the model's card, so that the file alone can be used.
+
+Not here: pretrained weights of others (`load.py`) and whole checkpoints (`training/checkpoint.py`).
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from stoker import models
+from stoker.config.settings import ModelSettings
+from stoker.errors import WeightsError
+from stoker.models.weights import hub
+from stoker.runs.folder import BEST, CHECKPOINTS, FINAL, fetch_run
+from stoker.storage.uri import expand, is_address, parse
+
+KEY = "stoker"
+
+
+class Card(msgspec.Struct, kw_only=True):
+    """What a model is, and how pictures are brought to it."""
+
+    settings: ModelSettings
+    class_names: tuple[str, ...]
+    canvas: tuple[int, int]
+    """Height and width in pixels."""
+    resize: str
+    step: int = 0
+    ap: float | None = None
+    """AP of these weights on the validation split, where it was measured."""
+
+    def header(self) -> dict[str, str]:
+        """The safetensors header. One key, since several are written in any order: equal models are equal files."""
+        fields = msgspec.to_builtins(self)
+        fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
+        return {KEY: msgspec.json.encode(fields).decode()}
+
+
+def load(path: Path) -> tuple["models.Detector", Card]:
+    """The model of a .safetensors file on the CPU, in evaluation mode. Raises WeightsError."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+        if KEY not in header:
+            cause = "its header has no stoker card; it holds weights that a training could start from, not a model"
+            raise WeightsError("The file is not a model that stoker saved.", place=path, cause=cause)
+        card = msgspec.json.decode(header[KEY], type=Card)
+        tensors = load_file(path)
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        raise WeightsError("The model file cannot be read.", place=path, cause=str(error)) from error
+    model = models.build(card.settings, len(card.class_names))
+    model.load_state_dict(tensors)
+    return model.eval(), card
+
+
+def local(run: str | os.PathLike[str]) -> Path:
+    """The run folder or file that a person names, as a path: what is in a bucket is fetched, of a run its settings and
+    weights. Raises UsageError when there is no such run there, StorageError."""
+    text = expand(run) if isinstance(run, str) else os.fspath(run)
+    if not is_address(text):
+        return Path(text)
+    address = parse(text)
+    if address.name.endswith((".safetensors", ".onnx")):
+        return hub.local(text)
+    return fetch_run(address, weights=True)
+
+
+def find(path: Path) -> Path:
+    """The weights to use of a run or of a file: best, else final, else the newest checkpoint. Raises WeightsError."""
+    if path.is_file():
+        return path
+    candidates = [path / BEST, path / FINAL, *sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise WeightsError(
+        "There is no model to use.",
+        place=path,
+        cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
+        fix="name a run folder that trained for at least one evaluation, or a .safetensors file",
+    )

@@ -1,0 +1,84 @@
+"""`stoker.measure` around `transformers.Trainer.train`.
+
+    from stoker.integrations.huggingface import StokerCallback
+    trainer = Trainer(…, callbacks=[StokerCallback("runs/x")])
+
+The Trainer tells its callbacks when a step begins and ends, and when something else has ended. What lies before a step
+and after everything else is its wait for batches; what ends with `on_evaluate` and `on_save` is evaluating and saving.
+It does not tell them of errors: a training that raises is recorded as failed by the next one, or at the end of the
+process, or by `StokerCallback.close(error)`.
+"""
+
+import time
+from typing import Any
+
+from stoker.profiling.callbacks.session import Session, base_classes
+
+_PLACES = {"transformers": "TrainerCallback"}
+_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "rate"}
+"""In the Trainer's logs → in ours. Those of an evaluation have other names."""
+
+
+class _Hooks:
+    """run, settings: as of `stoker.measure`. Pictures are counted as the batch size, also of a last batch
+    that is smaller."""
+
+    def __init__(self, run: str | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._session = Session(run, settings)
+        self._last_s = 0.0
+        """Up to when it is known what the Trainer did."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._session.open(first_step=state.global_step)
+        self._last_s = time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the record. error: what ended the training."""
+        self._session.close(error)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._last_s = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._was("input_wait")
+        self._session.begin("step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._session.end("step")
+        if self._session.measure is not None:
+            pictures = args.train_batch_size * args.gradient_accumulation_steps
+            self._session.measure.count_step(pictures=pictures)
+        self._last_s = time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._was("eval")
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        self._was("checkpoint")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:  # noqa: ARG002
+        told = {ours: float(logs[theirs]) for theirs, ours in _NAMES.items() if logs and theirs in logs}
+        if self._session.measure is not None and "loss" in told:
+            self._session.measure.log(**told)
+            self._last_s = time.perf_counter()  # an evaluation logs too, before it ends
+
+    def _was(self, phase: str) -> None:
+        """All since the last word was `phase`."""
+        now_s = time.perf_counter()
+        if self._session.measure is not None:
+            self._session.measure.charge(phase, self._last_s, now_s)
+        self._last_s = now_s
+
+
+def __getattr__(name: str) -> Any:
+    """`StokerCallback`, made on first use: its base class is the framework's."""
+    if name != "StokerCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
+    bases = base_classes(_PLACES, what="Hugging Face's transformers", install="transformers accelerate")
+    made = type(name, (_Hooks, *bases), {"__doc__": _Hooks.__doc__})
+    globals()[name] = made
+    return made

@@ -1,0 +1,107 @@
+"""`stoker.measure` around a fit of Lightning's Trainer (`pytorch_lightning` or `lightning`).
+
+    from stoker.integrations.lightning import StokerCallback
+    trainer = Trainer(callbacks=[StokerCallback("runs/x")])
+
+Steps, validation and checkpoints are learnt from the callback's hooks. What the loop waits for its batches no hook
+says; Lightning tells it to its profiler (`train_dataloader_next`, as `profiler="simple"` shows), so the trainer's
+profiler, whichever it is, is listened to during the fit. With several ranks each has its own callback, as always.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.profiling.callbacks.session import Session, base_classes
+
+_PLACES = {"lightning.pytorch": "Callback", "pytorch_lightning": "Callback"}
+_ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "save_checkpoint": "checkpoint"}
+"""End of what the profiler calls an action → what it is."""
+
+
+class _Hooks:
+    """run, settings: as of `stoker.measure`. Made for one fit at a time; another fit with the same folder is another
+    attempt."""
+
+    def __init__(self, run: str | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._session = Session(run, settings)
+        self._profiler: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        if stage == "fit":
+            self._session.open(first_step=trainer.global_step)
+            self._listen(trainer.profiler)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        if stage == "fit":
+            self._close(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        self._close(exception)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        measure = self._session.measure
+        if measure is not None:
+            measure.see(batch)
+            self._session.begin("step")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        measure = self._session.measure
+        if measure is None:
+            return
+        self._session.end("step")
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if getattr(loss, "numel", lambda: 0)() != 1:  # a step that optimizes by itself may return anything
+            loss = None
+        rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
+        measure.log(loss=loss, rate=rate)
+        if trainer.global_step > measure.step_count:  # else the gradient is accumulated
+            measure.count_step(trainer.global_step - measure.step_count)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        self._session.begin("eval")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        self._session.end("eval")
+
+    def _listen(self, profiler: Any) -> None:
+        """Puts our ears around its `start` and `stop`, on the object, until `_close`."""
+        session, start, stop = self._session, profiler.start, profiler.stop
+
+        def heard_start(action_name: str) -> Any:
+            part = _part_of(action_name)
+            if part is not None:
+                session.begin(part)
+            return start(action_name)
+
+        def heard_stop(action_name: str) -> Any:
+            answer = stop(action_name)
+            part = _part_of(action_name)
+            if part is not None:
+                session.end(part)
+            return answer
+
+        profiler.start, profiler.stop = heard_start, heard_stop
+        self._profiler = profiler
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._profiler is not None:
+            for name in ("start", "stop"):  # the methods of its class are back
+                vars(self._profiler).pop(name, None)
+            self._profiler = None
+        self._session.close(error)
+
+
+def _part_of(action: str) -> str | None:
+    return next((part for end, part in _ACTIONS.items() if action.endswith(end)), None)
+
+
+def __getattr__(name: str) -> Any:
+    """`StokerCallback`, made on first use: its base class is the framework's."""
+    if name != "StokerCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
+    made = type(
+        name, (_Hooks, *base_classes(_PLACES, what="Lightning", install="lightning")), {"__doc__": _Hooks.__doc__}
+    )
+    globals()[name] = made
+    return made

@@ -1,0 +1,157 @@
+"""The second witness: a thread that writes down, once a second, what driver and kernel say of GPUs and host.
+
+It knows nothing of the training and takes no part in it: where its devices.jsonl and the ledger disagree, that is a
+finding. What it cannot read is absent from the line; when it fails itself it says so in an event and stops. A driver
+that hangs costs the GPUs' numbers only: it is asked in a thread of its own (`beside`), and its errors are heard in
+another (`xid`).
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from stoker.profiling.telemetry.gpu import Gpus
+from stoker.profiling.telemetry.host import Host
+from stoker.profiling.telemetry.timeouts import Beside
+from stoker.profiling.telemetry.xid import Fault, Faults
+from stoker.runs.folder import DEVICES, RunFolder
+from stoker.runs.schemas import DeviceSample, GpuSample
+
+ANSWER_WITHIN_S = 0.5
+"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 where PCIe traffic is sampled."""
+
+SILENT_S = 10.0
+"""A driver that has not answered for so long is said to hang: opening one that nobody keeps loaded takes seconds."""
+
+
+class Witness:
+    """Samples from `start` to `stop`, or inside a `with` block. `last`: the newest sample, for the screen.
+
+    pid: the root of the processes that are looked at, of a job that is watched; default: this process. interval_s: from
+    line to line; lines keep to multiples of it since the start, however long a sample takes.
+    """
+
+    def __init__(self, run: RunFolder, *, pid: int | None = None, interval_s: float = 1.0) -> None:
+        self.last: DeviceSample | None = None
+        self._run = run
+        self._pid = pid
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="witness", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread; one that hangs in the driver is left behind (it is a daemon) after `timeout_s`."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _watch(self) -> None:
+        try:
+            self._sample_until_stopped()
+        except Exception as error:  # noqa: BLE001 (training goes on without its second witness, and the run says so)
+            self._run.event("warning", f"devices.jsonl ends here: {type(error).__name__}: {error}")
+
+    def _sample_until_stopped(self) -> None:
+        with (
+            contextlib.closing(Host(pid=self._pid, folder=self._run.path)) as host,
+            contextlib.closing(Driver(self._run, pid=self._pid)) as driver,
+        ):
+            due_s = time.monotonic()
+            while True:
+                due_s = next_due(due_s, time.monotonic(), self._interval_s)
+                if self._stop.wait(due_s - time.monotonic()):
+                    return
+                gpus = driver.sample()
+                sample = DeviceSample(t=time.time(), attempt=self._run.attempt, gpus=gpus, **vars(host.sample()))
+                self._run.append(DEVICES, sample)
+                self.last = sample
+
+
+class Driver:
+    """The GPUs of a run and their errors, asked so that a driver that hangs holds up nobody. pid: as of Witness."""
+
+    def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
+        self._run = run
+        self._pid = pid
+        self._lock = threading.Lock()
+        self._faults: Faults | None = None
+        self._ended = False
+        self._reason: str | None = None
+        self._indices: list[int] = []
+        self._asked_s: float | None = None
+        """When the question was asked that is still open."""
+        self._hangs = False
+        self._beside = Beside(self._open, name="driver")
+
+    def sample(self) -> list[GpuSample]:
+        """Of each GPU; without numbers where the driver does not answer in time."""
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        told = self._beside.ask(ANSWER_WITHIN_S)
+        silent_s = time.monotonic() - self._asked_s
+        if told is None:
+            if silent_s >= SILENT_S and not self._hangs:
+                self._hangs = True
+                self._run.event("warning", f"telemetry: the driver has not answered for {silent_s:.0f} s")
+            return [GpuSample(index=index) for index in self._indices]
+        self._asked_s = None
+        if self._hangs:
+            self._hangs = False
+            self._run.event("note", f"telemetry: the driver answers again, after {silent_s:.0f} s")
+        samples, reason = told
+        if reason != self._reason:
+            self._reason = reason
+            self._run.event("warning", f"telemetry: {reason}")
+        return samples
+
+    def close(self) -> None:
+        """Leaves behind what hangs."""
+        with self._lock:
+            self._ended = True
+            faults = self._faults
+        if faults is not None:
+            faults.end()
+        self._beside.end()
+
+    def _open(self) -> Callable[[], tuple[list[GpuSample], str | None]]:
+        gpus = Gpus(pid=self._pid)
+        with self._lock:
+            if not self._ended:
+                self._faults = Faults(gpus.gpus, self._tell, self._deaf)
+        self._reason = gpus.reason  # without a driver it stays the same from the start: environment.json has it
+        self._indices = [gpu.index for gpu in gpus.gpus]
+
+        def sample() -> tuple[list[GpuSample], str | None]:
+            samples = gpus.sample()
+            for one in samples:
+                one.xids = [] if self._faults is None else self._faults.take(one.index)
+            return samples, gpus.reason
+
+        return sample
+
+    def _tell(self, fault: Fault) -> None:
+        about: dict[str, Any] = {"xid": fault.xid, "gpu": fault.gpu, "count": fault.count, "kernel": fault.kernel}
+        self._run.event("gpu_fault", fault.text, **{name: value for name, value in about.items() if value is not None})
+
+    def _deaf(self, reason: str) -> None:
+        self._run.event("warning", f"telemetry: {reason}")
+
+
+def next_due(due_s: float, now_s: float, interval_s: float) -> float:
+    """The first moment after `now_s` that is a whole number of intervals, at least one, after `due_s`."""
+    return due_s + interval_s * max(1, math.floor((now_s - due_s) / interval_s) + 1)

@@ -1,0 +1,315 @@
+"""Everything that is known of a run, as data: what `stoker report` shows as a page and prints as JSON.
+
+`collect` reads a run, live, dead, finished or old; what it lacks is said in `missing`. Time, money and findings are
+those of `explain.py`, the scores those of evaluation.json. How it looks: `html.py` and `page/`.
+"""
+
+import json
+import re
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stoker.errors import UsageError
+from stoker.evaluation.document import Evaluation, read_evaluation
+from stoker.evaluation.metrics import Metrics
+from stoker.report.advice import Advice, advise
+from stoker.report.explain import Why, gather, open_records
+from stoker.report.series import Bins, Series, ShareBins, Shares
+from stoker.report.timeline import Mark, marks
+from stoker.runs import folder
+from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
+from stoker.storage.run_uri import shown
+
+EVENTS_KEPT, QUARANTINED_KEPT = 300, 100
+"""Of long lists, the first and the last half of so many are kept; how many there were is said."""
+Kept = TypeVar("Kept")
+GAP_S = 10.0
+"""Samples further apart are not joined by a line: nobody looked in between."""
+
+
+class Setting(msgspec.Struct, kw_only=True):
+    """A setting of the run."""
+
+    section: str
+    name: str
+    value: str
+    reason: str | None
+    """Why stoker chose it; None: the user set it."""
+
+
+class Scored(msgspec.Struct, kw_only=True):
+    """An evaluation of the run."""
+
+    step: int
+    t: float
+    metrics: Metrics
+
+
+class Restart(msgspec.Struct, kw_only=True):
+    """A later attempt of the run."""
+
+    attempt: int
+    step: int
+    """From which it went on."""
+    t: float
+    after_s: float
+    """Seconds since the beginning of the run."""
+    ended: str
+    """How the attempt before ended: preempted, failed, or killed."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """All of it. Times in `machine` and `phases` are seconds since `start_t`, places in `curves` are steps."""
+
+    stoker: str
+    """Version that made this report."""
+    made_t: float
+    run: str
+    ours: bool
+    """A training of stoker's own; else a job that it watched or a loop that it measured: nothing is scored there."""
+    model: str | None
+    data: str | None
+    start_t: float | None
+    why: Why
+    missing: list[str]
+    """What this report lacks and why, in sentences."""
+    advice: list[Advice]
+    """What to do next, the most urgent first."""
+    scored: list[Scored]
+    evaluation: Evaluation | None
+    restarts: list[Restart]
+    curves: dict[str, Series]
+    """Name → by step: `loss/…` for each part of it, `rate`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
+    phases: Shares
+    marks: list[Mark]
+    """Where on the time line findings and events lie."""
+    machine: dict[str, Series]
+    """Name → by time, as `gpu 0/utilisation`, `cpu/mean`, `memory/process`."""
+    settings: list[Setting]
+    environment: dict[str, Any]
+    events: list[Event]
+    events_left_out: int
+    quarantined: list[Quarantined]
+    quarantined_left_out: int
+
+    @property
+    def best(self) -> Scored | None:
+        """The first evaluation with the highest AP: its weights are what `eval`, `predict` and `export` use."""
+        return max(self.scored, key=lambda one: one.metrics.ap or 0.0, default=None)
+
+
+def collect(run: str | Path, price: float | None = None) -> Report:
+    """Reads a run. price: as for `why.gather`. Raises UsageError when there is no such run."""
+    path = open_records(run)
+    why = gather(path, price)
+    missing: list[str] = []
+    events = list(folder.read_lines(path, folder.EVENTS, Event))
+    start_t = _start(path, events)
+    settings = settings_of(path)
+    ours = not any("watched" in event.data or "measured" in event.data for event in events)
+    if ours and not (path / folder.CONFIG).exists():
+        missing.append(f"The settings are not known: {folder.CONFIG} is not there.")
+    values = {one.name: one.value for one in settings}
+    scored = _evaluations(events, path)
+    evaluation = _evaluation(path, missing, bool(scored)) if ours else None
+    quarantined = list(folder.read_lines(path, folder.QUARANTINE, Quarantined))
+    curves, phases = _steps(path, missing, start_t or 0.0)
+    machine = _machine(path, missing, start_t or 0.0)
+    kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
+    kept_quarantined = _ends(quarantined, QUARANTINED_KEPT)
+    missing += [f"Of the job, {tier}: {said}." for tier, said in why.watched.items() if said.startswith("not ")]
+    report = Report(
+        stoker=metadata.version("stoker"),
+        made_t=time.time(),
+        run=shown(path),
+        ours=ours,
+        model=values.get("model"),
+        data=Path(values["data"]).name if "data" in values else None,
+        start_t=start_t,
+        why=why,
+        missing=missing,
+        advice=[],
+        scored=scored,
+        evaluation=evaluation,
+        restarts=_restarts(events, start_t or 0.0),
+        curves=curves,
+        phases=phases,
+        marks=marks(why.findings, events, phases, machine, start_t or 0.0),
+        machine=machine,
+        settings=settings,
+        environment=_environment(path, missing),
+        events=kept_events,
+        events_left_out=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
+        quarantined=kept_quarantined,
+        quarantined_left_out=len(quarantined) - len(kept_quarantined),
+    )
+    report.advice = advise(why, [one.metrics.ap for one in scored], evaluation, events)
+    return report
+
+
+def _start(path: Path, events: list[Event]) -> float | None:
+    """When the run began, Unix time: the first window reaches back to the start of the process, before any event."""
+    first = next(folder.read_lines(path, folder.STEPS, StepWindow), None)
+    times = [event.t for event in events[:1]] + ([] if first is None else [first.t - first.wall_s])
+    return min(times, default=None)
+
+
+def _evaluations(events: list[Event], path: Path) -> list[Scored]:
+    """Ascending in step: those of steps that a kill lost are replaced when the steps are done again."""
+    kept: list[Scored] = []
+    for event in events:
+        if event.kind == "evaluated" and "metrics" in event.data:
+            one = _scored(event, path)
+            while kept and kept[-1].step >= one.step:
+                kept.pop()
+            kept.append(one)
+    return kept
+
+
+def _scored(event: Event, path: Path) -> Scored:
+    try:
+        metrics = msgspec.convert(event.data["metrics"], Metrics)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            "An evaluation of the run is not what this stoker writes.",
+            place=f"{path / folder.EVENTS}: evaluated at step {event.step}",
+            cause=str(error),
+            fix=f"read the run with the version of stoker that {folder.ENVIRONMENT} beside it names",
+        ) from error
+    return Scored(step=event.step or 0, t=event.t, metrics=metrics)
+
+
+def _evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:
+    try:
+        found = read_evaluation(path)
+    except UsageError as error:
+        missing.append(f"{error.what} ({error.cause}) Curves, mistakes and pictures are left out.")
+        return None
+    if found is None:
+        why = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
+        missing.append(
+            f"No precision-recall curves, mistakes and pictures: {folder.EVALUATION} is not there, because {why}."
+        )
+    return found
+
+
+def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], Shares]:
+    curves: dict[str, Bins] = {}
+    phases = ShareBins()
+    for window in folder.read_lines(path, folder.STEPS, StepWindow):
+        phases.add(window.t - window.wall_s - start_t, window.t - start_t, window.phases)
+        if not window.steps:
+            continue
+        values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
+        values |= {"rate": window.rate, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
+        if window.wall_s > 0 and window.pictures:  # none: a watched job that does not tell them
+            values["img_per_s"] = window.pictures / window.wall_s
+        for name, value in values.items():
+            if value is not None:
+                curves.setdefault(name, Bins()).add(window.step, value)
+    if not curves:
+        missing.append("No curves of the training: no optimizer step is recorded.")
+    return {name: bins.series() for name, bins in curves.items()}, phases.shares()
+
+
+def _machine(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
+    curves: dict[str, Bins] = {}
+    for sample in folder.read_lines(path, folder.DEVICES, DeviceSample):
+        for name, value in _values(sample).items():
+            if value is not None:
+                curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
+    if not curves:
+        missing.append(f"Nothing is known of GPUs and host: {folder.DEVICES} has no line.")
+    return {name: bins.series(gap=GAP_S) for name, bins in curves.items()}
+
+
+def _values(sample: DeviceSample) -> dict[str, float | None]:
+    """What a sample says, by the name of its curve."""
+    values: dict[str, float | None] = {
+        "cpu/mean": sum(sample.cpu) / len(sample.cpu) if sample.cpu else None,
+        "cpu/busiest core": max(sample.cpu, default=None),
+        "cpu/this process, cores": sample.process_cpu,
+        "memory/process": sample.rss_bytes,
+        "memory/used": sample.memory_used_bytes,
+        "memory/limit": sample.memory_limit_bytes,
+        "pressure/cpu": sample.psi_cpu,
+        "pressure/memory": sample.psi_memory,
+        "pressure/io": sample.psi_io,
+        "pressure/held back by the quota, s": sample.throttled_s,
+    }
+    for gpu in sample.gpus:
+        name = f"gpu {gpu.index}"
+        values |= {
+            f"{name}/utilisation": gpu.utilisation,
+            f"{name}/SM active": gpu.sm_active,
+            f"{name}/memory": gpu.memory_used_bytes,
+            f"{name}/memory of the GPU": gpu.memory_total_bytes,
+            f"{name}/power, W": gpu.power_w,
+            f"{name}/power limit, W": gpu.power_limit_w,
+            f"{name}/temperature, °C": gpu.temperature_c,
+            f"{name}/clock, MHz": gpu.sm_clock_mhz,
+        }
+    return values
+
+
+def _restarts(events: list[Event], start_t: float) -> list[Restart]:
+    """The later attempts; their first step is that of their first event that has one, else that of the last save."""
+    restarts = []
+    saved = 0
+    ended = "killed"
+    for event in events:
+        if event.kind == "resumed":
+            restarts.append(
+                Restart(attempt=event.attempt, step=saved, t=event.t, after_s=event.t - start_t, ended=ended)
+            )
+            ended = "killed"
+        elif event.kind == "checkpoint" and event.step is not None:
+            saved = event.step
+        elif event.kind in ("preempted", "failed"):
+            ended = event.kind
+    return restarts
+
+
+def settings_of(path: Path) -> list[Setting]:
+    """Of a run; empty where it has none. Read without a schema: a run of another version has its own settings."""
+    sections = folder.read_settings(path) or {}
+    reasons = sections.pop("reasons", {})
+    return [
+        Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))
+        for section, values in sections.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " ".join(_shown(item) for item in value)
+    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", str(value))
+
+
+def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
+    file = path / folder.ENVIRONMENT
+    if not file.exists():
+        missing.append(f"What the run ran on is not known: {folder.ENVIRONMENT} is not there.")
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        missing.append(f"What the run ran on is not known: {folder.ENVIRONMENT} holds no JSON object ({found}).")
+        return {}
+    return found
+
+
+def _ends(lines: list[Kept], most: int) -> list[Kept]:
+    return lines if len(lines) <= most else lines[: most // 2] + lines[-(most - most // 2) :]

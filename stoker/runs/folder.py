@@ -1,0 +1,306 @@
+"""The run folder: names, schemas, writers and readers of its files. The interface between all commands.
+
+Writers append whole lines and replace whole files by rename; readers accept a torn last line, so a live, a dead and a
+finished run read alike. `docs/run-folder.md` describes every file for people, and a test holds it to that. Not here:
+checkpoints (`training/checkpoint.py`).
+"""
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from stoker.errors import UsageError, writing
+from stoker.storage.local_files import write_whole
+from stoker.runs.schemas import Event
+from stoker.storage.uri import Address, expand, is_address, parse
+from stoker.storage.run_uri import LEASE, working_copy
+
+if os.name == "posix":
+    import fcntl
+
+PHASES = (
+    "compute", "startup", "compile", "input_wait", "h2d", "host", "sync", "comm", "straggler", "eval", "checkpoint",
+    "recovery", "idle", "unattributed",
+)  # fmt: skip
+"""The ledger's phases; `compute` is the productive one, the others are losses. What each means: docs/run-folder.md."""
+
+INPUT_STAGES = ("fetch", "decode", "copy", "queue")
+"""What `input_wait` is made of; what each means: docs/run-folder.md."""
+
+STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
+CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
+EVALUATION, REPORT, OUTPUT = "evaluation.json", "report.html", "output.log"
+TRACES, STACKS, PROBES, TRACE_FILES, RANKS = "traces.jsonl", "stacks.jsonl", "probes.jsonl", "traces", "ranks"
+CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
+
+EVENT_KINDS = (
+    "started", "resumed", "note", "warning", "evaluated", "checkpoint", "checkpoint_failed", "checkpoint_corrupt",
+    "slowed", "loss_spike", "rate_too_high", "rate_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
+)  # fmt: skip
+"""What an event can be; docs/run-folder.md says when each is written."""
+
+LEARNING_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
+"""Those about the loss and the rate."""
+
+WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | LEARNING_KINDS
+"""Those that are shown as warnings: training went on, and not as was asked for."""
+
+
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+class RunFolder:
+    """A run's folder, opened to write, from any thread. Readers use the functions below.
+
+    Training must not die because a line of its records cannot be written (a full disk, a storage that went away): such
+    lines are counted, and said by an event as soon as writing works again.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.path = path
+        self.attempt = attempt
+        self._files: dict[str, int] = {}
+        self._torn: set[str] = set()
+        self._lost = 0
+        self._lock = threading.RLock()
+        self._encoder = msgspec.json.Encoder()
+
+    def append(self, name: str, line: msgspec.Struct) -> None:
+        """Adds a line in one write; a process killed in between tears at most this line. Raises OSError when not even
+        the first file can be opened."""
+        with self._lock:
+            try:
+                if name not in self._files:
+                    self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                    if _is_torn(self._files[name]):
+                        self._torn.add(name)
+            except OSError:
+                if not self._files:
+                    raise
+                self._lost += 1
+                return
+            data = self._encoder.encode(line) + b"\n"
+            if name in self._torn:  # ends the half line that a killed process or a full disk left
+                data = b"\n" + data
+            try:
+                written = os.write(self._files[name], data)
+            except OSError:  # said below, when there is room again
+                self._lost += 1
+                return
+            if written < len(data):
+                self._torn.add(name)
+                self._lost += 1
+                return
+            self._torn.discard(name)
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                self.event("warning", f"{lost} lines of the run's records could not be written", lines=lost)
+                self._lost += lost if self._lost else 0
+
+    def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
+        self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
+
+    def replace(self, name: str, content: msgspec.Struct) -> None:
+        """Writes one of the run's JSON files anew. Where that fails the old one stays, and an event says so."""
+        try:
+            write_whole(self.path / name, self._encoder.encode(content) + b"\n")
+        except OSError as error:
+            self.event("warning", f"{name} could not be written: {error}")
+
+    def close(self) -> None:
+        with self._lock:
+            for handle in self._files.values():
+                os.close(handle)
+            self._files.clear()
+
+
+def _is_torn(handle: int) -> bool:
+    """Whether a file's last line has no end."""
+    size = os.fstat(handle).st_size
+    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+
+
+def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
+    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Torn lines are
+    passed over.
+
+    Raises UsageError at a whole line that is not a `kind`: another version of stoker wrote it.
+    """
+    return (line for _, line in numbered_lines(run, name, kind))
+
+
+def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int, Line]]:
+    """`read_lines` with the number of each line in its file, from 1: for who quotes them."""
+    path = run / name
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, decoder.decode(line)
+                except msgspec.ValidationError as error:
+                    raise UsageError(
+                        f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
+                        place=f"{path}:{number}",
+                        cause=str(error),
+                        fix=f"read the run with the version of stoker that {ENVIRONMENT} beside it names",
+                    ) from error
+                except (msgspec.DecodeError, UnicodeDecodeError):  # torn by a kill: never whole again
+                    pass
+            if not line.endswith(b"\n"):
+                return  # the end of a live run's file: what comes behind it now is the other half of this line
+
+
+def read_settings(run: Path) -> dict[str, Any] | None:
+    """The tables of config.toml as they are written, whichever version wrote them; None when the run has none. Raises
+    UsageError when it is damaged: what a run cost is not guessed. With its schema it is read by `settings.py`."""
+    path = run / CONFIG
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        fix = "bring it back, or remove it: the run is then read without its settings"
+        raise UsageError("The run's settings are damaged.", place=path, cause=str(error), fix=fix) from error
+
+
+def price_of(run: Path) -> float:
+    """Money per device-hour as the run was told: a measured job says it when an attempt begins, training in its
+    settings. 0: unknown. Raises UsageError as `read_settings`."""
+    price = (read_settings(run) or {}).get("run", {}).get("price", 0.0)
+    for event in read_lines(run, EVENTS, Event):
+        if event.kind in ("started", "resumed"):
+            price = event.data.get("price", price)
+    return float(price)
+
+
+def open_run(text: str | Path) -> Path:
+    """The folder of an existing run, to read: of one in a bucket, a copy of its records. Raises UsageError that lists
+    the runs beside it; StorageError."""
+    text = expand(text) if isinstance(text, str) else str(text)
+    if is_address(text):
+        return fetch_run(parse(text))
+    path = Path(text)
+    if (path / EVENTS).exists():
+        return path
+    parent = path.parent if path.parent.exists() else Path("runs")
+    runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
+    cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
+    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix="name a folder that training wrote")
+
+
+def fetch_run(address: Address, *, weights: bool = False) -> Path:
+    """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
+    records, of all ranks; weights: of its settings and best (else final, else newest) weights. Raises UsageError,
+    StorageError."""
+    from stoker.storage import download  # loads obstore, which folders do not need
+
+    own = working_copy(address)
+    with contextlib.suppress(OSError), locked(own) as free:  # OSError: there is no working copy
+        if free is False and (own / EVENTS).exists():
+            return own
+    if weights:
+        return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL), else_newest_in=CHECKPOINTS)
+    names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
+             LEASE)  # fmt: skip
+    return download.fetch(address, names, events=EVENTS, below=RANKS)
+
+
+def is_finished(run: Path) -> bool:
+    return any(event.kind == "finished" for event in read_lines(run, EVENTS, Event))
+
+
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt; 0 when the run never started."""
+    return max((event.attempt for event in read_lines(run, EVENTS, Event)), default=0)
+
+
+def runs_named(parent: Path, stem: str) -> list[Path]:
+    """The runs `parent/stem-N`, oldest first."""
+    pattern = re.compile(re.escape(stem) + r"-(\d+)$")
+    found = [(int(m[1]), p) for p in parent.glob(f"{stem}-*") if (m := pattern.match(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def make_run(parent: Path, stem: str) -> Path:
+    """Makes `parent/stem-N`, with the next free number; no other process gets the same. Raises OSError."""
+    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(parent, stem)), default=0) + 1
+    while True:
+        path = parent / f"{stem}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another process was faster
+            number += 1
+        else:
+            return path
+
+
+@contextlib.contextmanager
+def recording(
+    path: Path, environment: dict[str, Any], what: str, *, fix: str, **data: Any
+) -> Iterator[tuple[RunFolder, int]]:
+    """(the folder of a job that is no training of ours, held and ready to write; the descriptor that holds its lock).
+
+    A folder that was recorded in before gets one more attempt. what: of the event `started` or `resumed`, with data.
+    Raises UsageError when the folder is that of a training, or another living process records there; StorageError when
+    it cannot be written. fix: what to do then.
+    """
+    if (path / CONFIG).exists():
+        raise UsageError("This run is a training of stoker's own.", place=path, fix=fix)
+    with contextlib.ExitStack() as stack:
+        with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
+            path.mkdir(parents=True, exist_ok=True)
+            handle, has_locks = _hold(path, stack, fix)
+            folder = RunFolder(path, last_attempt(path) + 1)
+            stack.callback(folder.close)
+            write_whole(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+            kind = "started" if folder.attempt == 1 else "resumed"
+            folder.event(kind, f"attempt {folder.attempt}: {what}", **data)
+            if not has_locks:
+                folder.event("warning", "this storage has no locks: nothing keeps a second job from this run's folder")
+        yield folder, handle
+
+
+def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
+    """Holds the run; (the descriptor that does, whether the storage has locks). Whoever inherits it holds the run too,
+    until the lock is given back or all are gone."""
+    file = stack.enter_context((path / ".lock").open("a"))
+    held = lock(file)
+    if held is False:
+        raise UsageError("Another job is being recorded there.", place=path, fix=fix)
+    if held:
+        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may have it still
+    return file.fileno(), held is True
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[bool | None]:
+    """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it, None
+    where the storage has no locks (Lustre without -o flock, some network mounts)."""
+    with (run / ".lock").open("a") as file:
+        yield lock(file)
+
+
+def lock(file: IO[str]) -> bool | None:
+    """`locked` of a file that is open; whoever inherits its descriptor holds the lock too."""
+    for _ in range(20):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
+        except OSError:
+            return None
+        else:
+            return True
+    return False

@@ -1,0 +1,161 @@
+"""`stoker models`, and the two files that are written from the table of architectures: models.json, which the command
+reads, and docs/models.md. `python -m tests.cli.test_models_command` writes both anew."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.cli.app import app
+from stoker.config.recipes import RECIPES
+from stoker.errors import ConfigError
+from stoker.models import MODELS
+from stoker.report import format as fmt
+from stoker.report import models as report
+from stoker.report.models import Model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+def rows() -> list[Model]:
+    """The table as data."""
+    found = []
+    for name, row in MODELS.items():
+        side = row.canvas_side // row.canvas_multiple * row.canvas_multiple
+        found.append(
+            Model(
+                name=name,
+                what_for=row.what_for,
+                parameters=row.parameters,
+                canvas=(side, side),
+                **dataclasses.asdict(row.cost),
+                recipe=row.recipe,
+                batch=RECIPES[row.recipe]().run.batch,
+                weights=dict(row.urls),
+                settings={key: (value, row.reasons[key]) for key, value in row.defaults.items()},
+            )
+        )
+    return found
+
+
+def data_file() -> bytes:
+    """models.json."""
+    return msgspec.json.format(msgspec.json.encode(rows()), indent=1) + b"\n"
+
+
+def page() -> str:
+    """docs/models.md."""
+    lines = [
+        "# Models",
+        "",
+        "Every architecture by the name that `--model` takes; `stoker models` prints the same table, `stoker models",
+        "NAME` one with the addresses of its weights. Without `--model`: [which-model.md](which-model.md). How one is",
+        "added: [add-a-model.md](add-a-model.md).",
+        "",
+        "Operations are those of convolutions and matrices, a product and its sum counted as two, for one picture on",
+        "the square canvas named, with 80 classes. Memory is the peak of a training step in bf16, with the recipe's",
+        "batch and the default settings, predicted by counting tensors; a driver, cuDNN and fragmentation come on top.",
+        "The canvas of a run follows its data: operations and memory grow with its area.",
+        "",
+        "| model | for | parameters | canvas | GFLOP | in training | memory, batch | weights |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    lines += [
+        f"| `{m.name}` | {m.what_for} | {m.parameters / 1e6:.1f} M | {m.canvas[0]} | {fmt.number(m.gflop)} | "
+        f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch} | {', '.join(m.weights) or 'none'} |"
+        for m in sorted(rows(), key=lambda some: some.gflop)
+    ]
+    lines += [
+        "",
+        "## Less memory",
+        "",
+        "`--checkpoint-activations` keeps the input of each stage, block and tower only, and computes the rest again",
+        "in the backward pass, with the same result. RetinaNet-R50 with 32 pictures of 800 × 800 in bf16 is predicted",
+        f"to take {PEAKS[0]} GiB instead of {PEAKS[1]} (`tests/models/test_memory.py`). A batch that does not fit is",
+        "split into micro-batches anyway; this is for pictures of which not even one fits.",
+        "",
+        "`--fit` tries batches on the device, for a minute at most, and takes the smallest within 3 % of the best time",
+        "per picture; the rate follows it. `python -m stoker.training.defaults.auto_batch DATA` prints times and memory"
+        " as JSON.",
+        "",
+        "## Settings of each",
+        "",
+        "What an architecture has beside the settings of every run ([settings.md](settings.md)), and why it is so.",
+    ]
+    for m in rows():
+        lines += ["", f"### {m.name}", "", "| setting | default | why |", "|---|---|---|"]
+        lines += [f"| `{key}` | {report.shown(value)} | {reason} |" for key, (value, reason) in m.settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+PEAKS = (3.8, 8.5)
+"""GiB with and without checkpointing, as tests/models/test_memory.py has them."""
+
+
+def test_the_files_are_current():
+    anew = "python -m tests.cli.test_models_command writes it anew"
+    assert data_file() == report.FILE.read_bytes(), anew
+    assert page() == PAGE.read_text(), anew
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    app(["models", *arguments], result_action="return_value")
+    return capsys.readouterr().out
+
+
+def test_the_table_has_every_model(capsys: pytest.CaptureFixture[str]):
+    lines = shown(capsys).splitlines()
+    for name, row in MODELS.items():
+        (line,) = (line for line in lines if line.split() and line.split()[0] == name)
+        for part in (f"{row.parameters / 1e6:.1f} M", row.what_for, *row.urls):
+            assert part in line
+
+
+def test_it_fits_a_narrow_terminal():
+    out = io.StringIO()
+    report.print_models(out, width=100)
+    assert max(map(len, out.getvalue().splitlines())) <= 120  # the legend is not wrapped
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_full(name: str, capsys: pytest.CaptureFixture[str]):
+    text = shown(capsys, name)
+    row = MODELS[name]
+    assert f"{row.parameters:,}" in text
+    for part in (*row.urls.values(), *row.reasons.values(), row.recipe):
+        assert part in text
+    for setting in row.defaults:
+        assert f"--{setting.replace('_', '-')} " in text
+
+
+def test_json(capsys: pytest.CaptureFixture[str]):
+    assert [some["name"] for some in json.loads(shown(capsys, "--json"))] == list(MODELS)
+    one = json.loads(shown(capsys, "retinanet_tiny_fpn", "--json"))
+    assert one["memory_gib"] == MODELS["retinanet_tiny_fpn"].cost.memory_gib
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'retinanet_tiny_fpn'") as caught:
+        report.print_model("retinanet_tinny_fpn")
+    assert caught.value.exit_code == 2
+
+
+def test_it_needs_no_torch():
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from stoker.cli.app import app\n"
+        "app(['models'], result_action='return_value')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "retinanet_resnet50_fpn" in done.stdout
+
+
+if __name__ == "__main__":
+    report.FILE.write_bytes(data_file())
+    PAGE.write_text(page())

@@ -1,0 +1,156 @@
+"""One surface: a setting is a field of settings.py, a flag, a TOML key, a parameter of `stoker.train`, and a row of
+docs/settings.md. `python -m tests.config.test_surface` writes that page anew."""
+
+import ast
+import dataclasses
+import inspect
+import typing
+from pathlib import Path
+
+import pytest
+
+import stoker
+from stoker.cli.app import app
+from stoker.config import settings
+from stoker.config.keywords import Settings
+from stoker.config.settings import SECTION_OF, SECTIONS
+from stoker.monitor.options import Monitoring
+from stoker.training.defaults.derive import PLAIN
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+POSITIONAL = "data"
+"""The argument of the command and of the function, and no flag."""
+
+
+def described() -> dict[str, tuple[str, str, str]]:
+    """Field → (section, type as written, what it says of itself), read from the source."""
+    found = {}
+    for section, kind in SECTIONS.items():
+        (body,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                assert isinstance(text, ast.Expr), f"{field.target.id} has no docstring"
+                assert isinstance(text.value, ast.Constant)
+                found[field.target.id] = (section, ast.unparse(field.annotation), str(text.value.value))
+    return found
+
+
+def page() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Every setting has one name: a flag of `stoker train` (`--for 12ep`), a key of a run's `config.toml`, and a",
+        'parameter of `stoker.train` in Python (`for_="12ep"`, since `for` is a word of the language). What is not set',
+        "is derived from the data, the device and the recipe; the run says each value with its reason.",
+    ]
+    for section, kind in SECTIONS.items():
+        lines += ["", f"## {section}", "", str(inspect.getdoc(kind)), "", "| setting | what it is | values | default |"]
+        lines.append("|---|---|---|---|")
+        for name, (of, written, text) in described().items():
+            if of == section and name != POSITIONAL:
+                value, why = PLAIN.get(name, ("derived", ""))
+                default = ": ".join(filter(None, (_shown(value), why)))
+                lines.append(f"| `{name.rstrip('_')}` | {text} | {_values(written)} | {default} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _values(written: str) -> str:
+    kind = ast.parse(written, mode="eval").body
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+        assert isinstance(kind.slice, ast.Tuple)
+        kind = kind.slice.elts[0]
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
+        choices = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
+        return ", ".join(str(ast.literal_eval(choice)) for choice in choices)
+    words = {
+        "str": "text",
+        "int": "whole number",
+        "bool": "yes or no",
+        "float": "number",
+        "tuple[int, int]": "two whole numbers",
+        "tuple[float, float]": "two numbers",
+        "tuple[float, ...]": "numbers",
+        "tuple[str, ...]": "names",
+    }
+    return words[ast.unparse(kind)]
+
+
+def plain_types(kind: type) -> dict[str, object]:
+    return typing.get_type_hints(kind)
+
+
+def test_python_has_the_settings_of_the_config():
+    fields = {name: t for kind in SECTIONS.values() for name, t in plain_types(kind).items() if name in SECTION_OF}
+    assert fields.pop(POSITIONAL) is str
+    assert plain_types(Settings) == fields
+    assert list(Settings.__annotations__) == [name for name in SECTION_OF if name != POSITIONAL], "in the same order"
+
+
+def test_the_command_has_a_flag_for_every_setting():
+    arguments = [
+        a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
+    ]
+    flags = {name for argument in arguments for name in argument.names}
+    own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--no-eager"}
+    own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Monitoring)}
+    wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
+    assert {flag for flag in flags if flag.startswith("--")} - own == wanted
+
+
+SEVERAL = {"tuple[int, int]": (2, int), "tuple[float, float]": (2, float), "tuple[float, ...]": (3, float),
+           "tuple[str, ...]": (3, str)}  # fmt: skip
+"""Type of a setting that has several values → how many are tried, and of which type."""
+
+
+@pytest.mark.parametrize("name", [n for n, (_, written, _) in described().items() if "tuple[" in written])
+def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: str):
+    count, kind = next(several for written, several in SEVERAL.items() if written in described()[name][1])
+    values = tuple(map(kind, range(1, count + 1)))
+    flag = "--" + name.replace("_", "-")
+    _, bound, _ = app.parse_args(["train", "pictures", flag, *map(str, values), "--batch", "2"])
+    given = bound.arguments["config"]
+    assert dict(given.items())[name] == values
+    assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
+
+
+@pytest.mark.parametrize("name", [name for name, (value, _) in PLAIN.items() if isinstance(value, bool)])
+def test_a_choice_of_two_can_be_made_against_its_default(name: str):
+    """Also on the command line, where what is usual needs no flag."""
+    usual, _ = PLAIN[name]
+    flag = ("--no-" if usual else "--") + name.replace("_", "-")
+    _, bound, _ = app.parse_args(["train", "pictures", flag])
+    assert dict(bound.arguments["config"].items())[name] is not usual
+
+
+def test_the_function_takes_what_the_command_takes():
+    command, function = (inspect.signature(f).parameters for f in (app["train"].default_command, stoker.train))
+    assert set(command) - {"config"} == set(function) - {"settings"}
+    assert function["settings"].kind is inspect.Parameter.VAR_KEYWORD
+    for name in set(function) - {"settings"}:
+        assert command[name].default == function[name].default
+
+
+def test_no_default_is_written_into_the_config():
+    assert all(field.default is settings.AUTO for kind in SECTIONS.values() for field in dataclasses.fields(kind))
+
+
+def test_the_page_of_settings_is_current():
+    assert PAGE.read_text() == page(), "python -m tests.config.test_surface writes it anew"
+
+
+@pytest.mark.parametrize("name", stoker.__all__)
+def test_every_public_name_is_there_and_described(name: str):
+    thing = getattr(stoker, name)
+    assert name in dir(stoker)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert inspect.getdoc(thing)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,258 @@
+"""For every cause of the catalogue: what a run has that has it, and what one has that comes close and lacks it."""
+
+from typing import Any
+
+from tests.diagnosis.built import FACTS, GIB, MIB, OURS, T0
+
+Case = dict[str, Any]
+
+DECODING = {"decode": 0.9, "queue": 0.1}
+FETCHING = {"fetch": 0.9, "queue": 0.1}
+
+
+def _host(**fields: Any) -> Case:
+    return {"host": lambda _: fields}
+
+
+def _gpu(**fields: Any) -> Case:
+    return {"gpus": 1, "gpu": lambda *_: fields}
+
+
+def _growing(name: str, first: float, per_s: float) -> Case:
+    return {"host": lambda second: {name: int(first + per_s * second)}}
+
+
+def _flattening(name: str, first: float, most: float) -> Case:
+    return {"host": lambda second: {name: int(first + most * (1 - 0.9**second))}}
+
+
+def _wait(share: float, stages: dict[str, float] | None = None, **more: Any) -> Case:
+    return {"shares": {"input_wait": share}, "stages": stages} | more
+
+
+def _watched(**more: Any) -> Case:
+    return {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "pictures": 0} | more
+
+
+def _measured(**more: Any) -> Case:
+    return {"config": None} | more
+
+
+def _stacks(**main: float) -> Case:
+    return {"stacks": [{"main": main, "frames": {"train (job.py:10)": 0.5}}] * 2}
+
+
+def _event(kind: str, times: int = 1, **data: Any) -> Case:
+    return {"events": [(kind, f"said {kind}", data)] * times}
+
+
+def _evaluated(*aps: float, t: float = T0) -> Case:
+    """One every 5 s, from t on."""
+    return {
+        "events": [("evaluated", "", {"metrics": {"ap": ap}}) for ap in aps], "event_t": lambda n: t + 10 + 5 * n,
+    }  # fmt: skip
+
+
+def _config(old: str, new: str) -> Case:
+    assert old in OURS
+    return {"config": OURS.replace(old, new)}
+
+
+FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input": {"fetch": 0.4}}
+BUSY = {"cpu": [0.95] * 4, "process_cpu": 3.8}
+FEW = {"cpu": [0.9, 0.1, 0.1, 0.1], "process_cpu": 1.1}
+ONE_THREAD = {"config": OURS.replace("threads = 0", "threads = 1")}
+
+SCRATCH = {
+    "config": OURS.replace('weights = "coco"\nnorm = "frozen"\ntrainable_stages = 3',
+                           'weights = "none"\nnorm = "train"\ntrainable_stages = 5')
+                  .replace('weights = "a detector\'s own"\n', "")
+}  # fmt: skip
+
+# (has it, lacks it)
+CASES: dict[str, tuple[Case, Case]] = {
+    # data loading
+    "input_bound": (_wait(0.12, {"queue": 1.0}), _wait(0.08, {"queue": 1.0})),
+    "slow_storage": (_wait(0.3, FETCHING), _wait(0.08, FETCHING)),
+    "cold_cache": (
+        {"facts": FACTS, "pictures": 40, "steps": 4, "seconds": 40, "stages": FETCHING,
+         "window": lambda s: FETCHED if s < 16 else {}},
+        {"facts": FACTS | {"pictures": 10**6}, "pictures": 40, "steps": 4, "seconds": 40,
+         "window": lambda s: FETCHED if s < 8 else {}},
+    ),
+    "network_saturated": (
+        _wait(0.3, FETCHING) | _host(net_received_bytes_s=115e6),
+        _wait(0.09, FETCHING) | _host(net_received_bytes_s=115e6),
+    ),
+    "slow_decode": (_wait(0.3, DECODING), _wait(0.08, DECODING)),
+    "too_few_threads": (_wait(0.3, DECODING) | ONE_THREAD | _host(**FEW), _wait(0.05, DECODING) | ONE_THREAD),
+    "too_few_cores": (
+        _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilisation=0.69), _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
+    ),
+    "pictures_too_large": (
+        _wait(0.3, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
+        _wait(0.05, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
+    ),
+    "copies_exposed": ({"shares": {"h2d": 0.08}, "gpus": 1}, {"shares": {"h2d": 0.04}, "gpus": 1}),
+    # too little parallel work
+    "python_bound": (
+        _measured(shares={"unattributed": 0.3}) | _host(process_cpu=1.0),
+        _measured(shares={"unattributed": 0.02}) | _host(process_cpu=1.0),
+    ),
+    "host_waits": (
+        _measured(shares={"unattributed": 0.3}) | _host(process_cpu=0.72),
+        {"shares": {"sync": 0.08}},
+    ),
+    "launch_bound": (
+        {"gpus": 1, "traces": [{"busy_s": 0.6, "kernel_median_s": 4e-6, "launches": 9000}]},
+        {"gpus": 1, "traces": [{"busy_s": 0.9, "kernel_median_s": 4e-6, "launches": 9000}]},
+    ),
+    "starved_inside_steps": (_gpu(utilisation=0.6), _gpu(utilisation=0.9)),
+    "batch_too_small": (
+        _config('batch = "the recipe\'s"\n', "") | {"pictures": 30, "steps": 30},
+        _config('batch = "the recipe\'s"\n', "") | {"pictures": 6, "steps": 3},  # steps that are long
+    ),
+    "gpu_underfilled": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
+    "recompiles": ({"shares": {"compile": 0.2}}, {"shares": {"compile": 0.02}}),
+    # architecture and hyper-parameters, divergence
+    "evaluation_heavy": ({"shares": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
+                         {"shares": {"eval": 0.3}} | _evaluated(0.1)),
+    "rate_too_high": (_event("rate_too_high", **{"try": 0.003}),
+                      {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}}),
+    "rate_too_low": (
+        {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},
+        {"losses": lambda s: {"total": 2.3 - 0.01 * s}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},
+    ),
+    "overfitting": (_evaluated(0.2, 0.4, 0.3, 0.25, 0.2), _evaluated(0.2, 0.3, 0.4, 0.39, 0.395)),
+    "augmentation_heavy": (
+        _config("brightness = 0.125\ncontrast = 0.125", "brightness = 0.9\ncontrast = 0.9"),
+        _config("brightness = 0.125\ncontrast = 0.125", "brightness = 0.5\ncontrast = 0.5"),
+    ),
+    "anchors_miss_boxes": ({"facts": FACTS | {"anchor_coverage": 0.4}}, {"facts": FACTS | {"anchor_coverage": 0.8}}),
+    "scratch_on_few_pictures": (
+        SCRATCH | {"facts": FACTS}, SCRATCH | {"facts": FACTS | {"pictures": 50_000}},
+    ),
+    "weights_unsuitable": (_config('weights = "coco"', 'weights = "none"'), {}),
+    "tensor_cores_unused": (_gpu(tensor_active=0.001), _gpu(tensor_active=0.08)),
+    "steps_skipped": ({"window": lambda s: {"skipped": s % 2}}, {"window": lambda s: {"skipped": int(s == 20)}}),
+    "loss_not_finite": (
+        {"losses": lambda s: {"total": 2.0} if s < 20 else {}},
+        {"losses": lambda s: {"total": 2.0 - 0.02 * s} if s != 20 else {}},
+    ),
+    "rate_lowered": (_event("slowed", rate=0.003), {"events": [("note", "slowed", {})]}),
+    "loss_spikes": (_event("loss_spike", 2, **{"try": 0.003}), _event("loss_spike", **{"try": 0.003})),
+    # memory
+    "gpu_memory_unused": (_gpu(memory_used_bytes=10 * GIB), _gpu(memory_used_bytes=50 * GIB)),
+    "gpu_memory_grows": (
+        {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + s * 64 * MIB}},
+        {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + min(s, 15) * 64 * MIB}},
+    ),
+    "gpu_memory_fragmented": (
+        _gpu(memory_used_bytes=76 * GIB) | {"window": lambda _: {"memory_peak_bytes": 40 * GIB}},
+        _gpu(memory_used_bytes=76 * GIB) | {"window": lambda _: {"memory_peak_bytes": 70 * GIB}},
+    ),
+    "gpu_memory_near_limit": (
+        _gpu(memory_used_bytes=79 * GIB) | {"window": lambda _: {"memory_peak_bytes": 78 * GIB}},
+        _gpu(memory_used_bytes=75 * GIB) | {"window": lambda _: {"memory_peak_bytes": 74 * GIB}},
+    ),
+    "host_memory_near_limit": (_host(memory_used_bytes=int(14.8 * GIB)), _host(memory_used_bytes=13 * GIB)),
+    "host_memory_leak": (_growing("rss_bytes", 2e9, 5e6), _flattening("rss_bytes", 2e9, 4e8)),
+    "memory_pressure": (_host(psi_memory=0.2), _host(psi_memory=0.05)),
+    "processes_killed_for_memory": ({"host": lambda s: {"oom_kills": int(s == 20)}}, _host(oom_kills=0)),
+    "shared_memory_small": (
+        _host(shm_used_bytes=60 * MIB, shm_total_bytes=64 * MIB),
+        _host(shm_used_bytes=10 * MIB, shm_total_bytes=64 * MIB),
+    ),
+    "handles_run_out": (_host(handles=900), _host(handles=700)),
+    # communication
+    "straggler": (
+        {"shares": {"comm": 0.4}, "ranks": [{"comm": 0.02}]}, {"shares": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
+    ),
+    "communication_bound": (
+        {"shares": {"comm": 0.3}, "ranks": [{"comm": 0.3}]}, {"shares": {"comm": 0.06}, "ranks": [{"comm": 0.06}]},
+    ),
+    "pcie_degraded": (_gpu(pcie_width=4), {"gpus": 1, "gpu": lambda s, _: {"pcie_generation": 1} | (
+        {"utilisation": 0.0} if s < 10 else {"pcie_generation": 5})}),
+    # allocation and scheduling
+    "startup_heavy": ({"startup": 70}, {"startup": 50}),
+    "checkpoint_heavy": ({"shares": {"checkpoint": 0.2}} | _event("checkpoint", 5),
+                         {"shares": {"checkpoint": 0.2}} | _event("checkpoint", 1)),
+    "checkpoint_disk_slow": (
+        {"shares": {"checkpoint": 0.2}} | _event("checkpoint", 5) | _host(psi_io=0.3),
+        {"shares": {"checkpoint": 0.03}} | _event("checkpoint", 5) | _host(psi_io=0.3),
+    ),
+    "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
+    "cpu_contention": (
+        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
+        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=1.9),  # a busy neighbour, and cores enough for both
+    ),
+    "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
+    "idle_gpus": (
+        {"gpus": 2, "gpu": lambda _, n: {} if n == 0 else {"utilisation": 0.0, "memory_used_bytes": 0}},
+        {"gpus": 2},
+    ),
+    "gpu_shared": (_gpu(other_processes=1), {"gpus": 1, "gpu": lambda s, _: {"other_processes": int(s == 20)}}),
+    "gpu_hot": (_gpu(throttle_reasons=0x24, sm_clock_mhz=1300), _gpu(throttle_reasons=0x4)),
+    "gpu_power_capped": (_gpu(sm_clock_mhz=1200), _gpu(sm_clock_mhz=1750)),
+    "gpu_clock_low": (_gpu(sm_clock_mhz=1000, throttle_reasons=0x2), _gpu(sm_clock_mhz=1800, throttle_reasons=0x2)),
+    "idle_by_intent": ({"shares": {"idle": 0.2}}, {"shares": {"idle": 0.02}}),
+    "work_lost_to_restarts": ({"shares": {"recovery": 0.1}}, {"shares": {"recovery": 0.01}}),
+    "frequent_restarts": ({"attempts": 5, "seconds": 12}, {"attempts": 3, "seconds": 12}),
+    # blindness
+    "unattributed_time": ({"shares": {"unattributed": 0.15}}, {"shares": {"unattributed": 0.02}}),
+    "witnesses_disagree": (
+        {"gpus": 1, "shares": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
+         "window": lambda _: {"phases": {"compute": 0.55, "host": 0.09, "unattributed": 0.36}}},
+        {"gpus": 1, "shares": {"host": 0.09}},
+    ),
+    "gpu_not_used": (
+        {"gpus": 2, "gpu": lambda *_: {"utilisation": 0.0, "memory_used_bytes": 0}, "config": None, "watched": True,
+         "shares": {"unattributed": 0.4}},
+        {"gpus": 2},
+    ),
+    "no_telemetry": ({"config": OURS.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
+                     {"config": OURS.replace("DEVICE", "cuda")}),
+    "job_says_no_steps": (_watched(seconds=0, startup=130, losses=None), _watched(seconds=0, startup=100)),
+    # dying
+    "hung": ({"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
+             {"silent": 60, "end": None}),  # the processors are busy: perhaps an evaluation
+    "empty_input": (
+        _watched(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
+        _watched(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
+    ),
+    "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint")),
+    "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
+    "storage_errors": (_event("warning", 3, storage="429"), {"events": [("warning", "the disk is odd", {})] * 3}),
+    "gpu_errors": ({"gpus": 1, "gpu": lambda s, _: {"xids": [79]} if s == 20 else {}}, {"gpus": 1}),
+    "gpu_memory_errors": (
+        {"gpus": 1, "gpu": lambda s, _: {"ecc_uncorrected": 1} if s > 20 else {}}, _gpu(ecc_corrected=10**6),
+    ),
+    "quarantined_pictures": ({"quarantined": ["a.jpg"]}, {"quarantined": []}),
+}  # fmt: skip
+
+MAY_BE_BESIDE: dict[str, set[str]] = {
+    "gpu_not_used": {"job_says_no_steps", "unattributed_time"}, "witnesses_disagree": {"unattributed_time"},
+    "loss_not_finite": {"rate_too_low"}, "hung": {"no_last_word"}, "empty_input": {"no_last_word", "unattributed_time"},
+}  # fmt: skip
+"""Cause → others that the same records also show, and rightly."""
+
+HEALTHY: dict[str, Case] = {
+    "ours on a CPU": {"facts": FACTS},
+    "ours on a GPU": {"facts": FACTS, "gpus": 1, "shares": {"input_wait": 0.02, "eval": 0.05, "host": 0.01}},
+    "ours on two ranks": {"shares": {"comm": 0.05}, "ranks": [{"comm": 0.06}]},
+    "ours, short, with one evaluation and one checkpoint": {
+        "seconds": 12, "shares": {"eval": 0.3, "checkpoint": 0.1},
+        "events": [("checkpoint", "", {}), ("evaluated", "", {"metrics": {"ap": 0.1}})],
+    },
+    "measured": _measured(shares={"unattributed": 0.01}),
+    "measured, nothing to learn in it": _measured(
+        shares={"unattributed": 0.02}, losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
+        window=lambda _: {"grad_norm": None}),
+    "watched, seen from the inside": _watched(shares={"input_wait": 0.03, "host": 0.02}, pictures=128),
+    "watched, seen from outside": _watched(),
+    "watched on a GPU": _watched(gpus=1),
+    "watched without steps": _watched(seconds=0, startup=300),
+    "just started": {"seconds": 2},
+    "before its first step": {"seconds": 0},
+    "of an hour that died young": {"seconds": 3, "startup": 20, "shares": {"input_wait": 0.9}},
+}  # fmt: skip

@@ -1,0 +1,191 @@
+"""The findings together: what replaces what, their order, experiments, and what holds for any records."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.rules import diagnose, engine, read, write_findings
+from stoker.diagnosis.rules.engine import weigh
+from stoker.runs.folder import (
+    CONFIG,
+    DEVICES,
+    EVENTS,
+    FINDINGS,
+    PROBES,
+    QUARANTINE,
+    STACKS,
+    STEPS,
+    TRACES,
+)
+from stoker.runs.schemas import Evidence, Finding, Probe
+from tests.diagnosis.built import FACTS, OURS, T0, make_run
+from tests.diagnosis.cases import CASES, DECODING, FETCHING, _measured
+
+FILES = (CONFIG, DEVICES, EVENTS, PROBES, QUARANTINE, STACKS, STEPS, TRACES)
+
+
+def probe(ratio: float, what: str = "cached_batch") -> Probe:
+    return Probe(t=1.0, attempt=1, what=what, steps=30, before_img_per_s=100.0, after_img_per_s=100.0 * ratio,
+                 ratio=ratio, ratio_low=ratio - 0.01, ratio_high=ratio + 0.01)  # fmt: skip
+
+
+def names(found: list[Finding]) -> list[str]:
+    return [finding.cause for finding in found]
+
+
+def test_of_several_about_the_same_seconds_the_most_exact_is_given(tmp_path: Path) -> None:
+    few = OURS.replace("threads = 0", "threads = 1")
+    waits: dict[str, Any] = {"shares": {"input_wait": 0.3}, "host": lambda _: {"cpu": [0.9, 0.1, 0.1, 0.1]}}
+    for number, (more, cause) in enumerate((
+        ({}, "input_bound"), ({"stages": DECODING}, "slow_decode"),
+        ({"stages": DECODING, "config": few}, "too_few_threads"),
+        ({"stages": DECODING, "config": few,
+          "host": lambda _: {"throttled_s": 1.0, "cpu": [0.9, 0.1, 0.1, 0.1]}}, "cpu_quota"),
+    )):  # fmt: skip
+        assert names(diagnose(make_run(tmp_path / str(number), **(waits | more)))) == [cause]
+
+
+def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_only_told_last(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", gpus=1, facts=FACTS, shares={"eval": 0.3, "input_wait": 0.12, "recovery": 0.15},
+        gpu=lambda *_: {"memory_used_bytes": 2**30, "utilisation": 0.6}, host=lambda _: {"disk_free_bytes": 10**6},
+        quarantined=["a.jpg"],
+    )  # fmt: skip
+    assert names(diagnose(run)) == [
+        "disk_nearly_full", "evaluation_heavy", "work_lost_to_restarts", "input_bound", "quarantined_pictures",
+        "gpu_memory_unused",
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -> None:
+    ours = diagnose(make_run(tmp_path / "ours", shares={"input_wait": 0.3}, stages=FETCHING))[0]
+    assert (ours.cause, ours.command, ours.patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
+    cached = OURS.replace('cache = "none"', 'cache = "disk"')
+    done = diagnose(make_run(tmp_path / "done", shares={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
+    assert (done.cause, done.command, done.patch) == ("slow_storage", None, {})
+    assert done.fix == f"{ours.fix} (cache is disk already)"
+    case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
+    others = diagnose(make_run(tmp_path / "others", **case))[0]
+    assert (others.cause, others.command, others.patch) == ("slow_storage", None, {})
+    assert others.fix == CATALOGUE["slow_storage"].fix_elsewhere
+
+
+def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **_measured(shares={"input_wait": 0.3}))
+    events = (run / EVENTS).read_text().replace('"kind":"started"', '"kind":"started","data":{"price":7.2}', 1)
+    (run / EVENTS).write_text(events)
+    (finding, *_) = diagnose(run)
+    assert finding.lost_device_s is not None
+    assert finding.lost_money == pytest.approx(finding.lost_device_s * 7.2 / 3600)
+    assert read(run, price=1.0).price == 1.0
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    failed = [("failed", "[Errno 28] No space left on device", {"exit_code": 3})]
+    for events, cause in (([], "disk_nearly_full"), (failed, "disk_full")):
+        run = make_run(tmp_path / cause, host=lambda _: {"disk_free_bytes": 10**6}, events=events, end=None)
+        assert [name for name in names(diagnose(run)) if name.startswith("disk")] == [cause]
+
+
+def test_a_fall_of_ap_on_few_boxes_proves_nothing(tmp_path: Path) -> None:
+    for boxes, found in ((3, []), (300, ["overfitting"]), (None, ["overfitting"])):
+        told = [{"ap": ap} | ({} if boxes is None else {"boxes": boxes}) for ap in (0.5, 0.9, 0.8, 0.7)]
+        events = [("evaluated", "", {"metrics": metrics}) for metrics in told]
+        run = make_run(tmp_path / str(boxes), events=events, event_t=lambda n: T0 + 10 + 5 * n)
+        assert names(diagnose(run)) == found
+
+
+def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:
+    finding = Finding(cause="input_bound", severity="critical", title="", confidence=0.8,
+                      evidence=[Evidence(text="", value=0.3)])  # fmt: skip
+    confirmed = weigh(finding, {"cached_batch": probe(1.4)})
+    assert (confirmed.severity, confirmed.confidence) == ("critical", 0.95)
+    assert confirmed.verified is not None
+    assert confirmed.verified.startswith("confirmed by cached batch: 100.0 img/s before, 140.0 after")
+    refuted = weigh(finding, {"cached_batch": probe(1.0)})
+    assert (refuted.severity, refuted.confidence) == ("info", 0.2)
+    assert refuted.verified is not None
+    open_ = weigh(finding, {"cached_batch": msgspec.structs.replace(probe(1.1), ratio_low=0.9, ratio_high=1.3)})
+    assert (open_.severity, open_.confidence, open_.verified) == ("critical", 0.8, None)
+    assert len(open_.evidence) == 2
+    assert weigh(finding, {"twice_the_batch": probe(2.0, "twice_the_batch")}) == finding
+
+
+def test_a_probe_that_failed_says_nothing(tmp_path: Path) -> None:
+    fields = msgspec.to_builtins(probe(1.0)) | {"reason": "no room"}
+    run = make_run(tmp_path / "run", shares={"input_wait": 0.3}, probes=[fields])
+    assert diagnose(run)[0].severity == "critical"
+
+
+def test_twice_the_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", gpus=1, probes=[msgspec.to_builtins(probe(1.5, "twice_the_batch"))])
+    (finding,) = diagnose(run)
+    assert finding.cause == "batch_too_small"
+    assert finding.lost_device_s == pytest.approx(40 / 3, rel=0.01)
+    assert finding.patch == {"fit": True}
+
+
+def test_money_needs_a_price_and_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", shares={"sync": 0.25}, price=90.0)
+    assert diagnose(run)[0].lost_money == pytest.approx(10 * 90 / 3600)
+    assert engine(read(run, price=360.0))[0].lost_money == pytest.approx(1.0)
+    assert diagnose(make_run(tmp_path / "none", shares={"sync": 0.25}))[0].lost_money is None
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", shares={"sync": 0.25})
+    with (run / STEPS).open("a") as file:
+        file.write('{"t": 1.0, "attempt": 1, "st')
+    assert names(diagnose(run)) == ["host_waits"]
+
+
+def test_findings_are_written_and_read_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", shares={"sync": 0.25})
+    found = diagnose(run)
+    write_findings(run, found)
+    assert msgspec.json.decode((run / FINDINGS).read_bytes(), type=list[Finding]) == found
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    causes=st.lists(st.sampled_from(sorted(CASES)), min_size=1, max_size=4),
+    missing=st.sets(st.sampled_from(FILES)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_records_are_judged_and_nothing_is_lost_that_was_not_there(
+    causes: list[str], missing: set[str], seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Several causes at once, files that are missing, fields that are missing."""
+    case: dict[str, Any] = {"seconds": 15}
+    for cause in causes:
+        case |= {name: value for name, value in CASES[cause][0].items() if name not in ("seconds", "startup")}
+    run = make_run(tmp_path_factory.mktemp("runs") / "run", **case)
+    for name in missing:
+        (run / name).unlink(missing_ok=True)
+    thin = random.Random(seed)
+    if (run / DEVICES).exists():
+        lines = [msgspec.json.decode(line) for line in (run / DEVICES).read_bytes().splitlines()]
+        for line in lines:
+            for field in set(line) - {"t", "attempt", "gpus"}:
+                if thin.random() < 0.3:
+                    del line[field]
+        (run / DEVICES).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    seen = read(run)
+    found = engine(seen)
+    assert len(names(found)) == len(set(names(found)))
+    for finding in found:
+        assert finding.evidence
+        assert 0 <= (finding.lost_device_s or 0.0) <= seen.totals.device_s
+        assert finding.severity in ("critical", "warning", "info")
+    left_out = {other for name in names(found) if name in CATALOGUE for other in CATALOGUE[name].over}
+    told = {finding.cause for finding in found if finding.severity == "info"}
+    assert not (left_out & set(names(found))) or told
+    ours = [finding for finding in found if finding.cause in CATALOGUE and finding.cause != "hung"]
+    first_told = next((n for n, finding in enumerate(ours) if finding.severity == "info"), len(ours))
+    assert all(finding.severity == "info" for finding in ours[first_told:])

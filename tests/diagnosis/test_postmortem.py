@@ -1,0 +1,645 @@
+"""What ended a job is found in what it really prints, with the line quoted; what nothing proves is not said."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.failure_signatures import DEATHS, UNEXPLAINED
+from stoker.diagnosis.output import OUTPUT_BYTES, bare, lines_of, read_output
+from stoker.diagnosis.postmortem import Ended, _matches, explain, of_run
+from stoker.diagnosis.rules import diagnose
+from stoker.diagnosis.termination import Still
+from stoker.runs.folder import (
+    DEVICES,
+    OUTPUT,
+    STACKS,
+    STEPS,
+    RunFolder,
+    locked,
+)
+from stoker.runs.schemas import DeviceSample, Finding, GpuSample, StackWindow, StepWindow
+
+# Cause → lines that such jobs print, as they were seen, stand in a library, or were reported.
+SAID: dict[str, tuple[str, ...]] = {
+    "shared_memory_full": (
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of shared memory. Please try to raise your shared memory limit.",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f'",
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_10449_227263199_0>: No space left on "
+        "device (28)",
+        "RuntimeError: unable to write to file </torch_71_330>",
+    ),
+    "loader_worker_killed": (
+        "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ",
+        "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+    ),
+    "diverged": ("Loss is nan, stopping training", "WARNING: Loss NaN/Inf detected, recovering"),
+    "collective_timeout": (
+        "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
+        "Timeout(ms)=600000) ran for 600041 milliseconds before timing out.",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for "
+        "recv operation to complete",
+    ),
+    "ddp_unused_parameters": (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
+    ),
+    "rendezvous_failed": (
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+        "(10.0.0.3, 29500).",
+        "OSError: [Errno 98] Address already in use",
+    ),
+    "gpu_taken": ("failed to allocate 9.2G (9876543210 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",),
+    "host_memory_exhausted": (
+        "tensorflow...ResourceExhaustedError: OOM when allocating tensor with shape[64,640,640,3] and type float on "
+        "/job:localhost/replica:0/task:0/device:CPU:0 by allocator mklcpu",
+        "MemoryError",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 274877906944 bytes.",
+        "OSError: [Errno 12] Cannot allocate memory",
+    ),
+    "gpu_out_of_memory": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB",
+        "OOM when allocating tensor with shape[8,512,80,80] and type float on /device:GPU:0 by allocator GPU_0_bfc",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
+        "bytes.",
+        "tensorflow.python.framework.errors_impl.InternalError: Dst tensor is not initialized.",
+        "E tensorflow/stream_executor/cuda/cuda_dnn.cc:389] Could not create cudnn handle: CUDNN_STATUS_ALLOC_FAILED",
+    ),
+    "device_assert": ("RuntimeError: CUDA error: device-side assert triggered",),
+    "gpu_fault": ("RuntimeError: CUDA error: an illegal memory access was encountered",),
+    "version_mismatch": (
+        "Loaded runtime CuDNN library: 8.1.0 but source was compiled with: 8.6.0.",
+        "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+    ),
+    "packages_too_new": (
+        "TypeError: Descriptors cannot be created directly.",
+        "ModuleNotFoundError: No module named 'keras.layers.preprocessing'",
+        "ValueError: mutable default <class 'Foo'> for field bar is not allowed: use default_factory",
+    ),
+    "library_missing": (
+        "Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file",
+        "ImportError: libGL.so.1: cannot open shared object file: No such file or directory",
+    ),
+    "damaged_record": (
+        "tensorflow.python.framework.errors_impl.DataLossError: corrupted record at 12345",
+        "truncated record at 777' failed with Read less bytes than requested",
+    ),
+    "bad_records": (
+        "stoker.errors.DataError: 24 of 64 pictures cannot be used; up to 0.01 of them may be bad.",
+        "None of the 12 pictures tried can be used.",
+        "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
+        "OSError: image file is truncated (3 bytes not processed)",
+    ),
+    "config_typo": ('google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',),
+    "path_wrong": (
+        "tensorflow...NotFoundError: RuntimeError: Did not find any input files matching the glob pattern ['/a-*']",
+        "ValueError: Failed to find any matching files for /models/ckpt-0",
+        "WARNING: No labels found in /data/labels/train.cache",
+    ),
+    "bucket_refused": (
+        "PermissionDeniedError: Error executing an HTTP request: HTTP response code 403 with body '{'",
+        "google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/x: train@p.iam does not have "
+        "storage.objects.get access to the Google Cloud Storage object.",
+    ),
+    "bucket_object_missing": ("NotFoundError: Error executing an HTTP request: HTTP response code 404 with body",),
+    "bucket_unreachable": ("Error executing an HTTP request: libcurl code 6 meaning 'Couldn't resolve host name'",),
+    "disk_full": (
+        "OSError: [Errno 28] No space left on device",
+        "RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534",
+        "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/0: "
+        "file write failed",
+        "RuntimeError: basic_ios::clear: iostream error",
+    ),
+}
+
+KILLED, BY_TERM = -int(signal.SIGKILL), -int(signal.SIGTERM)
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+
+
+def died(text: str, exit_code: int | None = 1, **known: Any) -> list[Finding]:
+    return explain(Ended(exit_code=exit_code, output=lines_of(text.encode(), "job.log"), **known))
+
+
+def quoted(finding: Finding) -> list[tuple[str, str]]:
+    return [(evidence.text, evidence.place) for evidence in finding.evidence]
+
+
+def said(finding: Finding) -> str:
+    return "\n".join(evidence.text for evidence in finding.evidence)
+
+
+def test_no_room_for_a_lock_of_multiprocessing_is_shared_memory_that_is_full() -> None:
+    """Its error names no file; the frames say what it was for."""
+    frames = (
+        'Traceback (most recent call last):\n  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in '
+        "__init__\n    sl = self._semlock = _multiprocessing.SemLock(\n                         ^^^^^^^^^^^^^^^^^^^\n"
+    )
+    full, forbidden = "OSError: [Errno 28] No space left on device", "PermissionError: [Errno 13] Permission denied"
+    (found,) = died(frames + full)
+    assert found.cause == "shared_memory_full"
+    assert [evidence.text for evidence in found.evidence[:2]] == [
+        full,
+        "sl = self._semlock = _multiprocessing.SemLock(",
+    ]
+    assert [finding.cause for finding in died(frames + forbidden)] == ["ended_by_error"]
+    assert [finding.cause for finding in died(f"{TRACEBACK}{full}\nlater: {frames.splitlines()[2]}")] == ["disk_full"]
+
+
+@pytest.mark.parametrize(("cause", "line"), [(cause, line) for cause, lines in SAID.items() for line in lines])
+@pytest.mark.parametrize("in_traceback", [False, True])
+def test_what_jobs_print_is_known_and_quoted(cause: str, line: str, in_traceback: bool) -> None:
+    before = "step 1 of 90\n" + (TRACEBACK if in_traceback else "")
+    first = died(before + line + "\n")[0]
+    assert (first.cause, first.severity) == (cause, "critical")
+    assert quoted(first)[0] == (line.strip(), f"job.log:{before.count(chr(10)) + 1}")
+
+
+@pytest.mark.parametrize("line", [line for cause, lines in SAID.items() if cause != "diverged" for line in lines])
+def test_a_job_that_ended_well_has_no_cause_of_death(line: str) -> None:
+    assert died(f"{line}\nstep 90 of 90\n", exit_code=0) == []
+
+
+def test_every_row_that_prints_something_has_a_text_here_and_an_id_of_its_own() -> None:
+    assert {death.id for death in DEATHS.values() if death.signs} - set(SAID) == {"trained_on_cpu"}
+    assert not set(DEATHS) & set(CATALOGUE)
+    assert all(death.fix and set(sign.source) <= set("RBI") for death in DEATHS.values() for sign in death.signs)
+
+
+HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
+
+
+def test_what_may_be_harmless_is_no_verdict_but_is_shown() -> None:
+    assert died(f"{HARMLESS}\nstep 90\n", exit_code=0) == []
+    (unknown,) = died(f"{HARMLESS}\n", exit_code=KILLED)
+    assert unknown.cause == "killed"
+    assert f"may be harmless: {HARMLESS}" in said(unknown)
+    assert [finding.cause for finding in died(f"{HARMLESS}\n")] == ["ended_by_error"]
+    (memory,) = died(f"{HARMLESS}\n{SAID['gpu_out_of_memory'][1]}\n")
+    assert [place for _, place in quoted(memory)] == ["job.log:2", "job.log:1", ""]
+
+
+def run_python(code: str, *, address_space: int | None = None) -> subprocess.CompletedProcess[bytes]:
+    """A real job that dies. address_space: bytes that it may have."""
+
+    def limit() -> None:
+        if address_space is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, preexec_fn=limit, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "line"),
+    [
+        ("bytearray(10**10)", "host_memory_exhausted", "MemoryError"),
+        ("import numpy; numpy.ones(10**10)", "host_memory_exhausted", "Unable to allocate 74.5 GiB for an array"),
+        ("import torch; torch.empty(1 << 45)", "host_memory_exhausted", "DefaultCPUAllocator: can't allocate memory"),
+        ("open('/dev/full', 'w').write('x' * 100000)", "disk_full", "OSError: [Errno 28] No space left on device"),
+        ("import ctypes; ctypes.CDLL('libcudnn_cnn_infer.so.8')", "library_missing", "libcudnn_cnn_infer.so.8"),
+        ("import no_such_package", "library_missing", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("open('/nowhere/labels.txt')", "path_wrong", "FileNotFoundError: [Errno 2]"),
+        ("import socket\na = socket.create_server(('localhost', 0))\nsocket.socket().bind(a.getsockname())",
+         "rendezvous_failed", "Address already in use"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "ended by SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "preempted", "ended by SIGTERM"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "ended by SIGSEGV"),
+        ("raise ValueError('seven')", "ended_by_error", "ValueError: seven"),
+        ("raise SystemExit(9)", "ended_by_error", "ended with exit code 9"),
+    ],
+)  # fmt: skip
+def test_real_jobs_that_die(code: str, cause: str, line: str) -> None:
+    job = run_python(code, address_space=None if "torch" in code else 2**31)
+    (finding,) = explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))
+    assert finding.cause == cause
+    assert line in quoted(finding)[0][0]
+
+
+def test_the_last_traceback_decides_over_noise_before_it() -> None:
+    earlier = TRACEBACK + SAID["gpu_out_of_memory"][0] + "\nbatch halved, going on\n"
+    first, *rest = died(earlier + TRACEBACK + "ValueError: seven\n")
+    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "job.log:9"))
+    assert [(f.cause, f.severity) for f in rest] == [("gpu_out_of_memory", "info")]
+    first, *rest = died(earlier + TRACEBACK + SAID["disk_full"][0])
+    assert (first.cause, [f.cause for f in rest]) == ("disk_full", ["gpu_out_of_memory"])
+
+
+def test_a_traceback_about_anothers_end_passes_the_question_on() -> None:
+    ranks = "".join(f"[rank0]: {line}\n" for line in (TRACEBACK + SAID["gpu_out_of_memory"][0]).splitlines())
+    end = TRACEBACK + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    (finding,) = died(ranks + end)
+    assert (finding.cause, quoted(finding)[0][1]) == ("gpu_out_of_memory", "job.log:4")
+
+
+def test_chained_tracebacks_are_one_and_the_more_specific_line_of_it_decides() -> None:
+    chain = (
+        "\0"  # as torch writes it
+        + TRACEBACK
+        + SAID["shared_memory_full"][1]
+        + "\n\nDuring handling of the above exception, another exception "
+        "occurred:\n\n" + TRACEBACK + "RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly\n"
+    )
+    assert [f.cause for f in died(chain)] == ["shared_memory_full", "loader_worker_killed"]
+
+
+LOADER = """
+import os, signal, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): os.kill(os.getpid(), signal.{signal})
+list(torch.utils.data.DataLoader(Data(), num_workers=1))
+"""
+GLOO = """
+import datetime, signal, torch, torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+STORE = STORE_ADDRESS
+def work(rank):
+    dist.init_process_group("gloo", init_method=STORE, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2))
+    dist.all_reduce(torch.ones(2)) if rank == 0 else signal.pause()
+if __name__ == "__main__":
+    spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (LOADER.format(signal="SIGKILL"), "loader_worker_killed"),
+        (LOADER.format(signal="SIGBUS"), "shared_memory_full"),
+        ("import datetime, torch.distributed as dist\ndist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', "
+         "rank=1, world_size=2, timeout=datetime.timedelta(seconds=2))", "rendezvous_failed"),
+        (GLOO, "collective_timeout"),
+    ],
+    ids=["worker", "bus", "rendezvous", "collective"],
+)  # fmt: skip
+def test_real_torch_jobs_that_die(code: str, cause: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("STORE_ADDRESS", repr(f"file://{tmp_path}/store")))
+    job = subprocess.run([sys.executable, script], capture_output=True, check=False)
+    assert explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))[0].cause == cause
+
+
+def test_a_kill_outranks_what_was_printed_before_it() -> None:
+    found = died(TRACEBACK + SAID["gpu_out_of_memory"][0] + "\nhandled\nstep 9\n", exit_code=137, oom_kills=2)
+    assert [(f.cause, f.severity) for f in found] == [("host_memory_killed", "critical"), ("gpu_out_of_memory", "info")]
+    assert quoted(found[0])[0] == ("the kernel killed 2 processes of the job's cgroup for memory",
+                                   "memory.events: oom_kill")  # fmt: skip
+
+
+def test_a_kill_while_memory_was_filling_faster_than_it_is_sampled() -> None:
+    for share, growth, cause in ((0.9, 0.15, "host_memory_killed"), (0.8, 0.15, "no_last_word")):
+        found = explain(Ended(memory_share=share, memory_growth=growth))
+        assert found[0].cause == cause
+    assert "15 points more" in explain(Ended(memory_share=0.9, memory_growth=0.15))[0].evidence[0].text
+
+
+@pytest.mark.parametrize(("share", "oom_kills", "cause", "severity"), [
+    (0.97, None, "host_memory_killed", "warning"),
+    (0.97, 0, "killed", "critical"),  # the kernel says that it was not it
+    (0.80, None, "killed", "critical"),
+    (None, None, "killed", "critical"),
+])  # fmt: skip
+def test_a_kill_with_memory_nearly_full(share: float | None, oom_kills: int | None, cause: str, severity: str) -> None:
+    (finding,) = died("step 9", KILLED, memory_share=share, oom_kills=oom_kills, samples_place="devices.jsonl:7")
+    assert (finding.cause, finding.severity) == (cause, severity)
+    assert (("host memory was 97 % full in the last sample", "devices.jsonl:7") in quoted(finding)) == (share == 0.97)
+
+
+def test_a_kill_that_nothing_explains_says_what_is_not_known() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED))
+    assert finding.cause in UNEXPLAINED
+    assert quoted(finding)[-1][0] == "not known: its output, whether the kernel killed it for memory"
+
+
+OOM_LINE = "[91.2] Memory cgroup out of memory: Killed process 812 (python) total-vm:9kB, anon-rss:9kB"
+
+
+@pytest.mark.parametrize(("pid", "cause"), [(812, "host_memory_killed"), (813, "killed")])
+def test_the_kernels_log_counts_where_it_names_the_job(pid: int, cause: str) -> None:
+    found = died("step 9", KILLED, kernel=lines_of(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
+    assert [finding.cause for finding in found] == [cause]
+
+
+XID = "[91.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=812, name=python, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(("pid", "severity"), [(812, "critical"), (813, "warning")])
+def test_an_xid_is_the_jobs_where_it_names_it(pid: int, severity: str) -> None:
+    kernel = lines_of(XID.encode(), "dmesg")
+    _, fault = died(TRACEBACK + "RuntimeError: lost\n", kernel=kernel, pids=frozenset({pid}))
+    assert (fault.cause, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
+
+
+def test_ranks_that_waited_are_named_and_no_culprit_is_guessed() -> None:
+    line = SAID["collective_timeout"][0]
+    (finding,) = died(
+        "\n".join(line.replace("[rank3]", f"[rank{rank}]").replace("ank 3", f"ank {rank}") for rank in (5, 3, 0))
+    )
+    assert "reported by rank 0, 3, 5, which waited for another one" in said(finding)
+
+
+@pytest.mark.parametrize(("text", "nan"), [
+    ("{'loss': 'nan', 'rate': '0.1'}", True),
+    ("Step 100: loss=nan", True),
+    ("INFO:tensorflow:{'Loss/total_loss': nan,\n 'Loss/regularization_loss': 0.1}", True),
+    ("9/30 - box_loss: 0.3 - loss: nan\nloss: 0.5", False),  # it got over it
+    ("loss: 0.3 nan_steps: 2", False),
+    ("nan", False),
+])  # fmt: skip
+def test_a_loss_that_is_nan_at_the_end_is_found_also_with_exit_code_0(text: str, nan: bool) -> None:
+    found = died(text, exit_code=0)
+    assert [finding.cause for finding in found] == (["diverged"] if nan else [])
+    if nan:
+        assert quoted(found[0]) == [(text.partition("\n")[0], "job.log:1")]
+
+
+@pytest.mark.parametrize(("gpu_used", "count"), [(None, 1), (False, 1), (True, 0)])
+def test_training_on_the_cpu_in_silence(gpu_used: bool | None, count: int) -> None:
+    found = died("Could not find cuda drivers on your machine, GPU will not be used.", exit_code=0, gpu_used=gpu_used)
+    assert [(f.cause, f.severity) for f in found] == [("trained_on_cpu", "warning")] * count
+
+
+def test_a_spinning_job_with_an_empty_shard_and_a_bus_error_with_a_full_shm() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED, empty_inputs=("train-00003.tfrecord",)))
+    assert finding.cause == "empty_shard"
+    assert ("0 bytes", "train-00003.tfrecord") in quoted(finding)
+    for share, cause in ((0.99, "shared_memory_full"), (0.2, "crashed"), (None, "crashed")):
+        assert explain(Ended(exit_code=-signal.SIGBUS, shm_share=share))[0].cause == cause
+
+
+def test_a_spinning_job_that_was_asked_to_stop() -> None:
+    def first(seconds: float | None, exit_code: int) -> str:
+        still = None if seconds is None else Still(seconds=seconds, place="", cores=1.0)
+        ended = Ended(exit_code=exit_code, empty_inputs=("a.tfrecord",), still=still)
+        return explain(ended)[0].cause
+
+    assert [first(seconds, 143) for seconds in (None, 10.0, 60.0)] == ["preempted", "preempted", "empty_shard"]
+    assert first(60.0, 130) == "empty_shard"
+    assert [first(seconds, 137) for seconds in (None, 10.0, 60.0)] == ["empty_shard", "killed", "empty_shard"]
+
+
+@pytest.mark.parametrize(
+    ("still", "hangs"),
+    [
+        ({"seconds": 400.0, "cores": 0.0}, True),
+        ({"seconds": 400.0, "cores": 0.9}, False),
+        ({"seconds": 400.0, "cores": 2.0, "waits_in": "comm"}, True),  # a collective of NCCL spins
+        ({"seconds": 20.0, "cores": 0.0}, False),
+        ({"seconds": 400.0}, False),
+    ],
+)
+@pytest.mark.parametrize("exit_code", [KILLED, 143, 130])
+def test_a_job_that_was_stopped_while_nothing_moved(still: dict[str, Any], hangs: bool, exit_code: int) -> None:
+    known = Still(place="steps.jsonl:3", frame="wait (train.py:9)", stacks_place="stacks.jsonl:2", **still)
+    (finding,) = explain(Ended(exit_code=exit_code, oom_kills=0, still=known))
+    assert (finding.cause == "hang") is hangs
+    if hangs:
+        assert quoted(finding)[0] == ("no step and no line of output in its last 400 s", "steps.jsonl:3")
+        assert ("the main thread was in wait (train.py:9)", "stacks.jsonl:2") in quoted(finding)
+
+
+def test_errors_that_the_driver_reported() -> None:
+    def causes(*xids: int) -> list[str]:
+        lines = tuple(lines_of(f"Xid {xid} of GPU 0".encode(), "devices.jsonl")[0] for xid in xids)
+        return [f.cause for f in explain(Ended(exit_code=1, output=lines_of(b"ValueError: 7", "log"), xids=lines))]
+
+    assert causes() == causes(43, 45) == ["ended_by_error"], "those two only say that a program ended"
+    assert causes(45, 79) == ["ended_by_error", "gpu_fault"]
+
+
+def test_a_kill_that_the_kernel_did_not_count() -> None:
+    (finding,) = explain(Ended(exit_code=KILLED, oom_kills=0))
+    assert finding.cause == "killed"
+    assert "the kernel counted no kill for memory" in said(finding)
+
+
+@pytest.mark.parametrize("exit_code", [BY_TERM, 143, 75])
+def test_asked_to_stop(exit_code: int) -> None:
+    assert died("step 9", exit_code)[0].cause == "preempted"
+
+
+def test_an_end_that_nobody_saw() -> None:
+    (finding,) = died("step 9 of 90", exit_code=None)
+    assert (finding.cause, quoted(finding)[0]) == ("no_last_word", ("step 9 of 90", "job.log:1"))
+    assert "not known: its exit code or signal" in said(finding)
+    assert died(TRACEBACK + SAID["disk_full"][0], exit_code=None)[0].cause == "disk_full"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(
+        [TRACEBACK.encode(), b"loss: nan", b"\r", b"[rank99999999999]: Watchdog caught collective operation timeout",
+         b"During handling of the above exception", b"NVRM: Xid (", b"Killed process 99999999999999", b"\n"]))),
+    st.one_of(st.none(), st.integers(-300, 600)),
+)  # fmt: skip
+def test_no_bytes_and_no_exit_code_make_it_fail(parts: list[bytes], exit_code: int | None) -> None:
+    lines = lines_of(b"".join(parts), "job.log")
+    found = explain(Ended(exit_code=exit_code, output=lines, kernel=lines, pids=frozenset({1})))
+    assert found or exit_code == 0
+    assert all(finding.evidence for finding in found)
+
+
+def test_a_long_output_is_read_from_its_end_with_the_files_own_numbers(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    count = OUTPUT_BYTES // 50
+    log.write_bytes((b"x" * 99 + b"\n") * count + b"\x1b[31m 10%\r100% done\x1b[0m\nthe end")
+    *_, above, last = read_output(log)
+    assert (above.text, above.place) == ("100% done", f"job.log:{count + 1}")
+    assert (last.text, last.place) == ("the end", f"job.log:{count + 2}")
+    log.write_bytes(b"one\ntwo")
+    assert [(line.text, line.place) for line in read_output(log)] == [("one", "job.log:1"), ("two", "job.log:2")]
+
+
+TRAIN = """
+import os, signal, sys, pathlib
+from stoker.records import RunFolder, locked
+run = pathlib.Path(sys.argv[1])
+with locked(run):
+    RunFolder(run, 2).event("resumed")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def make_run(path: Path, *, used: float = 0.5) -> RunFolder:
+    path.mkdir()
+    folder = RunFolder(path, 1)
+    folder.event("started")
+    folder.event("failed", "an earlier end", exit_code=3)
+    for share in (0.1, used):
+        folder.append(DEVICES, DeviceSample(t=1.0, attempt=2, memory_used_bytes=int(share * 1000),
+                                            memory_limit_bytes=1000))  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize(("used", "cause"), [(0.5, "no_last_word"), (0.98, "host_memory_killed")])
+def test_a_run_of_ours_that_was_killed(used: float, cause: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, used=used).close()
+    killed = subprocess.run([sys.executable, "-c", TRAIN, str(run)], check=False)
+    assert killed.returncode == KILLED
+    first = diagnose(run)[0]
+    assert first.cause == cause
+    assert (("host memory was 98 % full in the last sample", "devices.jsonl:2") in quoted(first)) == (used == 0.98)
+    with locked(run):
+        assert of_run(run) is None, "it lives"
+
+
+def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    text = "The report cannot be written.\n  where:  /out\n  why:    No space left on device\n  fix:    make room"
+    folder.event("failed", text, exit_code=3)
+    first = diagnose(tmp_path / "run")[0]
+    assert (first.cause, quoted(first)[0]) == ("disk_full", ("why:    No space left on device", "events.jsonl:3"))
+    folder.event("failed", "ValueError: seven")
+    first = diagnose(tmp_path / "run")[0]
+    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "events.jsonl:4"))
+    assert "ended with exit code 1" in said(first)
+    folder.event("preempted", "SIGTERM", exit_code=75)
+    assert [(f.cause, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
+    folder.event("finished")
+    folder.close()
+    assert of_run(tmp_path / "run") is None
+    assert diagnose(tmp_path / "run") == []
+
+
+def test_a_watched_run_is_judged_by_its_output(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (tmp_path / "run" / OUTPUT).write_text(f"step 1\nloss: nan\n{TRACEBACK}{SAID['path_wrong'][1]}\n")
+    folder.event("failed", "train.py ended with exit code 1", exit_code=1)
+    found = diagnose(tmp_path / "run")
+    assert [finding.cause for finding in found] == ["path_wrong", "diverged"]
+    assert quoted(found[0])[:2] == [
+        (SAID["path_wrong"][1], "output.log:6"),
+        ("ended with exit code 1", "events.jsonl:3"),
+    ]
+    folder.event("failed", "train.py ended by signal 9", exit_code=137, signal=9, oom_kills=1)
+    assert diagnose(tmp_path / "run")[0].cause == "host_memory_killed"
+    folder.event("finished", "train.py ended with exit code 0", exit_code=0)
+    folder.close()
+    assert [finding.cause for finding in diagnose(tmp_path / "run")] == ["diverged"]
+
+
+def test_only_the_newest_attempt_s_output_counts(tmp_path: Path) -> None:
+    """As watch writes it: where the attempt began, and by what the file is known when it has moved."""
+    run = tmp_path / "run"
+    run.mkdir()
+    before = (
+        b"".join(b"line %d of the attempt before\n" % n for n in range(300)) + SAID["disk_full"][0].encode() + b"\n"
+    )
+    (run / OUTPUT).write_bytes(before)
+    folder = RunFolder(run, 1)
+    folder.event("started", output_offset=0)
+    folder.event("failed", "ended with exit code 1", exit_code=1)
+    folder.close()
+    folder = RunFolder(run, 2)
+    folder.event("resumed", output_offset=len(before), output_head=zlib.crc32(before[:4096]))
+    with (run / OUTPUT).open("ab") as file:
+        file.write(b"ValueError: seven\n")
+    folder.event("failed", "ended with exit code 1", exit_code=1)
+    folder.close()
+
+    def causes() -> list[str]:
+        return [finding.cause for finding in diagnose(run)]
+
+    assert causes() == ["ended_by_error"]
+    ended = of_run(run)
+    assert ended is not None
+    assert [(line.text, line.place) for line in ended.output if line.text] == [("ValueError: seven", "output.log:302")]
+    (run / OUTPUT).rename(run / "output.1.log")
+    (run / OUTPUT).write_bytes(b"and more\n")
+    ended = of_run(run)
+    assert ended is not None
+    assert [line.text for line in ended.output if line.text] == ["ValueError: seven", "and more"]
+    (run / "output.1.log").unlink()  # rotated once more: all that is kept is of this attempt
+    assert causes() == ["ended_by_error"]
+
+
+def test_what_a_watched_job_s_end_carries(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = make_run(run)
+    gpu = GpuSample(index=1, xids=[79])
+    for name in ("a", "b"):
+        folder.append(DEVICES, DeviceSample(t=5.0, attempt=2, gpus=[gpu] if name == "a" else [], shm_used_bytes=99,
+                                            shm_total_bytes=100))  # fmt: skip
+    folder.close()
+    folder = RunFolder(run, 2)
+    kernel = "[9.5] Memory cgroup out of memory: Killed process 812 (python)"
+    folder.event("failed", "x ended by signal 9", exit_code=137, signal=9, kernel=[kernel], pids=[812],
+                 empty_inputs=["/data/a.tfrecord"])  # fmt: skip
+    folder.close()
+    ended = of_run(run)
+    assert ended is not None
+    assert (ended.shm_share, ended.empty_inputs) == (0.99, ("/data/a.tfrecord",))
+    assert [(line.text, line.place) for line in ended.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
+    found = explain(ended)
+    assert [finding.cause for finding in found] == ["host_memory_killed", "gpu_fault"]
+    assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
+
+
+def test_how_long_nothing_had_moved_is_read_from_steps_output_and_stacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    folder = RunFolder(run, 1)
+    folder.event("started", output_offset=0)
+    now_s = time.time()
+    begin_s = now_s - 1000
+    for t, steps in ((begin_s, 5), (now_s - 500, 0)):
+        folder.append(
+            STEPS, StepWindow(t=t, attempt=1, step=5, steps=steps, pictures=0, wall_s=10.0, devices=1, phases={})
+        )
+    for t, cpu in ((begin_s - 1, 1.0), (now_s - 800, 0.01), (now_s - 1, 0.03)):
+        folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=cpu))
+    for t, kind in ((begin_s, "compute"), (now_s - 600, "comm"), (now_s - 590, "comm")):
+        folder.append(STACKS, StackWindow(t=t, attempt=1, pid=1, wall_s=10.0, samples=5, main={kind: 1.0},
+                                          frames={f"{kind} (train.py:3)": 1.0}))  # fmt: skip
+    (run / OUTPUT).write_text("step 5\n")
+    os.utime(run / OUTPUT, (now_s - 900, now_s - 900))
+    folder.event("failed", "x ended by signal 15", exit_code=143, signal=15)
+    folder.close()
+    ended = of_run(run)
+    assert ended is not None
+    assert ended.still is not None
+    assert ended.still.seconds == pytest.approx(900, abs=5)
+    assert ended.still.cores == pytest.approx(0.02)
+    assert (ended.still.waits_in, ended.still.frame) == ("comm", "comm (train.py:3)")
+    assert diagnose(run)[0].cause == "hang"
+
+
+PARTS = [line for lines in SAID.values() for line in lines] + [
+    "DataLoader worker (pid(s) 12,",
+    "13) exited unexpectedly",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(PARTS),
+            st.tuples(st.sampled_from(PARTS), st.integers(0, 60)).map(lambda both: both[0][both[1] :]),
+            st.tuples(st.sampled_from(PARTS), st.integers(1, 60)).map(lambda both: both[0][: both[1]]),
+            st.sampled_from(["", "  MemoryError", "[rank1]: MemoryError", "xMemoryError", "path", "step 3 loss=1"]),
+            st.text(alphabet=st.characters(exclude_characters="\n"), max_size=20),
+        ),
+        max_size=8,
+    )
+)
+def test_lines_that_are_looked_through_together_are_known_as_each_by_itself(texts: list[str]) -> None:
+    lines = lines_of("\n".join(texts).encode("utf-8", errors="replace"), "output.log")
+    one_by_one = []
+    for line in lines:
+        known = (d.id for d in DEATHS.values() if any(sign.pattern.search(bare(line.text)) for sign in d.signs))
+        if (first := next(known, None)) is not None:
+            one_by_one.append((line, first))
+    assert [(match.line, match.death.id) for match in _matches(lines)] == one_by_one

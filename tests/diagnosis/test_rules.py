@@ -1,0 +1,307 @@
+"""Every rule fires on records that have its cause, and on no others; healthy runs of every kind have nothing to say."""
+
+from pathlib import Path
+
+import pytest
+
+from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.rules import RULES, Records, engine, read
+from stoker.runs.folder import DEVICES
+from stoker.runs.schemas import Finding
+from stoker.training.stability import GROUP
+from tests.diagnosis.built import FACTS, HEALTHY_HOST, OURS, make_run
+from tests.diagnosis.cases import CASES, FETCHING, HEALTHY, MAY_BE_BESIDE, Case
+
+
+def findings(path: Path, case: Case) -> list[Finding]:
+    run = make_run(path, **({"facts": FACTS} | case))
+    return engine(read(run))
+
+
+def of(found: list[Finding], cause: str) -> Finding:
+    (one,) = [finding for finding in found if finding.cause == cause]
+    return one
+
+
+def test_a_run_of_ours_is_judged_by_its_course_when_its_own_alarms_can_be() -> None:
+    assert CATALOGUE["rate_too_high"].limit("own_windows") == 2 * GROUP
+
+
+def test_every_cause_has_a_rule_of_its_name_and_a_case() -> None:
+    assert {rule.__name__ for rule in RULES} == set(CATALOGUE) == set(CASES)
+    assert len(RULES) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize("cause", CATALOGUE)
+def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) -> None:
+    has, lacks = CASES[cause]
+    if cause == "no_telemetry":
+        run = make_run(tmp_path / "has", **has)
+        (run / DEVICES).unlink()
+        found = engine(read(run))
+    else:
+        found = findings(tmp_path / "has", has)
+    assert cause in {finding.cause for finding in found}, [finding.cause for finding in found]
+    assert {finding.cause for finding in found} - {cause} <= MAY_BE_BESIDE.get(cause, set())
+    assert {finding.cause for finding in findings(tmp_path / "lacks", lacks)} <= MAY_BE_BESIDE.get(cause, set())
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_run_has_nothing_above_info(kind: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **HEALTHY[kind])
+    assert [finding.cause for finding in engine(read(run)) if finding.severity != "info"] == []
+
+
+def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -> None:
+    assert engine(read(tmp_path)) == []
+
+
+@pytest.mark.parametrize("sample", [
+    {"memory_limit_bytes": None}, {"process_cpu": None, "psi_cpu": 1.0, "cpu": [1.0] * 4},
+    {"throttled_s": 0.5, "process_cpu": None}, {"cores": None, "cpu": [], "threads_running": 99.0},
+    {"shm_total_bytes": None}, {"handles": 1000, "handles_limit": None}, {"net_received_bytes_s": 1e9},
+])  # fmt: skip
+def test_rules_abstain_where_records_do_not_say(sample: dict[str, object], tmp_path: Path) -> None:
+    assert set(sample) <= set(HEALTHY_HOST)
+    assert findings(tmp_path / "run", {"host": lambda _: sample}) == []
+
+
+def test_shares_are_of_the_time_after_the_start_and_losses_of_all_of_it(tmp_path: Path) -> None:
+    short = findings(tmp_path / "short", {"startup": 40, "seconds": 10, "shares": {"input_wait": 0.3}})
+    long = findings(tmp_path / "long", {"startup": 6, "seconds": 60, "shares": {"input_wait": 0.3}})
+    assert [f.cause for f in short] == [f.cause for f in long] == ["input_bound"]
+    assert short[0].lost_device_s == pytest.approx(3.0)
+    assert long[0].lost_device_s == pytest.approx(18.0)
+
+
+def test_a_phase_is_lost_as_long_as_it_took(tmp_path: Path) -> None:
+    for name, phase in (("evaluation_heavy", "eval"), ("host_waits", "sync"), ("recompiles", "compile")):
+        found = findings(tmp_path / name, {"shares": {phase: 0.25}, "seconds": 20})
+        assert of(found, name).lost_device_s == pytest.approx(5.0, rel=0.06), name
+
+
+def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+    found = findings(tmp_path / "run", {"shares": {"comm": 0.4}, "ranks": [{"comm": 0.4}, {"comm": 0.0}]})
+    finding = of(found, "straggler")
+    assert finding.evidence[0].value == 2
+    assert "rank 2 is the slow one" in finding.evidence[0].text
+    assert finding.lost_device_s == pytest.approx(2 * 0.4 * 40, rel=0.05)
+
+
+def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_processors(tmp_path: Path) -> None:
+    waits = {"config": None, "shares": {"input_wait": 0.4}}
+    for name, cores, cause in (
+        ("rests", {"process_cpu": 0.65}, "slow_storage"),
+        ("one", {"process_cpu": 1.6, "cpu": [1.0, 0.6, 0.0, 0.0]}, "too_few_threads"),
+        ("all", {"process_cpu": 3.7, "cpu": [0.95] * 4}, "slow_decode"),
+        ("others", {"process_cpu": 1.6, "cpu": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
+    ):
+        found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
+        assert found[0].cause == cause, name
+
+
+def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(tmp_path: Path) -> None:
+    def case(shares: dict[str, float], **cpu: float) -> Case:
+        return {"config": None, "shares": shares, "window": lambda _: {"cpu": {"compute": 0.6, **cpu}}}
+
+    for name, made, host, cause in (
+        ("between, computes", case({"host": 0.4}, host=0.38), {"process_cpu": 1.0}, "python_bound"),
+        ("between, waits", case({"host": 0.4}, host=0.02), {"process_cpu": 1.9}, "host_waits"),
+        ("in steps, waits", case({}, compute=0.5), {"process_cpu": 1.6}, "host_waits"),
+        ("input, waits", case({"input_wait": 0.4}, input_wait=0.02), {"process_cpu": 0.65}, "slow_storage"),
+        ("input, decodes", case({"input_wait": 0.4}, input_wait=0.39), {"process_cpu": 1.0}, "too_few_threads"),
+        (
+            "input, a worker decodes",
+            case({"input_wait": 0.4}, input_wait=0.02),
+            {"process_cpu": 1.5},
+            "too_few_threads",
+        ),
+    ):
+        found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
+        assert [f.cause for f in found] == [cause], name
+    crowded = {"cpu": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
+    full = case({}, compute=0.5) | {"host": lambda _: crowded}
+    assert findings(tmp_path / "full", full) == []
+    taken = {"cpu": [1.0] * 4, "process_cpu": 0.94, "threads_running": 1.52}  # a loader's process got more than it
+    waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
+    found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
+    assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
+
+
+def test_what_the_thread_decodes_by_itself_is_no_fault_of_the_storage(tmp_path: Path) -> None:
+    waits = {"config": None, "shares": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
+    case = waits | {"window": lambda _: {"cpu": {"compute": 0.6, "input_wait": 0.1}}}
+    (finding,) = findings(tmp_path / "run", case | {"events": [("note", "the loader", {"workers": 0})]})
+    assert finding.cause == "slow_storage"
+    assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
+
+
+def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:
+    waits = {"config": None, "shares": {"input_wait": 0.5}}
+    busy = {"cpu": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
+    found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
+    assert found[0].cause == "slow_storage"
+
+
+def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_path: Path) -> None:
+    for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.5, ["cpu_contention"]), (3.0, 2.6, [])):
+        sample = {"cpu": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
+        job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
+        found = findings(tmp_path / str(wanted), job)
+        assert [f.cause for f in found if f.severity != "info"] == cause, wanted
+
+
+def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
+    stacks = [{"samples": 100, "main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
+    assert "host_waits" not in {f.cause for f in findings(tmp_path / "busy", job)}
+    idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilisation": 0.5}})
+    assert of(idle, "host_waits").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
+
+
+def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
+    for cause, main in (
+        ("python_bound", {"python": 0.5, "compute": 0.5}), ("slow_decode", {"decode": 0.5, "compute": 0.5}),
+        ("recompiles", {"compile": 0.3, "compute": 0.7}), ("communication_bound", {"comm": 0.4, "compute": 0.6}),
+        ("host_waits", {"sync": 0.4, "compute": 0.6}),
+    ):  # fmt: skip
+        stacks = [{"samples": 100, "main": main, "frames": {"train (job.py:10)": 0.5}}] * 2
+        job = {
+            "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
+            "host": lambda _: {"cores": 1.0},
+        }  # fmt: skip
+        finding = of(findings(tmp_path / cause, job), cause)
+        assert any("job.py:10" in line.text for line in finding.evidence), cause
+        few = findings(tmp_path / f"{cause}-few", job | {"stacks": [stacks[0] | {"samples": 12}] * 2})
+        assert of(few, cause).lost_device_s is None, "so few samples do not say how long"
+        assert any("estimate" in line.text for line in finding.evidence), cause
+
+
+def test_a_training_thread_that_decodes_by_itself_beside_idle_cores_wants_workers(tmp_path: Path) -> None:
+    stacks = [{"main": {"decode": 0.5, "compute": 0.5}}] * 2
+    found = findings(tmp_path / "run", {
+        "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
+        "host": lambda _: {"process_cpu": 1.0},
+    })  # fmt: skip
+    assert of(found, "too_few_threads").severity == "critical"
+
+
+def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -> None:
+    rises = {"config": None, "losses": lambda s: {"total": 2.0 if s < 10 else 2.0 * 1.1 ** (s - 10)}}
+    finding = of(findings(tmp_path / "run", rises), "rate_too_high")
+    assert finding.lost_device_s == pytest.approx(30, abs=12)
+    blew_up = {"config": None, "losses": lambda s: {"total": 1e17 if s == 0 else 900.0 + 100 * (s % 4)}}
+    assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "rate_too_high").evidence[0].text
+    above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
+    assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "rate_too_high").evidence[0].text
+    mean = {"config": None, "losses": lambda s: {"total": 5e19 / (s + 1)}}  # since the epoch began, as Keras says it
+    assert "the loss is " in of(findings(tmp_path / "mean", mean), "rate_too_high").evidence[0].text
+    jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
+    finding = of(findings(tmp_path / "jumps", jumps), "rate_too_high")
+    assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text
+    small = {"config": None, "losses": lambda s: {"total": 2.0 * 0.8**s if s % 9 != 5 else 0.5}}  # below its beginning
+    assert findings(tmp_path / "small", small) == []
+    stays = {"config": None, "losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 5.2 + 0.1 * (s % 3)}}
+    finding = of(findings(tmp_path / "stays", stays), "rate_too_high")
+    assert "was 2.3 at the beginning, jumped to 8e+03 and is 5.3 now" in finding.evidence[0].text
+    returns = {"config": None, "losses": lambda s: {"total": (2.3, 80.0)[s] if s < 2 else 2.2 * 0.98**s}}
+    assert findings(tmp_path / "returns", returns) == []
+    noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
+    assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
+
+
+def test_a_run_of_ours_too_short_to_judge_itself_is_judged_by_its_losses(tmp_path: Path) -> None:
+    jumped = {"losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 7.2 + 0.1 * (s % 3)}}
+    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "rate_too_high"
+    long = findings(tmp_path / "long", {**jumped, "seconds": 40})
+    assert [finding.cause for finding in long if finding.severity != "info"] == []
+
+
+def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
+    flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": None}}
+    assert of(findings(tmp_path / "run", flat), "rate_too_low").severity == "info"
+
+
+@pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
+def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) -> None:
+    config = OURS.replace('cache = "none"', f'cache = "{cache}"')
+    seen = read(make_run(tmp_path / "run", config=config, shares={"input_wait": 0.2}, stages=FETCHING))
+    from stoker.diagnosis.rules.data_loading import input_bound
+
+    finding = input_bound(seen)
+    assert finding is not None
+    assert said in finding.fix
+
+
+@pytest.mark.parametrize("cause", ["rate_lowered", "loss_spikes", "rate_too_high"])
+def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> None:
+    finding = of(findings(tmp_path / "run", CASES[cause][0]), cause)
+    assert finding.command == "--rate 0.003"
+
+
+def test_severity_follows_the_thresholds(tmp_path: Path) -> None:
+    for share, severity in ((0.12, "warning"), (0.19, "warning"), (0.21, "critical")):
+        found = findings(tmp_path / str(share), {"shares": {"input_wait": share}})
+        assert of(found, "input_bound").severity == severity
+
+
+def test_xids_say_what_they_mean(tmp_path: Path) -> None:
+    mine = findings(tmp_path / "mine", {"gpus": 1, "gpu": lambda s, _: {"xids": [31]} if s == 9 else {}})
+    assert of(mine, "gpu_errors").severity == "warning"
+    assert "not its own" in of(mine, "gpu_errors").evidence[0].text
+    other = findings(tmp_path / "other", {"gpus": 1, "gpu": lambda s, _: {"xids": [9999]} if s == 9 else {}})
+    assert of(other, "gpu_errors").severity == "critical"
+
+
+def test_quarantine_names_pictures_once(tmp_path: Path) -> None:
+    found = findings(tmp_path / "run", {"quarantined": ["a.jpg", "a.jpg", "b.jpg"]})
+    assert [e.text for e in of(found, "quarantined_pictures").evidence] == [
+        "2 pictures", "a.jpg: truncated", "b.jpg: truncated",
+    ]  # fmt: skip
+
+
+def test_a_hang_that_was_killed_is_said_before_the_kill(tmp_path: Path) -> None:
+    case = CASES["hung"][0]
+    found = findings(tmp_path / "run", case)
+    assert [finding.cause for finding in found][:2] == ["hung", "no_last_word"]
+
+
+def test_a_first_window_that_is_mostly_the_start_is_no_usual_length(tmp_path: Path) -> None:
+    """As of a watched job, whose first window begins with it."""
+    first = {"wall_s": 6.0, "phases": {"startup": 5.5, "compute": 0.5}}
+    found = findings(tmp_path / "run", {
+        "silent": 16, "seconds": 4, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 9 else {},
+        "window": lambda s: first if s == 6 else {},
+    })  # fmt: skip
+    assert found[0].cause == "hung"
+
+
+def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
+    """A leak whose memory is given back with the last step; minutes in which a process goes away."""
+    leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**7 * min(s, 45) if s < 45 else 10**8}}
+    assert [f.cause for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
+    tail = {"config": None, "window": lambda s: {"steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
+            "shares": {"input_wait": 0.3}}  # fmt: skip
+    found = findings(tmp_path / "tail", tail)
+    assert [f.cause for f in found] == ["too_few_threads"]
+
+
+def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}}
+    main = {"python": 0.2, "compute": 0.8}
+    few = findings(tmp_path / "few", job | {"stacks": [{"main": main, "samples": 5}]})
+    many = findings(tmp_path / "many", job | {"stacks": [{"main": main, "samples": 50}] * 4})
+    assert "python_bound" not in {f.cause for f in few}
+    assert "python_bound" in {f.cause for f in many}
+
+
+def test_samples_of_the_start_are_left_out_of_stacks(tmp_path: Path) -> None:
+    """A line of which half is imports."""
+    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "startup": 10}
+    line = {"t": 1_000_016.0, "main": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
+    finding = of(findings(tmp_path / "run", job | {"stacks": [line]}), "python_bound")
+    assert finding.evidence[0].value == pytest.approx(0.5)
+
+
+def test_records_is_what_read_returns(tmp_path: Path) -> None:
+    assert isinstance(read(tmp_path), Records)

@@ -1,0 +1,453 @@
+"""onnx.py, graph.py, parity.py, runtime.py: the file finds what the model finds, or there is no file.
+
+The model has random weights, large enough that it finds hundreds of overlapping boxes: suppression has much to do.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+
+from stoker import models
+from stoker.cli import app
+from stoker.config.settings import Config, to_toml
+from stoker.errors import ParityError
+from stoker.export import graph, parity
+from stoker.export.runtime import OnnxModel
+from stoker.models.table import MODELS
+from stoker.models.weights import model_file
+from tests.drawn import CLASSES, draw
+
+CANVAS = (96, 128)
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "onnx.md"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def stoker(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """A command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stoker", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def lively(seed: int = 0) -> tuple[models.Detector, model_file.Card]:
+    """A tiny model that finds much in every picture, and nothing of sense."""
+    chosen = MODELS["retinanet_tiny_fpn"].defaults
+    config = Config().replace(model="retinanet_tiny_fpn", weights="none", **chosen)
+    torch.manual_seed(seed)
+    model = models.build(config.model, len(CLASSES))
+    for name, last, std in (("classification_head", "cls_logits", 0.15), ("regression_head", "bbox_reg", 0.03)):
+        torch.nn.init.normal_(model.head[name].get_submodule(last).weight, std=std)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(torch.from_numpy(pictures(2, seed)))  # the norms learn what the pictures are like
+    model.eval()
+    return model, model_file.Card(settings=config.model, class_names=CLASSES, canvas=CANVAS, resize="letterbox", step=7)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "data", train=2, val=10, side=80)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def networks_once() -> Iterator[None]:
+    """torch's exporter takes seconds: the same network is asked of it once. All that is done with it is done anew."""
+    made: dict[tuple[Any, ...], bytes] = {}
+    real = graph._network
+
+    def once(model: models.Detector, canvas: tuple[int, int], opset: int) -> Any:
+        weights = b"".join(tensor.contiguous().numpy().tobytes() for tensor in model.state_dict().values())
+        key = (hashlib.sha256(weights).digest(), canvas, opset)
+        if key not in made:
+            made[key] = real(model, canvas, opset).SerializeToString()
+        return onnx.load_from_string(made[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "_network", once)
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path, data: Path) -> Path:
+    """The folder of a run: its settings and its best weights."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    model, card = lively()
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "best.safetensors", card.header())
+    (folder / "config.toml").write_text(to_toml(Config().replace(data=str(data)), {}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported") / "best.onnx"
+    path.write_bytes(graph.build(*lively(), score_threshold=0.05, iou_threshold=0.5))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Detector:
+    return lively()[0]
+
+
+def of_file(file: OnnxModel, images: Any, content: Any, **thresholds: float) -> list[parity.Boxes]:
+    found = file.run(images, content, **thresholds)
+    return [
+        parity.Boxes(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
+        for n, count in enumerate(found.count.tolist())
+    ]
+
+
+def pictures(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, *CANVAS), np.uint8)
+
+
+def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, stoker: Run) -> None:
+    before = {path.name for path in run.iterdir()}
+    code, out, err = stoker("export", run, "--onnx")
+    assert (code, err) == (0, ""), err
+    lines = out.splitlines()
+    assert len(lines) == 2, "and nothing that torch's exporter says to its developers"
+    assert lines[0].startswith(f"{run / 'best.onnx'} (")
+    said = re.fullmatch(r"parity on 10 pictures, ([\d,]+) boxes: boxes within (\S+) px, scores within (\S+?)"
+                        r"(, \d+ boxes of one only, at a threshold or tie)?; \S+ ms/picture in onnxruntime \(\d+ "
+                        r"threads\)", lines[1])  # fmt: skip
+    assert said, lines[1]
+    assert int(said[1].replace(",", "")) > 500
+    assert float(said[2]) < 0.01
+    assert float(said[3]) < 1e-5
+    assert {path.name for path in run.iterdir()} == before | {"best.onnx"}
+
+
+def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: Run) -> None:
+    assert stoker("export", run, "--onnx")[0] == 0
+    content = (run / "best.onnx").read_bytes()
+    for told in (b"site-packages", b".py", str(Path.home()).encode(), str(run).encode(), b"stack_trace"):
+        assert told not in content
+    file = onnx.load_from_string(content)
+    assert (file.producer_name, file.opset_import[0].version) == ("stoker", 18)
+    assert file.ir_version <= 10, "what onnxruntime 1.20 reads"
+    session = onnxruntime.InferenceSession(content)
+    about = session.get_modelmeta().custom_metadata_map
+    assert set(about) == {"class_names", "canvas", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
+    assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
+    assert json.loads(about["class_names"]) == list(CLASSES)
+    assert json.loads(about["canvas"]) == list(CANVAS)
+    assert json.loads(about["padding"]) == [124, 116, 104]
+    assert about["weights_sha256"] == hashlib.sha256((run / "best.safetensors").read_bytes()).hexdigest()
+    assert [given.name for given in session.get_inputs()] == ["images"], "all that must be given"
+    assert {given.name for given in session.get_overridable_initializers()} == {
+        "content", "score_threshold", "iou_threshold",
+    }  # fmt: skip
+    assert OnnxModel(run / "best.onnx", threads=1).card == lively()[1]
+
+
+def test_no_division_of_places_goes_through_float32(exported: Path) -> None:
+    """Floats cannot tell places apart from 2^24 on, which 80 classes have on a canvas of 1,400 × 1,400."""
+    assert "Floor" not in {node.op_type for node in onnx.load(exported).graph.node}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    count=st.integers(1, 4), seed=st.integers(0, 1000), score_threshold=st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]),
+    iou_threshold=st.floats(0.05, 0.95), content=st.tuples(st.integers(1, CANVAS[0]), st.integers(1, CANVAS[1])),
+)  # fmt: skip
+def test_any_batch_any_thresholds_any_content(
+    exported: Path, model: models.Detector, count: int, seed: int, score_threshold: float, iou_threshold: float,
+    content: tuple[int, int],
+) -> None:  # fmt: skip
+    images, inside = pictures(count, seed), np.array([CANVAS, content] * 2, np.int32)[:count]
+    thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
+    file = OnnxModel(exported, threads=1)
+    for n, found in enumerate(of_file(file, images, inside, **thresholds)):
+        expected = parity._of_model(model, images[n], inside[n], slots=100, **thresholds)
+        compared = parity.compare("it", expected, found, slots=100, **thresholds)
+        parity.require(compared, "it")
+        assert compared.box_px < 0.01
+        assert compared.score < 1e-5
+        assert compared.at_edge <= 0.1 * max(compared.boxes, 20)
+        assert (np.diff(found.scores) <= 0).all()
+
+
+def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -> None:
+    file, images = OnnxModel(exported, threads=1), pictures(3, 1)
+    session = onnxruntime.InferenceSession(exported)
+    boxes, scores, labels, count = session.run(None, {"images": images})
+    full = file.run(images, np.array([CANVAS] * 3), score_threshold=0.05, iou_threshold=0.5)
+    for one, other in zip((boxes, scores, labels, count), dataclasses.astuple(full), strict=True):
+        assert np.array_equal(one, other)
+    one_for_all = session.run(None, {"images": images, "content": np.array([[50, 60]], np.int32)})
+    for one, other in zip(one_for_all, dataclasses.astuple(file.run(images, np.array([(50, 60)] * 3))), strict=True):
+        assert np.array_equal(one, other)
+    assert boxes.shape == (3, 100, 4)
+    assert (boxes.dtype, scores.dtype, labels.dtype, count.dtype) == (np.float32, np.float32, np.int64, np.int64)
+    empty = session.run(None, {"images": images, "score_threshold": np.array(1, np.float32)})
+    assert (empty[3] == 0).all()
+    assert (empty[2] == -1).all()
+    assert not empty[0].any()
+    assert not empty[1].any()
+
+
+@pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.slow)])
+def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
+    path, card = tmp_path / "four.onnx", lively()[1]
+    path.write_bytes(graph.build(model, card, score_threshold=0.2, iou_threshold=0.3, slots=7, opset=opset, batch=4))
+    assert onnx.load(path).opset_import[0].version == opset
+    file = OnnxModel(path, threads=1)
+    assert file.batch == 4
+    images, inside = pictures(6, 2), np.array([CANVAS] * 6, np.int32)
+    thresholds = {"score_threshold": 0.2, "iou_threshold": 0.3}
+    found = of_file(file, images, inside)
+    assert [len(one.scores) for one in found] == [7] * 6
+    for n, one in enumerate(found):
+        expected = parity._of_model(model, images[n], inside[n], slots=7, **thresholds)
+        parity.require(parity.compare("it", expected, one, slots=7, **thresholds), "it")
+    with pytest.raises(Exception, match="Got: 3 Expected: 4"):
+        onnxruntime.InferenceSession(path).run(None, {"images": images[:3]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        ([], 2, ["Which format?", "--onnx"]),
+        (["--onnx", "--batch", "many"], 2, ["'many'", "dynamic"]),
+        (["--onnx", "--batch", "0"], 2, ["--batch 0", "1 or more"]),
+        (["--onnx", "--conf", "1.5"], 2, ["--conf 1.5", "0 … 1"]),
+        (["--onnx", "--max-detections", "0"], 2, ["--max-detections 0"]),
+        (["--onnx", "--opset", "17"], 2, ["--opset 17", "18 … 21"]),
+        (["--onnx", "--out", "model.pt"], 2, ["model.pt", "model.onnx"]),
+        (["--onnx", "--out", "nowhere/model.onnx"], 3, ["nowhere"]),
+        (["--onnx", "--pictures", "nowhere"], 2, ["nowhere"]),
+    ],
+)
+def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: int, words: list[str]) -> None:
+    got, _, err = stoker("export", run, *flags)
+    assert got == code, err
+    for word in words:
+        assert word in err
+    assert not list(run.glob("*.onnx"))
+
+
+def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = graph._network
+
+    def wrong(*given: Any) -> Any:
+        """A network that is out by a little: one channel of one convolution."""
+        network = good(*given)
+        (bias,) = (one for one in network.graph.initializer if one.name.endswith("cls_logits.bias"))
+        values = onnx.numpy_helper.to_array(bias).copy()
+        values[1] += 0.05
+        bias.CopyFrom(onnx.numpy_helper.from_array(values, bias.name))
+        return network
+
+    assert stoker("export", run, "--onnx")[0] == 0
+    before = (run / "best.onnx").read_bytes()
+    monkeypatch.setattr(graph, "_network", wrong)
+    for out in ("best.onnx", "new.onnx"):
+        code, said, err = stoker("export", run, "--onnx", "--out", run / out)
+        assert (code, said) == (3, "")
+        assert "does not find what the model finds" in err
+        assert "largest differences on 10 pictures" in err
+    assert sorted(path.name for path in run.iterdir()) == ["best.onnx", "best.safetensors", "config.toml"]
+    assert (run / "best.onnx").read_bytes() == before
+
+
+def another_model(path: Path) -> Path:
+    text = '<ir_version: 10, opset_import: ["" : 18]> theirs (float[1] x) => (float[1] y) { y = Identity(x) }'
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def test_a_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
+    another_model(run / "best.onnx")
+    before = (run / "best.onnx").read_bytes()
+    code, _, err = stoker("export", run, "--onnx")
+    assert code == 2
+    assert "did not export" in err
+    assert (run / "best.onnx").read_bytes() == before
+    assert stoker("export", run, "--onnx", "--out", run / "mine.onnx")[0] == 0
+    assert stoker("export", run, "--onnx", "--out", run / "mine.onnx")[0] == 0, "one's own is"
+
+
+def test_without_the_data_pictures_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
+    (run / "config.toml").write_text(to_toml(Config().replace(data="gone"), {}))
+    alone = run.parent / "alone.safetensors"
+    (run / "best.safetensors").rename(alone)
+    for what in (alone, run):
+        if what == run:
+            alone.rename(run / "best.safetensors")
+        code, _, err = stoker("export", what, "--onnx")
+        assert code == 2, err
+        assert "no pictures to compare" in err
+        assert "--pictures" in err
+    code, out, err = stoker("export", run, "--onnx", "--pictures", data / "valid")
+    assert code == 0, err
+    assert "parity on 10 pictures" in out
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named_with_what_to_install(
+    run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = stoker("export", run, "--onnx")
+    assert code == 3
+    assert f"package {package} is missing" in err
+    assert "pip install 'stoker[onnx]'" in err
+
+
+def test_a_file_that_is_no_model(tmp_path: Path, data: Path, stoker: Run) -> None:
+    torn = tmp_path / "torn.onnx"
+    torn.write_bytes(b"\x08\x0a nothing")
+    theirs = another_model(tmp_path / "theirs.onnx")
+    for path, words in ((torn, "cannot be read"), (theirs, "not an export of stoker's")):
+        code, _, err = stoker("predict", path, data / "valid", "--out", tmp_path / "out")
+        assert code == 3
+        assert words in err
+        assert path.name in err
+        assert "[E:" not in err, "onnxruntime's own words are in the message"
+
+
+def test_predict_and_eval_take_the_file_as_they_take_the_run(
+    run: Path, data: Path, tmp_path: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.hardware.device.Device.best_precision", lambda _: ("fp32", "as the file"))
+    assert stoker("export", run, "--onnx")[0] == 0
+    answers, scores = [], []
+    for n, what in enumerate((run, run / "best.onnx")):
+        out = tmp_path / f"out{n}"
+        code, _, err = stoker("predict", what, data / "valid", "--conf", "0.3", "--iou", "0.4", "--out", out)
+        assert code == 0, err
+        answers.append(json.loads((out / "predictions.json").read_text()))
+        code, said, err = stoker("eval", what, data, "--json")
+        assert code == 0, err
+        scores.append(json.loads(said))
+    for one, other in zip(*answers, strict=True):
+        assert one["path"] == other["path"]
+        assert len(one["detections"]) == len(other["detections"]) > 3
+        for mine, its in zip(one["detections"], other["detections"], strict=True):
+            assert mine["class"] == its["class"]
+            assert mine["score"] == pytest.approx(its["score"], abs=2e-4)
+            assert mine["box"] == pytest.approx(its["box"], abs=0.02)
+    assert scores[0]["detections"] == scores[1]["detections"]
+    for name in ("ap", "ap50", "ar100"):
+        assert scores[0][name] == pytest.approx(scores[1][name], abs=1e-4)
+    code, _, err = stoker("predict", run / "best.onnx", data / "valid", "--device", "cuda", "--out", tmp_path / "x")
+    assert code == 2
+    assert "cpu" in err
+
+
+def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
+    picture = tmp_path / "shot.png"
+    Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(picture)
+    assert stoker("export", run, "--onnx", "--pictures", picture)[0] == 0
+    (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    absent = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'stoker', 'onnx', 'msgspec'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", absent + script, run / "best.onnx", picture], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    code, _, err = stoker("predict", run / "best.onnx", picture, "--conf", "0.05", "--out", tmp_path / "out")
+    assert code == 0, err
+    ((answer),) = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert len(lines) == len(answer["detections"]) > 3
+    for line, found in zip(lines, answer["detections"], strict=True):
+        name, score, box = line.split(" ", 2)
+        assert name == found["class"]
+        assert float(score) == pytest.approx(found["score"], abs=1e-3)
+        assert json.loads(box) == pytest.approx(found["box"], abs=0.1)
+
+
+# compare, on boxes made by hand.
+
+BOXES = np.array([(0, 0, 20, 20), (0, 0, 20, 10.001), (40, 40, 60, 60), (70, 10, 90, 30)], np.float32)
+HAND = parity.Boxes(BOXES, np.array([0.9, 0.8, 0.6, 0.3], np.float32), np.array([0, 1, 0, 2]))
+
+
+def compared(model: parity.Boxes, file: parity.Boxes, **changes: Any) -> parity.Parity:
+    return parity.compare("it", model, file, **{"score_threshold": 0.3, "iou_threshold": 0.5, "slots": 100} | changes)
+
+
+def without(found: parity.Boxes, n: int) -> parity.Boxes:
+    return parity.Boxes(*(np.delete(column, n, axis=0) for column in found))
+
+
+def test_equal_boxes_in_any_order_are_equal() -> None:
+    turned = parity.Boxes(*(column[::-1] for column in HAND))
+    assert compared(HAND, turned) == parity.Parity(1, 4, 0.0, 0.0, 0, ())
+
+
+@pytest.mark.parametrize("n", range(3))
+def test_a_box_that_only_one_has_is_a_difference(n: int) -> None:
+    for one, other, who in ((HAND, without(HAND, n), "the model"), (without(HAND, n), HAND, "the file")):
+        found = compared(one, other)
+        assert not found.holds
+        assert f"only {who} found class" in found.unexplained[0]
+        with pytest.raises(ParityError, match="does not find what"):
+            parity.require(found, "it")
+
+
+def test_a_box_at_the_threshold_or_cut_off_is_told_apart() -> None:
+    at_threshold = compared(HAND, without(HAND, 3))
+    assert (at_threshold.at_edge, at_threshold.unexplained) == (1, ())
+    assert not compared(HAND, without(HAND, 3), score_threshold=0.2).holds
+    tied = HAND._replace(scores=np.array([0.9, 0.8, 0.6, 0.59999], np.float32))
+    assert compared(tied, without(tied, 3), score_threshold=0.1, slots=3).holds
+    assert not compared(tied, without(tied, 3), score_threshold=0.1, slots=4).holds
+
+
+def test_a_box_at_the_limit_of_suppression_or_tied_is_told_apart() -> None:
+    one_class = HAND._replace(labels=np.zeros(4, np.int64))  # the second overlaps the first by 0.50005
+    assert compared(one_class, without(one_class, 1)).holds
+    assert not compared(one_class, without(one_class, 1), iou_threshold=0.45).holds, "the file should have it no less"
+    higher = HAND._replace(boxes=BOXES + np.array([0, 0, 0, 5], np.float32), labels=np.zeros(4, np.int64))
+    scores = np.array([0.9, 0.89995, 0.6, 0.3], np.float32)
+    first, second = without(higher._replace(scores=scores), 1), without(higher._replace(scores=scores), 0)
+    assert compared(first, second).at_edge == 2, "of two equals that overlap either may stay"
+    scores = np.array([0.9, 0.8, 0.6, 0.3], np.float32)
+    first, second = without(higher._replace(scores=scores), 1), without(higher._replace(scores=scores), 0)
+    assert not compared(first, second).holds
+
+
+@pytest.mark.parametrize(("corner", "score", "holds"), [(0.09, 0.0, True), (0.11, 0.0, False), (0.0, 9e-4, True),
+                                                        (0.0, 1.1e-3, False), (float("nan"), 0.0, False)])  # fmt: skip
+def test_differences_are_measured(corner: float, score: float, holds: bool) -> None:
+    other = HAND._replace(boxes=BOXES.copy(), scores=HAND.scores.copy())
+    other.boxes[2, 3] += corner
+    other.scores[1] -= score
+    assert compared(HAND, other).holds is holds

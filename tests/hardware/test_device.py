@@ -1,0 +1,134 @@
+"""The device's seam, as far as a CPU shows it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from stoker.hardware.device import CACHE_BLOCK, DEVICE_BLOCK, Device, block_of
+from stoker.profiling.ledger import Ledger
+
+FAULTS = """
+import resource, sys
+import torch
+from stoker.device import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+
+
+def step():
+    return [torch.zeros(side * 2**20) for side in range(9, 14)]
+
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_is_kept_for_the_next_step():
+    """A step's 220 MiB cost 56,320 faults of a page, or 110 of a huge one, where they are given back after it."""
+
+    def faults(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    given_back = faults("give back")
+    if given_back < 1000:
+        pytest.skip("this kernel does not count faults")
+    assert faults("keep") < given_back / 2
+
+
+def test_blocks_are_smaller_on_a_cpu():
+    assert block_of(torch.zeros(1)) == CACHE_BLOCK < DEVICE_BLOCK == block_of(torch.zeros(1, device="meta"))
+
+
+class LateDevice:
+    """In torch's place: an accelerator that does what it was given late, and on which a host wait raises.
+
+    Its own clock counts milliseconds from somewhere, as CUDA's does.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began_s = time.perf_counter()
+        self.late_s = 0.0
+        self.made: list[LateEvent] = []
+        self.may_wait = True
+        monkeypatch.setattr(torch, "Event", lambda *_, **__: LateEvent(self))
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: self.wait())
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: None)
+
+    def wait(self) -> None:
+        assert self.may_wait, "the host waits for the device"
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice) -> None:
+        self.device = device
+        self.at_s: float | None = None
+        device.made.append(self)
+
+    def record(self, _: object) -> None:
+        self.at_s = time.perf_counter() + self.device.late_s
+
+    def query(self) -> bool:
+        assert self.at_s is not None
+        return self.at_s <= time.perf_counter()
+
+    def synchronize(self) -> None:
+        self.device.wait()
+
+    def elapsed_time(self, later: "LateEvent") -> float:
+        assert self.at_s is not None
+        assert later.at_s is not None
+        assert self.query(), "CUDA raises where one is not reached"
+        assert later.query(), "CUDA raises where one is not reached"
+        return (later.at_s - self.at_s) * 1e3
+
+
+def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = LateDevice(monkeypatch)
+    ledger = Ledger(Device(torch.device("cuda", 0)).make_clock(), started_s=time.perf_counter())
+    fake.may_wait = False
+    for _ in range(3_000):
+        with ledger.compute():
+            pass
+    prompt = len(fake.made)
+    fake.late_s = 1e4
+    for _ in range(3_000):
+        with ledger.compute(), ledger.phase("comm"):
+            pass
+    account = ledger.window(0.0)
+    assert prompt <= 4, "each is free again when its step is seen done"
+    assert len(fake.made) < 600
+    assert account is not None
+    assert account.steps == account.starved == 3_000
+    assert sum(account.phases.values()) == pytest.approx(account.wall_s)
+
+
+def test_ranges_are_for_a_profiler_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = Device(torch.device("cuda", 0)), Device(torch.device("cpu"))
+    for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert gpu.make_ranges() is None
+    for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID"):
+        monkeypatch.setenv(name, "1")
+        assert gpu.make_ranges() is not None
+        assert cpu.make_ranges() is None
+        monkeypatch.delenv(name)
+
+
+def test_a_cpu_needs_no_event_and_does_not_starve() -> None:
+    ledger = Ledger(Device(torch.device("cpu")).make_clock(), started_s=time.perf_counter())
+    with ledger.compute():
+        pass
+    account = ledger.window(0.0)
+    assert account is not None
+    assert (account.steps, account.starved) == (1, None)

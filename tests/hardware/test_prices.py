@@ -1,0 +1,98 @@
+"""List prices: what is looked up by machine, by GPU, and what is not guessed."""
+
+import pytest
+
+from stoker.hardware import prices
+from stoker.hardware.prices import given, gpu_of, of_environment, of_gpu, of_machine
+
+
+@pytest.mark.parametrize(("machine", "gpus", "each"), [
+    ("p3.2xlarge", 0, 3.06), ("p3.16xlarge", 0, 3.06), ("g4dn.12xlarge", 0, 0.978), ("P4D.24xlarge", 0, 2.744705),
+    ("a2-highgpu-8g", 0, 3.673385), ("projects/1/machineTypes/g2-standard-4", 0, 0.706832),
+    ("n1-standard-8", 1, 0.379996 + 0.35), ("n1-highmem-8", 2, 0.473212 / 2 + 0.35),
+])  # fmt: skip
+def test_a_machine_that_is_told_has_one_price(machine: str, gpus: int, each: float) -> None:
+    """Computed by hand from the clouds' price pages."""
+    found = of_machine(machine, "T4", gpus)
+    assert found is not None
+    assert found.low == found.high == pytest.approx(each, rel=1e-5)
+    assert found.exact
+    assert prices.AS_OF in found.source
+    assert "list price" in found.source
+
+
+@pytest.mark.parametrize("machine", ["", "c5.large", "p3.3xlarge", "n1-standard-8", "a2-highgpu-3g", "H100", "p3"])
+def test_a_machine_that_is_not_in_the_table_has_none(machine: str) -> None:
+    assert of_machine(machine) is None
+
+
+def test_the_cheapest_machine_costs_more_with_more_gpus() -> None:
+    """Catches a slip in the table; all sizes of an a2 or a3 cost the same for a GPU."""
+    for _, sizes in prices._AWS.values():
+        cheapest: dict[int, float] = {}
+        for count, price in sizes.values():
+            cheapest[count] = min(price, cheapest.get(count, price))
+        in_order = [cheapest[count] for count in sorted(cheapest)]
+        assert in_order == sorted(set(in_order))
+    for family in ("a2-highgpu", "a2-ultragpu", "a3-highgpu"):
+        each = [price / count for name, (_, count, price) in prices._GCP.items() if name.startswith(family)]
+        assert max(each) == pytest.approx(min(each), rel=1e-3)
+
+
+def test_a_g2_costs_what_its_cores_and_its_gpus_cost() -> None:
+    for name, (_, gpus, price) in prices._GCP.items():
+        if name.startswith("g2-standard-"):
+            cores = int(name.rpartition("-")[2])
+            assert price == pytest.approx(cores / 4 * 0.146792036 + gpus * 0.56004024, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("name", "gib", "known"), [
+    ("NVIDIA A100-SXM4-40GB", 40, "A100-40"), ("NVIDIA A100-SXM4-80GB", 80, "A100-80"),
+    ("NVIDIA A100 80GB PCIe", None, "A100-80"), ("Tesla T4", 15, "T4"), ("Tesla V100-SXM2-16GB", 16, "V100"),
+    ("NVIDIA L4", 23, "L4"), ("NVIDIA L40S", 45, "L40S"), ("NVIDIA A10G", 23, "A10G"),
+    ("NVIDIA H100 80GB HBM3", 80, "H100"),
+    ("NVIDIA T400", 4, None), ("NVIDIA L40", 45, None), ("NVIDIA GeForce RTX 4090", 24, None), ("", None, None),
+])  # fmt: skip
+def test_names_of_gpus(name: str, gib: int | None, known: str | None) -> None:
+    assert gpu_of(name, None if gib is None else gib * 2**30) == known
+
+
+def environment(name: str, machine: object = None, count: int = 1) -> dict[str, object]:
+    return {"machine_type": machine, "gpu": {"gpus": [{"name": name, "memory_bytes": 15 * 2**30}] * count}}
+
+
+def test_the_environment_tells_the_machine_or_else_a_range() -> None:
+    exact = of_environment(environment("Tesla T4", "g4dn.xlarge"))
+    assert exact is not None
+    assert exact.low == exact.high == 0.526
+    both, gcp, aws = (
+        of_environment(environment("Tesla T4", machine)) for machine in (None, "Google Compute Engine", "HVM domU")
+    )
+    assert both is not None
+    assert gcp is not None
+    assert aws is not None
+    assert both.low <= min(gcp.low, aws.low) < max(gcp.high, aws.high) <= both.high
+    assert "AWS" in aws.source
+    assert "GCP" not in aws.source
+    assert of_gpu("T4", "GCP") == gcp
+    with_n1 = of_environment(environment("Tesla T4", "n1-standard-8", count=4))
+    assert with_n1 is not None
+    assert with_n1.exact
+
+
+ODD: list[dict[str, object]] = [
+    {}, {"gpu": None}, {"gpu": []}, {"gpu": {"gpus": []}}, {"gpu": {"gpus": [None]}}, {"gpu": {"gpus": "T4"}},
+    {"machine_type": 3}, environment("NVIDIA X9000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_not_known_has_no_price(odd: dict[str, object]) -> None:
+    assert of_environment(odd) is None
+
+
+def test_a_price_that_is_given() -> None:
+    assert given(0.0, "--price") is None
+    price = given(3.6, "--price")
+    assert price is not None
+    assert price.cost(1000.0) == (1.0, 1.0)

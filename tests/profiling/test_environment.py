@@ -1,0 +1,124 @@
+"""environment.json: what it tells, and what it must not."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.profiling.telemetry import environment, platform_info
+from stoker.profiling.telemetry.environment import container, describe, machine_type, masked, masked_words
+
+HIDDEN = "hunter2"
+
+
+def test_it_is_json_and_says_what_a_run_ran_on(tmp_path: Path) -> None:
+    told = json.loads(json.dumps(describe()))
+    assert told["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert told["torch"]["cuda"] == torch.version.cuda
+    assert told["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert told["cores"] >= 1
+    assert told["memory_limit_bytes"] > 2**20
+    assert told["cpu"]
+    assert "gpus" in told["gpu"]
+    assert told["storage"] == {}
+    assert describe(folders={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
+    if sys.platform == "linux":
+        assert told["handles_limit"] is None or told["handles_limit"] > 2
+        assert told["swap_bytes"] is not None
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    class Hanging:
+        def __init__(self, _: object) -> None:
+            go.wait()
+
+    monkeypatch.setattr(environment, "Gpus", Hanging)
+    monkeypatch.setattr(platform_info, "ANSWER_WITHIN_S", 0.01)
+    told = describe()["gpu"]
+    go.set()
+    assert told["gpus"] == []
+    assert told["reason"].startswith("the driver has not answered")
+
+
+def test_variables_that_matter_are_told_and_secrets_never() -> None:
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "4",
+        "NCCL_DEBUG": "INFO",
+        "STOKER_CACHE_DIR": f"s3://me:{HIDDEN}@store/cache",
+        "STOKER_API_KEY": HIDDEN,
+        "TORCH_HUB_TOKEN": HIDDEN,
+        "STOKER_ALERT_WEBHOOK": f"https://hooks.slack.com/services/{HIDDEN}",
+        "AWS_SECRET_ACCESS_KEY": HIDDEN,
+        "HOME": HIDDEN,
+    }
+    told = describe(variables, ["stoker", "train", f"https://store/x.zip?X-Amz-Signature={HIDDEN}&part=2"])
+    assert told["variables"] == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+        "STOKER_CACHE_DIR": "s3://***@store/cache",
+    }
+    assert told["argv"] == ["stoker", "train", "https://store/x.zip?X-Amz-Signature=***&part=2"]
+    assert HIDDEN not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gs://bucket/data", "gs://bucket/data"),
+        ("https://a/b?sv=1&sig=abc%3D&se=2", "https://a/b?sv=1&sig=***&se=2"),
+        ("https://hooks.slack.com/services/T1/B2/c", "https://hooks.slack.com/***"),
+        ("curl 'https://discord.com/api/webhooks/1/c' -d x", "curl 'https://discord.com/api/webhooks/***' -d x"),
+        ("https://me.webhook.office.com/webhookb2/a@b/IncomingWebhook/c", "https://me.webhook.office.com/***"),
+        ("https://store/hooks/x.zip", "https://store/hooks/x.zip"),
+        ("a@b.c", "a@b.c"),
+        ("/data/runs@2", "/data/runs@2"),
+    ],
+)
+def test_only_passwords_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("--alert-webhook https://chat/a --alert x", "--alert-webhook *** --alert x"),
+        ("--hf_token=a --api-key b -password c", "--hf_token=*** --api-key *** -password ***"),
+        ("--tokenizer bert --max-tokens 5 --keypoints 17", "--tokenizer bert --max-tokens 5 --keypoints 17"),
+        ("--use-auth --lr 3", "--use-auth --lr 3"),
+    ],
+)
+def test_what_stands_behind_a_secret_flag_is_masked(command: str, shown: str) -> None:
+    assert " ".join(masked_words(command.split())) == shown
+
+
+def test_containers_show(tmp_path: Path) -> None:
+    assert container({}, tmp_path) is None
+    (tmp_path / ".dockerenv").touch()
+    assert container({}, tmp_path) == "docker"
+    assert container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
+
+
+def test_without_torch_it_tells_the_rest() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from stoker.profiling.telemetry.environment import describe\n"
+        "told = describe(); assert told['torch'] is None and told['cores'] >= 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_machine_is_called_as_told_or_as_its_firmware_says(tmp_path: Path) -> None:
+    assert machine_type({}, tmp_path) is None
+    firmware = tmp_path / "sys/class/dmi/id"
+    firmware.mkdir(parents=True)
+    (firmware / "product_name").write_text("g4dn.xlarge\n")
+    assert machine_type({}, tmp_path) == "g4dn.xlarge"
+    assert machine_type({"STOKER_MACHINE_TYPE": " n1-standard-8 "}, tmp_path) == "n1-standard-8"

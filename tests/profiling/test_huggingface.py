@@ -1,0 +1,86 @@
+"""The callback in a real Trainer of transformers."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.totals import totals
+
+pytestmark = pytest.mark.slow
+
+SAMPLES, BATCH, SLOW_S, STEPS_DONE = 80, 4, 0.005, 20
+
+
+class SlowData(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Says by its own clock how long it took."""
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        began_s = time.perf_counter()
+        time.sleep(SLOW_S)
+        self.took_s += time.perf_counter() - began_s
+        return {"x": torch.randn(4), "labels": torch.zeros(1)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, tired_after: int | None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.left = tired_after
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("tired")
+        time.sleep(0.01 if self.training else 0)
+        found = self.layer(x)
+        return {"loss": (found - labels).pow(2).mean(), "logits": found}
+
+
+def test_a_training_is_measured(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from stoker.profiling.callbacks.huggingface import StokerCallback
+
+    asked = TrainingArguments(
+        str(tmp_path / "out"), max_steps=STEPS_DONE, per_device_train_batch_size=BATCH, gradient_accumulation_steps=2,
+        report_to=[], logging_steps=5, eval_strategy="steps", eval_steps=10, save_steps=10, use_cpu=True,
+        disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="constant",
+    )  # fmt: skip
+
+    def train(name: str, tired_after: int | None) -> tuple[float, float]:
+        training, validation = SlowData(), SlowData()
+        callbacks = [StokerCallback(str(tmp_path / name))]
+        Trainer(Model(tired_after), asked, train_dataset=training, eval_dataset=validation, callbacks=callbacks).train()
+        return training.took_s, validation.took_s
+
+    training_s, validation_s = train("good", None)
+    found = totals(tmp_path / "good")
+    pictures = STEPS_DONE * BATCH * 2
+    assert found.phases["input_wait"] == pytest.approx(training_s, rel=0.15)
+    assert found.phases["eval"] == pytest.approx(validation_s, rel=0.15)
+    assert found.phases["compute"] >= STEPS_DONE * 2 * 0.01
+    assert found.phases["checkpoint"] > 0
+    assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
+    assert (found.steps, found.step, found.pictures) == (STEPS_DONE, STEPS_DONE, pictures)
+    logged = [line for line in read_lines(tmp_path / "good", STEPS, StepWindow) if line.losses]
+    assert logged
+    assert all(line.rate == pytest.approx(0.1) and line.grad_norm for line in logged)
+
+    with pytest.raises(ValueError, match="tired"):
+        train("bad", 5)
+    train("next", None)
+    last = list(read_lines(tmp_path / "bad", EVENTS, Event))[-1]
+    assert last.kind == "failed"
+    assert "nobody told" in last.text

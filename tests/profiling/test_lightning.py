@@ -1,0 +1,127 @@
+"""The callback in a real Lightning Trainer."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.errors import PreflightError
+from stoker.profiling.callbacks import lightning
+from stoker.profiling.callbacks.session import base_classes
+from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.totals import totals
+
+SAMPLES, BATCH, SLOW_S = 80, 4, 0.005
+
+
+class SlowData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Says by its own clock how long it took."""
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        began_s = time.perf_counter()
+        time.sleep(SLOW_S)
+        self.took_s += time.perf_counter() - began_s
+        return torch.randn(4), torch.zeros(1)
+
+
+def test_a_framework_that_is_not_there_is_named() -> None:
+    with pytest.raises(PreflightError) as caught:
+        base_classes({"nowhere_to_be_found": "Callback"}, what="Nowhere", install="nowhere")
+    assert "pip install nowhere" in str(caught.value)
+    with pytest.raises(AttributeError, match="StokerCallback"):
+        lightning.Callback  # noqa: B018
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_is_measured(tmp_path: Path) -> None:
+    import pytorch_lightning as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            if index == tired_at:
+                raise ValueError("tired")
+            time.sleep(0.01)
+            loss: Tensor = (self.layer(batch[0]) - batch[1]).pow(2).mean()
+            return loss
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def fit(name: str, training: SlowData, validation: SlowData) -> None:
+        trainer = pl.Trainer(
+            max_epochs=2, accumulate_grad_batches=2, callbacks=[lightning.StokerCallback(str(tmp_path / name))],
+            accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+            num_sanity_val_steps=0, enable_model_summary=False,
+        )  # fmt: skip
+        start = trainer.profiler.start
+        try:
+            loader = torch.utils.data.DataLoader(training, batch_size=BATCH)
+            trainer.fit(Model(), loader, torch.utils.data.DataLoader(validation, batch_size=2 * BATCH))
+        finally:
+            assert trainer.profiler.start == start, "the profiler is as before"
+
+    tired_at = -1
+    training, validation = SlowData(), SlowData()
+    fit("good", training, validation)
+    found = totals(tmp_path / "good")
+    assert found.phases["input_wait"] == pytest.approx(training.took_s, rel=0.15)
+    assert found.phases["eval"] == pytest.approx(validation.took_s, rel=0.15)
+    assert found.phases["compute"] >= 2 * SAMPLES / BATCH * 0.01
+    assert found.phases["checkpoint"] > 0
+    assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
+    assert (found.steps, found.pictures) == (SAMPLES // BATCH, 2 * SAMPLES)
+    lines = list(read_lines(tmp_path / "good", STEPS, StepWindow))
+    assert any("total" in line.losses and line.rate == pytest.approx(0.1) for line in lines)
+
+    tired_at = 3
+    with pytest.raises(ValueError, match="tired"):
+        fit("bad", training, validation)
+    last = list(read_lines(tmp_path / "bad", EVENTS, Event))[-1]
+    assert (last.kind, last.text) == ("failed", "ValueError: tired")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_callbacks_and_a_step_that_returns_anything_end_no_fit(tmp_path: Path) -> None:
+    import pytorch_lightning as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:  # noqa: ARG002
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward((self.layer(batch[0]) - batch[1]).pow(2).mean())
+            optimizer.step()
+            return torch.zeros(3)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[lightning.StokerCallback(str(tmp_path / name)) for name in ("a", "b")],
+        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        num_sanity_val_steps=0, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Model(), torch.utils.data.DataLoader(SlowData(), batch_size=BATCH))
+    assert totals(tmp_path / "b").steps == SAMPLES // BATCH

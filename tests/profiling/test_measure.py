@@ -1,0 +1,412 @@
+"""`stoker.measure` around real loops: what it writes, what it leaves alone, and how it ends."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stoker
+from stoker.errors import ConfigError, DataError, UsageError
+from stoker.monitor.options import Monitoring
+from stoker.profiling.measure.measure import PHASES
+from stoker.report.explain import gather
+from stoker.runs.folder import (
+    CONFIG,
+    EVENTS,
+    FINDINGS,
+    STEPS,
+    locked,
+    read_lines,
+)
+from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.totals import totals
+
+
+def events(run: Path) -> list[Event]:
+    return list(read_lines(run, EVENTS, Event))
+
+
+def windows(run: Path) -> list[StepWindow]:
+    return list(read_lines(run, STEPS, StepWindow))
+
+
+def pairs(count: int, wait_s: float = 0.0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for _ in range(count):
+        time.sleep(wait_s)
+        yield torch.zeros(4, 3), torch.zeros(4)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def test_each_second_is_where_it_was_spent(run: Path) -> None:
+    with stoker.measure(run) as m:
+        for _ in m.data(pairs(10, wait_s=0.02)):
+            with m.step():
+                time.sleep(0.01)
+        with m.phase("eval"):
+            time.sleep(0.06)
+        with m.checkpoint():
+            time.sleep(0.05)
+    found = totals(run)
+    assert sum(found.phases.values()) == pytest.approx(found.device_s)
+    floors = {"input_wait": 0.2, "compute": 0.1, "eval": 0.06, "checkpoint": 0.05}
+    assert all(found.phases[name] >= least_s for name, least_s in floors.items())
+    assert set(found.phases) == {*floors, "startup", "host"}
+    assert (found.steps, found.step, found.pictures) == (10, 10, 40)
+    assert (m.step_count, m.picture_count, m.path) == (10, 40, run)
+    assert [event.kind for event in events(run)] == ["started", "finished"]
+    assert (run / FINDINGS).exists()
+
+
+def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: Path) -> None:
+    def batches(busy: bool) -> Iterator[list[int]]:
+        for _ in range(10):
+            began_s = time.thread_time()
+            while busy and time.thread_time() - began_s < 0.01:
+                pass
+            time.sleep(0 if busy else 0.01)
+            yield [1, 2]
+
+    for name, busy in (("works", True), ("waits", False)):
+        with stoker.measure(run / name) as m:
+            for _ in m.data(batches(busy)):
+                with m.step():
+                    pass
+        found = totals(run / name)
+        assert (found.cpu["input_wait"] > 0.09) == busy
+        assert found.cpu["input_wait"] < (0.05 if not busy else found.phases["input_wait"] + 0.01)
+        assert set(found.cpu) <= set(found.phases)
+
+
+def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
+    with stoker.measure(run) as m:
+        assert gather(run).state == "live"
+        for _ in m.data(pairs(20, wait_s=0.02)):
+            with m.step():
+                pass
+    why = gather(run)
+    assert why.state == "finished"
+    assert {row.phase: row.device_s for row in why.phases}["input_wait"] >= 0.4
+    assert why.productive_share is not None
+
+
+def test_lines_come_while_it_runs(run: Path) -> None:
+    with stoker.measure(run) as m:
+        deadline_s = time.monotonic() + 60
+        while not windows(run) and time.monotonic() < deadline_s:
+            with m.step(pictures=2):
+                time.sleep(0.05)
+        (line,) = windows(run)
+        assert line.wall_s >= 1
+        assert line.pictures == 2 * line.steps == 2 * line.step
+
+
+def test_batches_come_through_as_they_are(run: Path) -> None:
+    source = [object(), object(), object()]
+    with stoker.measure(run, pictures=1) as m:
+        data = m.data(source)
+        assert len(data) == 3
+        assert list(data) == list(data) == source
+        with pytest.raises(TypeError):
+            len(m.data(iter("ab")))
+        for _ in m.data(source):
+            break
+        with m.step():
+            pass
+    assert totals(run).pictures == 7
+
+
+def test_what_the_loop_or_its_data_raises_travels(run: Path) -> None:
+    def torn() -> Iterator[int]:
+        yield 1
+        raise DataError("a bad picture")
+
+    with stoker.measure(run) as m:
+        with pytest.raises(DataError, match="bad picture"):
+            list(m.data(torn()))
+        with pytest.raises(KeyError), m.step():
+            raise KeyError
+        assert m.step_count == 0
+        with m.step():
+            pass
+    assert totals(run).step == 1
+
+
+def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
+    with stoker.measure(run) as m:
+        waiting = iter(m.data(pairs(2, wait_s=0.03)))
+        with m.step():
+            next(waiting)
+            next(waiting)
+            with m.phase("sync"):
+                time.sleep(0.02)
+    found = totals(run)
+    assert found.phases["input_wait"] >= 0.06
+    assert found.phases["sync"] >= 0.02
+    assert found.phases["compute"] < 0.03
+    assert (found.steps, found.pictures) == (1, 8)
+
+
+def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None:
+    with stoker.measure(run) as m:
+        with m.phase("eval"):
+            list(m.data(pairs(3, wait_s=0.02)))
+            with m.phase("checkpoint"):
+                time.sleep(0.01)
+        with m.step():
+            pass
+    found = totals(run)
+    assert found.phases["eval"] >= 0.06
+    assert "input_wait" not in found.phases
+    assert found.pictures == 0
+
+
+def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
+    with stoker.measure(run) as m:
+        for loss in (1.0, torch.tensor(3.0, requires_grad=True), float("nan")):
+            with m.step():
+                pass
+            m.log(loss=loss, boxes=1, rate=0.1, grad_norm=torch.tensor([2.0]), left_out=None)
+        with pytest.raises(UsageError, match=r"m.log\(loss=…\)"):
+            m.log(loss=torch.zeros(2))
+    (line,) = (window for window in windows(run) if window.losses)
+    assert line.losses == {"total": 2.0, "boxes": 1.0}
+    assert (line.rate, line.grad_norm) == (0.1, 2.0)
+    (warning,) = [event for event in events(run) if event.kind == "warning"]
+    assert warning.text == warning.data["not_finite"] == "loss is nan"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("no"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(3), 3),
+        (DataError("torn"), 4),
+        (SystemExit(0), None),
+    ],
+)
+def test_how_it_ends_is_on_record(run: Path, error: BaseException, code: int | None) -> None:
+    with pytest.raises(type(error)), stoker.measure(run):
+        raise error
+    last = events(run)[-1]
+    if code is None:
+        assert last.kind == "finished"
+    else:
+        assert (last.kind, last.data["exit_code"]) == ("failed", code)
+        assert last.text.startswith(type(error).__name__)
+    with locked(run) as free:
+        assert free
+
+
+def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
+    for first_step in (None, None, 2):
+        with stoker.measure(run, first_step=first_step, price=2.5) as m:
+            for _ in range(3):
+                with m.step(pictures=1):
+                    time.sleep(0.01)
+    assert [(event.kind, event.attempt) for event in events(run)][::2] == [
+        ("started", 1),
+        ("resumed", 2),
+        ("resumed", 3),
+    ]
+    assert events(run)[0].data == {"measured": True, "ranks": 1, "price": 2.5}
+    last = {line.attempt: line for line in windows(run) if line.steps}
+    assert [last[attempt].step for attempt in (1, 2, 3)] == [3, 6, 5]
+    assert "recovery" not in last[2].phases
+    assert last[3].phases["recovery"] >= 0.03
+
+
+def test_other_peoples_folders_are_refused(run: Path) -> None:
+    run.mkdir()
+    (run / CONFIG).touch()
+    with pytest.raises(UsageError, match="training of stoker's own"):
+        stoker.measure(run).__enter__()
+    other = run.with_name("other")
+    with stoker.measure(other), pytest.raises(UsageError, match="entered already"), stoker.measure(run):
+        pass
+    other.mkdir(exist_ok=True)
+    with locked(other) as free:
+        assert free
+        with pytest.raises(UsageError) as caught:
+            stoker.measure(other).__enter__()
+    assert "after init_process_group" in str(caught.value)
+
+
+def test_wrong_use_is_named(run: Path) -> None:
+    with pytest.raises(UsageError, match="outside of its block"):
+        stoker.measure(run).data([])
+    with stoker.measure(run) as m:
+        with pytest.raises(UsageError) as caught, m.phase("breakfast"):
+            pass
+        assert caught.value.choices == PHASES
+        said: list[UsageError] = []
+
+        def elsewhere() -> None:
+            try:
+                m.log(loss=1.0)
+            except UsageError as error:
+                said.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert "another thread" in said[0].what
+    with pytest.raises(UsageError, match="outside of its block"), m.step():
+        pass
+    with pytest.raises(UsageError, match="used before"):
+        m.__enter__()
+
+
+def test_without_a_folder_it_takes_the_next_number(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.mkdir()
+    monkeypatch.chdir(run)
+    for number in (1, 2):
+        with stoker.measure(name="mine") as m:
+            assert m.path == Path("runs") / f"mine-{number}"
+
+
+def test_a_fault_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path) -> None:
+    def broken(min_s: float) -> None:  # noqa: ARG001
+        raise OSError("the driver is gone")
+
+    with stoker.measure(run) as m:
+        m._ledger.window = broken  # type: ignore[assignment]
+        m._window_s -= 10
+        with pytest.warns(RuntimeWarning, match="nothing is recorded from here on: OSError: the driver"):
+            list(m.data(pairs(3)))
+        for _ in m.data(pairs(3)):
+            with m.step(), m.phase("sync"):
+                m.log(loss=1.0)
+    assert [event.kind for event in events(run)] == ["started", "warning", "finished"]
+    assert m.step_count == 3
+
+
+def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path) -> None:
+    with stoker.measure(run) as m:
+        with m.step():
+            pass
+        handles = Path("/proc/self/fd")
+        child = os.fork()
+        if child == 0:
+            try:
+                with m.step():
+                    pass
+                m.log(loss=1.0)
+                list(m.data(pairs(2)))
+                m.close(ValueError("of the child"))
+                os._exit(9 if any(str(run / ".lock") == str(handle.resolve()) for handle in handles.iterdir()) else 0)
+            finally:
+                os._exit(7)
+        assert os.waitpid(child, 0)[1] == 0
+        with m.step():
+            pass
+    assert totals(run).steps == 2
+    assert [event.kind for event in events(run)] == ["started", "finished"]
+
+
+def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
+    told = run.parent / "told"
+    monitor = Monitoring(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
+    with stoker.measure(run, monitor=monitor) as m:
+        with m.step():
+            m.log(loss=9.0)
+        child = os.fork()
+        if child == 0:
+            try:
+                m.close()
+                del m
+                gc.collect()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert [json.loads(line + "}")["rule"] for line in told.read_text().split("}")[:-1]] == ["loss > 5", "on finished"]
+    with (
+        pytest.raises(ConfigError, match="cannot be understood"),
+        stoker.measure(run, monitor=Monitoring(alert=("x",))),
+    ):
+        raise AssertionError("entered")
+    with stoker.measure(run):
+        pass  # the folder is free again
+
+
+def test_workers_of_a_loader_leave_it_alone(run: Path) -> None:
+    with stoker.measure(run) as m:
+        loader = torch.utils.data.DataLoader(torch.arange(12).reshape(6, 2), batch_size=2, num_workers=1)
+        with m.phase("eval"):
+            for _ in m.data(torch.utils.data.DataLoader(torch.arange(6))):  # another one's workers
+                pass
+        for _ in range(2):
+            for _ in m.data(loader):
+                with m.step():
+                    pass
+    assert totals(run).pictures == 12
+    assert [event.kind for event in events(run)] == ["started", "note", "finished"]
+    note = events(run)[1]
+    assert (note.text, note.data) == ("the loop's loader has 1 worker processes", {"workers": 1})
+
+
+LOOP = """
+import sys, time, stoker
+with stoker.measure(sys.argv[1], pictures=lambda batch: batch) as m:
+    for batch in m.data(range(10**9)):
+        with m.step():
+            time.sleep(0.001)
+        if "torch" in sys.modules:
+            raise SystemExit("torch was loaded")
+        if sys.argv[2] == "end" and batch == 5:
+            sys.exit(17)
+"""
+
+
+def loop(run: Path, how: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", LOOP, str(run), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_it_works_without_torch_and_leaves_the_exit_code(run: Path) -> None:
+    job = loop(run, "end")
+    assert job.wait() == 17, job.communicate()
+    assert (events(run)[-1].kind, events(run)[-1].data["exit_code"]) == ("failed", 17)
+    assert totals(run).pictures == 15
+
+
+@pytest.mark.slow
+def test_a_killed_loop_reads_as_a_dead_run(run: Path) -> None:
+    job = loop(run, "kill")
+    deadline_s = time.monotonic() + 60
+    while job.poll() is None and time.monotonic() < deadline_s and not ((run / STEPS).exists() and windows(run)):
+        time.sleep(0.02)
+    assert gather(run).state == "live"
+    job.kill()
+    job.communicate()
+    why = gather(run)
+    assert why.state == "dead"
+    assert why.steps > 0
+    assert why.productive_share is not None
+
+
+FORGOTTEN = """
+import sys, stoker
+m = stoker.measure(sys.argv[1]).__enter__()
+with m.step():
+    pass
+raise ValueError("nobody leaves the block")
+"""
+
+
+@pytest.mark.slow
+def test_an_end_that_nobody_told_of_is_on_record_all_the_same(run: Path) -> None:
+    job = subprocess.run([sys.executable, "-c", FORGOTTEN, str(run)], capture_output=True, check=False)
+    assert job.returncode == 1
+    assert events(run)[-1].text == "ValueError: nobody leaves the block"

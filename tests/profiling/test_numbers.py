@@ -1,0 +1,130 @@
+"""Losses that lie on a device, and how many pictures a batch has."""
+
+import math
+from collections import UserDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.profiling.measure.logged_scalars import Logged, count_pictures
+
+
+class SlowStream:
+    """Copies that are there when they are told to be; a device of the tests, since tensors of a real one are not."""
+
+    torch_device = torch.device("cuda:0")
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self.waited = False
+
+    def make_stream(self) -> "SlowStream":
+        return self
+
+    def to_host(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], "SlowStream"]:
+        self.arrived = False
+        return [tensor.clone() for tensor in tensors], self
+
+    def done(self) -> bool:
+        return self.arrived
+
+    def wait(self) -> None:
+        self.waited = self.arrived = True
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on an accelerator."""
+
+    device = torch.device("cuda:0")  # type: ignore[assignment]
+
+    def to(self, *_: object) -> "OnDevice":  # type: ignore[override]
+        return self
+
+
+def on_device(value: float) -> torch.Tensor:
+    return torch.tensor(value).as_subclass(OnDevice)
+
+
+def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
+    logged, device = Logged(), SlowStream()
+    for value in (1.0, 3.0):
+        logged.add({"loss": on_device(value), "rate": 0.5})
+    assert logged.take(device) == ({}, 0.5, None, {})  # type: ignore[arg-type]
+    logged.add({"loss": on_device(10.0)})
+    assert logged.take(device).losses == {}, "the copies of the window before are still under way"  # type: ignore[arg-type]
+    device.arrived = True
+    assert logged.take(device).losses == {"total": 2.0}  # type: ignore[arg-type]
+    assert not device.waited
+    assert logged.take(device, wait=True).losses == {"total": 10.0}  # type: ignore[arg-type]
+    assert logged.take(device, wait=True).losses == {}  # type: ignore[arg-type]
+
+
+def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
+    logged, device = Logged(), SlowStream()
+    loss = on_device(1.0)
+    logged.add({"loss": loss})
+    loss.zero_()
+    assert logged.take(device, wait=True).losses == {"total": 1.0}  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
+    logged, device = Logged(), SlowStream()
+    device.torch_device = torch.device("cuda:1")
+    for expected in ({"elsewhere"}, set()):
+        logged.add({"loss": on_device(1.0)})
+        reading = logged.take(device, wait=True)  # type: ignore[arg-type]
+        assert set(reading.odd) == expected
+        assert 'device="cuda:0"' in reading.odd.get("elsewhere", 'device="cuda:0"')
+
+
+def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
+    logged, device = Logged(), SlowStream()
+    for value in range(100):
+        logged.add({"loss": on_device(value)})
+        assert logged.take(None).losses == {}
+    assert logged.take(device, wait=True).losses == {"total": 99.0}  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(width=32), min_size=1))
+def test_means_are_over_the_finite_values(values: list[float]) -> None:
+    logged = Logged()
+    for value in values:
+        logged.add({"loss": torch.tensor(value), "grad_norm": value})
+    finite = [value for value in values if math.isfinite(value)]
+    reading = logged.take(None)
+    assert ("not_finite" in reading.odd) is (len(finite) < len(values))
+    if finite:
+        assert reading.losses["total"] == pytest.approx(sum(finite) / len(finite), rel=1e-5)
+        assert reading.grad_norm == reading.losses["total"]
+    else:
+        assert (reading.losses, reading.grad_norm) == ({}, None)
+
+
+Pair = namedtuple("Pair", "pictures boxes")
+
+
+@pytest.mark.parametrize(
+    ("batch", "pictures"),
+    [
+        (torch.zeros(5, 3, 8, 8), 5),
+        (np.zeros((4, 2)), 4),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ((torch.zeros(3, 2), [1, 2, 3]), 3),
+        (([torch.zeros(3, 8, 8)] * 2, [{}, {}]), 2),
+        ([(torch.zeros(3, 8, 8), {})] * 7, 7),
+        ([{"image": torch.zeros(3, 8, 8)}] * 7, 7),
+        ({"name": "a", "pixels": torch.zeros(6, 1)}, 6),
+        (UserDict(pixels=torch.zeros(6, 1)), 6),
+        (Pair(torch.zeros(2, 3), torch.zeros(2, 4)), 2),
+        (torch.tensor(1.0), None),
+        ("text", None),
+        ([], None),
+        (7, None),
+        (None, None),
+    ],
+)
+def test_a_batch_is_as_long_as_its_first_column(batch: object, pictures: int | None) -> None:
+    assert count_pictures(batch) == pictures

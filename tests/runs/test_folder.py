@@ -1,0 +1,362 @@
+"""The run folder: its documentation, and what it survives. Real files, real processes, a real full disk."""
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.runs import folder as records, schemas
+from stoker.errors import UsageError
+from stoker.storage.local_files import write_whole
+from stoker.profiling.telemetry.environment import describe
+from stoker.runs.folder import (
+    EVENTS,
+    STEPS,
+    RunFolder,
+    is_finished,
+    last_attempt,
+    locked,
+    open_run,
+    read_lines,
+    runs_named,
+)
+from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.totals import totals
+
+DOCUMENT = (Path(__file__).parents[2] / "docs/run-folder.md").read_text()
+STRUCTS = [
+    kind for kind in vars(schemas).values()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+]  # fmt: skip
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
+
+
+def documented(start: str) -> list[str]:
+    """First column of the first table after `start`."""
+    assert DOCUMENT.count(start) == 1, f"{start!r} must be in docs/run-folder.md once"
+    rows: list[str] = []
+    for line in DOCUMENT.partition(start)[2].splitlines():
+        if line.startswith("| `"):
+            rows.append(line.split("`")[1])
+        elif rows:
+            break
+    return rows
+
+
+# --- the documentation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_every_field_of_every_line_is_documented_in_its_order(kind: type[msgspec.Struct]) -> None:
+    start = f"A list of `{kind.__name__}`" if kind is schemas.Finding else f"\n`{kind.__name__}`: "
+    assert documented(start) == list(kind.__struct_fields__)
+
+
+def test_every_phase_is_documented_in_its_order() -> None:
+    assert documented("### Phases") == list(records.PHASES)
+
+
+def test_every_kind_of_event_is_documented() -> None:
+    assert documented("| kind | when |") == list(records.EVENT_KINDS)
+
+
+def test_every_key_of_the_environment_is_documented() -> None:
+    assert documented("## `environment.json`") == list(describe())
+
+
+def test_every_file_is_documented() -> None:
+    files = {name.partition("/")[0] for name in documented("| file | what | written |")}
+    names = {value for name, value in vars(records).items() if name.isupper() and isinstance(value, str)}
+    assert names <= files
+    assert files - names == {"tensorboard", ".lock"}
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+events = st.builds(
+    Event,
+    t=st.floats(0, 2e9),
+    attempt=st.integers(1, 99),
+    kind=st.sampled_from(records.EVENT_KINDS),
+    step=st.none() | st.integers(0, 10**9),
+    text=st.text(max_size=20),
+    data=st.dictionaries(st.text(max_size=5), st.integers(-(2**53), 2**53) | st.text(max_size=5), max_size=3),
+)
+
+
+def window(**changes: Any) -> StepWindow:
+    filled = {
+        "t": 1.0, "attempt": 1, "step": 10, "steps": 10, "pictures": 80, "wall_s": 2.0, "devices": 1,
+        "phases": {"compute": 1.5, "input_wait": 0.5},
+    } | changes  # fmt: skip
+    return StepWindow(**filled)
+
+
+@contextlib.contextmanager
+def run_folder(path: Path, attempt: int = 1) -> Iterator[RunFolder]:
+    folder = RunFolder(path, attempt)
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+@settings(deadline=None)
+@given(written=st.lists(events, max_size=4), more=events, share=st.floats(0, 1))
+def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Event], more: Event, share: float
+) -> None:
+    path = tmp_path_factory.mktemp("run")
+    with run_folder(path) as folder:
+        for event in written:
+            folder.append(EVENTS, event)
+        whole = (path / EVENTS).read_bytes() if written else b""
+    cut = int(share * len(whole))
+    (path / EVENTS).write_bytes(whole[:cut])
+
+    lines = whole.split(b"\n")[:-1]
+    ends = [sum(len(line) + 1 for line in lines[: n + 1]) - 1 for n in range(len(lines))]  # without the line's end
+    kept = written[: sum(end <= cut for end in ends)]
+    assert list(read_lines(path, EVENTS, Event)) == kept
+
+    with run_folder(path) as folder:
+        folder.append(EVENTS, more)
+        folder.append(EVENTS, more)
+    assert list(read_lines(path, EVENTS, Event)) == [*kept, more, more]
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_a_line_that_is_written_while_it_is_read_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """The reader met the end in the middle of a line; what comes behind it may look like JSON of its own."""
+    lines = [msgspec.json.encode(window(step=step)) + b"\n" for step in range(3)]
+    (tmp_path / STEPS).write_bytes(b"".join(lines))
+    seen = [lines[0], lines[1][:cut], b'"step":1}\n', lines[2]]
+    monkeypatch.setattr(Path, "open", lambda *_: contextlib.nullcontext(iter(seen)))
+    assert [line.step for line in read_lines(tmp_path, STEPS, StepWindow)] == ([0, 1] if cut == -1 else [0])
+
+
+def test_a_file_that_is_absent_has_no_lines(tmp_path: Path) -> None:
+    assert list(read_lines(tmp_path, STEPS, StepWindow)) == []
+
+
+def test_a_line_of_another_schema_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / STEPS).write_text('{"t": 1}\n')
+    with pytest.raises(UsageError) as caught:
+        list(read_lines(tmp_path, STEPS, StepWindow))
+    assert str(caught.value.place).endswith("steps.jsonl:1")
+    assert "attempt" in str(caught.value)
+
+
+def test_fields_that_a_later_version_adds_are_passed_over(tmp_path: Path) -> None:
+    line = msgspec.json.encode(window())
+    (tmp_path / STEPS).write_bytes(line[:-1] + b',"new":1}\n')
+    assert list(read_lines(tmp_path, STEPS, StepWindow)) == [window()]
+
+
+WRITE_MANY = """
+import sys, pathlib
+from stoker.records import RunFolder
+folder = RunFolder(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+for step in range(2000):
+    folder.event("note", "x" * (step % 500), step=step)
+"""
+
+
+def test_lines_of_two_processes_never_mix(tmp_path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE_MANY, str(tmp_path), str(n)]) for n in (1, 2)]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    lines = (tmp_path / EVENTS).read_bytes().splitlines()
+    read = list(read_lines(tmp_path, EVENTS, Event))
+    assert len(lines) == len(read) == 4000
+    for attempt in (1, 2):
+        assert [event.step for event in read if event.attempt == attempt] == list(range(2000))
+
+
+FULL_DISK = """
+import resource, signal, sys, pathlib
+from stoker.records import RunFolder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = RunFolder(pathlib.Path(sys.argv[1]), 1)
+for step in range(5):
+    folder.event("note", "y" * 100, step=step)
+size = (folder.path / "events.jsonl").stat().st_size
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, hard))
+for step in range(5, 8):
+    folder.event("note", "y" * 100, step=step)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+folder.event("note", "room again", step=8)
+"""
+
+
+@linux
+def test_lines_that_a_full_disk_refuses_are_counted_and_said(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=True)
+    read = list(read_lines(tmp_path, EVENTS, Event))
+    assert [event.step for event in read] == [0, 1, 2, 3, 4, 8, None]
+    assert (read[-1].kind, read[-1].data) == ("warning", {"lines": 3})
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RunFolder(tmp_path / "absent", 1).event("started")
+
+
+# --- whole files --------------------------------------------------------------------------------------------------
+
+REPLACE_FOR_EVER = """
+import sys, pathlib
+from stoker.files import write_whole
+target = pathlib.Path(sys.argv[1])
+n = 0
+while True:
+    n += 1
+    write_whole(target, b"%10d" % n * 300_000)
+    print(n, flush=True)
+"""
+
+
+@linux
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_file_is_old_or_new_after_a_kill(tmp_path: Path, after: int) -> None:
+    target = tmp_path / "findings.json"
+    with subprocess.Popen(
+        [sys.executable, "-c", REPLACE_FOR_EVER, str(target)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        for _ in range(after):
+            writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+    found = target.read_bytes()
+    assert len(found) == 3_000_000
+    assert found == found[:10] * 300_000
+    assert int(found[:10]) >= after
+
+
+def test_a_file_is_replaced_not_overwritten(tmp_path: Path) -> None:
+    """Whoever has the old file open reads it to its end."""
+    target = tmp_path / "findings.json"
+    write_whole(target, b"old")
+    with target.open("rb") as reader:
+        write_whole(target, b"new")
+        assert reader.read() == b"old"
+    assert target.read_bytes() == b"new"
+
+
+@linux
+def test_a_file_stays_the_old_one_on_a_full_disk(tmp_path: Path) -> None:
+    target = tmp_path / "config.toml"
+    write_whole(target, b"old")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError) as caught:  # noqa: PT011 (the number says which)
+            write_whole(target, b"new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.errno == errno.EFBIG
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["config.toml"], "no temporary file is left"
+
+
+# --- a run among runs ---------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, pathlib
+from stoker.records import locked
+with locked(pathlib.Path(sys.argv[1])) as held:
+    print(held, flush=True)
+    sys.stdin.read()
+"""
+
+
+@linux
+def test_one_process_holds_a_run_and_a_kill_frees_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        with locked(tmp_path) as held:
+            assert not held
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with locked(tmp_path) as held:
+            assert held
+    with locked(tmp_path) as held:
+        assert held, "and the end of the block frees it too"
+
+
+def test_runs_of_a_name_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    numbers = [9, 2, 10, 1, 30, 4, 100, 3, 7, 20]
+    for name in (*(f"bccd-tiny-{number}" for number in numbers), "bccd-tiny-two", "bccd-tiny-x-3", "cars-tiny-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bccd-tiny-11").touch()
+    assert [path.name for path in runs_named(tmp_path, "bccd-tiny")] == [f"bccd-tiny-{n}" for n in sorted(numbers)]
+    assert runs_named(tmp_path / "absent", "bccd-tiny") == []
+
+
+def test_open_run_lists_the_runs_beside_a_wrong_name(tmp_path: Path) -> None:
+    run = tmp_path / "demo-tiny-1"
+    run.mkdir()
+    (tmp_path / "empty").mkdir()
+    with run_folder(run) as folder:
+        folder.event("started")
+    assert open_run(str(run)) == run
+    for wrong in ("demo-tiny-2", "empty"):
+        with pytest.raises(UsageError) as caught:
+            open_run(tmp_path / wrong)
+        assert caught.value.choices == (str(run),)
+
+
+def test_attempts_and_the_end_are_read_from_the_events(tmp_path: Path) -> None:
+    assert (last_attempt(tmp_path), is_finished(tmp_path)) == (0, False)
+    for attempt, last in ((1, "preempted"), (2, "finished")):
+        with run_folder(tmp_path, attempt) as folder:
+            folder.event("started")
+            assert not is_finished(tmp_path)
+            folder.event(last)
+    assert (last_attempt(tmp_path), is_finished(tmp_path)) == (2, True)
+
+
+def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
+    nothing = totals(tmp_path)
+    assert (nothing.phases, nothing.device_s, nothing.attempts) == ({}, 0.0, 0)
+    with run_folder(tmp_path) as folder:
+        folder.event("started")
+        folder.append(STEPS, window(step=10, steps=10))
+        folder.append(STEPS, window(step=20, steps=10))
+    with run_folder(tmp_path, 2) as folder:
+        folder.event("resumed")
+        again = {"recovery": 4.0, "eval": 2.0}
+        folder.append(STEPS, window(attempt=2, step=15, steps=5, pictures=40, wall_s=3.0, devices=2, phases=again))
+    found = totals(tmp_path)
+    assert found.phases == {"compute": 3.0, "input_wait": 1.0, "recovery": 4.0, "eval": 2.0}
+    assert sum(found.phases.values()) == found.device_s == 2.0 + 2.0 + 6.0
+    assert (found.wall_s, found.devices, found.attempts) == (7.0, 2, 2)
+    assert (found.steps, found.step, found.pictures) == (25, 15, 200)
+
+
+def test_records_are_read_where_torch_is_absent() -> None:
+    code = "import sys; sys.modules['torch'] = None; import stoker.runs.folder"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_line_of_the_document_is_too_long_to_read() -> None:
+    assert [line for line in DOCUMENT.splitlines() if len(line) > 130 and not re.match(r"\|", line)] == []
