@@ -23,7 +23,7 @@ from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.gpu import Gpus
 from stoker.profiling.telemetry.host import Host
 from stoker.profiling.trace import EVERY_S, STEPS, Tracer
-from stoker.runs.folder import RunFolder
+from stoker.runs.records import RunFolder
 
 
 class Off:

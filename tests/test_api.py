@@ -13,7 +13,7 @@ import stoker
 from stoker.cli.app import app
 from stoker.config.settings import from_fields, from_toml
 from stoker.errors import ConfigError, DataError, UsageError
-from stoker.runs.folder import CONFIG
+from stoker.runs.records import CONFIG
 from tests.drawn import CLASSES, draw
 
 SMALL = {"for_": "6", "batch": 4, "canvas": (64, 64), "eval_every": "0", "precision": "fp32"}

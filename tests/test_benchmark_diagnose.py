@@ -216,7 +216,7 @@ def test_the_simulated_driver_says_what_is_wrong(
     scene = modules["diagnose_driver"].scene(getattr(modules["diagnose_driver"], wrong), level, 3)
     script = f"""
 import time
-from stoker.measuring.gpu import Gpus
+from stoker.profiling.telemetry.gpu import Gpus
 gpus = Gpus()
 gpus.sample()
 time.sleep(0.1)

@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.runs.folder import EVENTS, locked, read_lines
+from stoker.runs.records import EVENTS, locked, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.run_uri import LEASE
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalogue import CATALOGUE, common
 from stoker.diagnosis.run_data import Gpu, Records, Silence
-from stoker.runs import folder as records
+from stoker.runs import records
 from stoker.runs.schemas import (
     DeviceSample,
     Event,

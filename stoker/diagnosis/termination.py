@@ -13,8 +13,7 @@ from typing import Any
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.output import Line, read_output
 from stoker.diagnosis.series import Mean
-from stoker.runs import folder
-from stoker.runs.folder import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
+from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
 
 _USUAL = {"finished": 0, "preempted": 75}
@@ -86,7 +85,7 @@ def of_run(run: Path) -> Ended | None:
 
     An attempt that was killed has no last event, and the kernel has freed its lock.
     """
-    events = list(folder.numbered_lines(run, EVENTS, Event))
+    events = list(records.numbered_lines(run, EVENTS, Event))
     attempt = max((event.attempt for _, event in events), default=None)
     if attempt is None:
         return None
@@ -143,7 +142,7 @@ class _Samples:
 
 def _read_samples(run: Path, attempt: int, moved_t: float | None) -> _Samples:
     seen = _Samples()
-    for number, sample in folder.numbered_lines(run, DEVICES, DeviceSample):
+    for number, sample in records.numbered_lines(run, DEVICES, DeviceSample):
         if sample.attempt != attempt:
             continue
         seen.newest = [*seen.newest[-1:], sample]
@@ -200,7 +199,7 @@ def _last_moved(run: Path, end: Event) -> tuple[float, str] | None:
     """When the job last did a step or printed a line, and the place of its newest step; None where neither was
     recorded."""
     moved, place = None, ""
-    for number, line in folder.numbered_lines(run, STEPS, StepWindow):
+    for number, line in records.numbered_lines(run, STEPS, StepWindow):
         if line.attempt == end.attempt and line.steps > 0:
             moved, place = line.t, f"{STEPS}:{number}"
     if (run / OUTPUT).exists():
@@ -210,7 +209,7 @@ def _last_moved(run: Path, end: Event) -> tuple[float, str] | None:
 
 def _still(run: Path, end: Event, moved: float, place: str, cpu: Mean) -> Still:
     """How long nothing had moved before the end."""
-    stacks = [(n, w) for n, w in folder.numbered_lines(run, STACKS, StackWindow)
+    stacks = [(n, w) for n, w in records.numbered_lines(run, STACKS, StackWindow)
               if w.attempt == end.attempt and w.t - w.wall_s >= moved]  # fmt: skip
     count = sum(window.samples for _, window in stacks)
     shares: dict[str, float] = {}

@@ -11,7 +11,7 @@ import msgspec
 
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Metrics
-from stoker.runs.folder import EVALUATION
+from stoker.runs.records import EVALUATION
 
 RECALLS = 101
 """A precision-recall curve has a value at each recall of 0, 0.01, …, 1, as COCO's."""

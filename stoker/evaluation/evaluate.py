@@ -3,8 +3,8 @@
 `detect` runs the model, `score` compares (`coco.py`), `evaluate` does both; `appraise` adds where a model is wrong
 (`error_analysis.py`) for evaluation.json. Detections leave the device by a side stream and are read one batch later,
 so the host never waits for the batch it has just issued. The waits have names: "detections", and "nms" inside the
-model's `decode`. Several ranks each detect in their share of the pictures (`Loader`'s rank and ranks); the shares together, in
-any order, score as one. Pictures without known boxes are `predict.py`'s.
+model's `decode`. Several ranks each detect in their share of the pictures (`Loader`'s rank and ranks); the
+shares together, in any order, score as one. Pictures without known boxes are `predict.py`'s.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ from stoker.inference.image_batches import fill, read_picture
 from stoker.inference.predict import find_pictures
 from stoker.models.layers.postprocess import DETECTIONS
 from stoker.models.weights import model_file
-from stoker.runs.folder import CONFIG
+from stoker.runs.records import CONFIG
 from stoker.storage.local_files import sync_folder
 from stoker.storage.uri import expand, is_address, parse
 

@@ -29,7 +29,7 @@ from stoker.inference.predict import BATCH, local_path, predict_pictures, predic
 from stoker.inference.tiles import OVERLAP, Tiling
 from stoker.models.layers.postprocess import Finder
 from stoker.models.weights import model_file
-from stoker.runs.folder import CONFIG
+from stoker.runs.records import CONFIG
 
 Picture = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
 """A file or its address, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from stoker.errors import ConfigError
 from stoker.monitor.follow import Seen, sentence
-from stoker.runs.folder import EVENT_KINDS, PHASES
+from stoker.runs.records import EVENT_KINDS, PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 COVERED = 0.9

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from stoker.monitor.alerts import OF_ALERT, Alert
 from stoker.monitor.options import Monitoring
-from stoker.runs.folder import RunFolder
+from stoker.runs.records import RunFolder
 
 COMMAND_S, WEBHOOK_S = 60.0, 10.0
 """Longest that a command, and one try of a webhook, may take."""

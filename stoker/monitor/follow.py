@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.runs.folder import DEVICES, EVENTS, STEPS
+from stoker.runs.records import DEVICES, EVENTS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 Seen = StepWindow | DeviceSample | Event

@@ -11,7 +11,7 @@ from typing import TextIO
 import msgspec
 
 from stoker.monitor.follow import Seen, sentence
-from stoker.runs.folder import WARNING_KINDS
+from stoker.runs.records import WARNING_KINDS
 from stoker.runs.schemas import Event, StepWindow
 
 PROGRESS_EVERY_S = 60.0

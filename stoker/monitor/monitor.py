@@ -19,7 +19,7 @@ from stoker.monitor.delivery import Delivery
 from stoker.monitor.follow import Follower, Seen
 from stoker.monitor.log import JsonLog
 from stoker.monitor.options import Monitoring
-from stoker.runs.folder import EVENTS, RunFolder, read_lines, read_settings
+from stoker.runs.records import EVENTS, RunFolder, read_lines, read_settings
 from stoker.runs.schemas import Event, StepWindow
 
 POLL_S = 1.0

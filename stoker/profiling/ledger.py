@@ -47,7 +47,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from stoker.profiling.ledger_events import Clock, Done, Pending, Ranges, Said
-from stoker.runs.folder import INPUT_STAGES, PHASES
+from stoker.runs.records import INPUT_STAGES, PHASES
 
 SAYABLE = frozenset(PHASES) - {"compute", "unattributed"}
 """What the training thread may say it is doing; `compute` has its own block."""

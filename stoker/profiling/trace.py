@@ -27,7 +27,7 @@ from torch.autograd.profiler import profile
 
 from stoker.hardware.device import Device, nvtx_is_on
 from stoker.profiling.kernels import Kind, Moment, window
-from stoker.runs.folder import TRACE_FILES, TRACES, RunFolder
+from stoker.runs.records import TRACE_FILES, TRACES, RunFolder
 from stoker.storage.local_files import write_whole
 
 STEPS = 4

@@ -13,7 +13,7 @@ from stoker.evaluation.document import Evaluation
 from stoker.report import format as fmt
 from stoker.report.explain import Why
 from stoker.report.explain_terminal import unsaid_command
-from stoker.runs.folder import CHECKPOINTS, CONFIG
+from stoker.runs.records import CHECKPOINTS, CONFIG
 from stoker.runs.schemas import Event
 
 MISTAKES_FROM = 0.15

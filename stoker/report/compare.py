@@ -12,7 +12,7 @@ import msgspec
 from stoker.report import format as fmt
 from stoker.report.explain import Why, gather, open_records, read_environment
 from stoker.report.run_report import settings_of
-from stoker.runs import folder as records
+from stoker.runs import records
 from stoker.runs.schemas import Event
 
 SAME = 0.01

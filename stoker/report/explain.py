@@ -17,7 +17,7 @@ from stoker.hardware import prices
 from stoker.hardware.prices import Price
 from stoker.report.idle_estimate import Stillness, estimate
 from stoker.report.sizing import Sizing, advise, load_of
-from stoker.runs import folder as records
+from stoker.runs import records
 from stoker.runs.schemas import Event, Finding, Probe
 from stoker.runs.totals import Totals
 from stoker.storage.run_uri import shown

@@ -19,7 +19,7 @@ from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, code, join, tag
 from stoker.report.run_report import Report, collect
 from stoker.report.runs_summary import Fleet
-from stoker.runs.folder import REPORT
+from stoker.runs.records import REPORT
 from stoker.storage.local_files import write_whole
 from stoker.storage.uri import expand, is_address, parse
 

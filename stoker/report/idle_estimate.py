@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.runs.folder import RANKS, STEPS, TRACES, read_lines
+from stoker.runs.records import RANKS, STEPS, TRACES, read_lines
 from stoker.runs.schemas import StepWindow, TraceWindow
 from stoker.runs.totals import Totals
 

@@ -15,8 +15,8 @@ import msgspec
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.errors import StokerError, UsageError
 from stoker.report.explain_terminal import PROBE_WORDS
-from stoker.runs import folder as records
-from stoker.runs.folder import PROBES, RunFolder
+from stoker.runs import records
+from stoker.runs.records import PROBES, RunFolder
 from stoker.runs.schemas import Probe
 from stoker.storage.uri import is_address
 

@@ -20,7 +20,7 @@ from stoker.report.advice import Advice, advise
 from stoker.report.explain import Why, gather, open_records
 from stoker.report.series import Bins, Series, ShareBins, Shares
 from stoker.report.timeline import Mark, marks
-from stoker.runs import folder
+from stoker.runs import records
 from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.storage.run_uri import shown
 
@@ -107,16 +107,16 @@ def collect(run: str | Path, price: float | None = None) -> Report:
     path = open_records(run)
     why = gather(path, price)
     missing: list[str] = []
-    events = list(folder.read_lines(path, folder.EVENTS, Event))
+    events = list(records.read_lines(path, records.EVENTS, Event))
     start_t = _start(path, events)
     settings = settings_of(path)
     ours = not any("watched" in event.data or "measured" in event.data for event in events)
-    if ours and not (path / folder.CONFIG).exists():
-        missing.append(f"The settings are not known: {folder.CONFIG} is not there.")
+    if ours and not (path / records.CONFIG).exists():
+        missing.append(f"The settings are not known: {records.CONFIG} is not there.")
     values = {one.name: one.value for one in settings}
     scored = _evaluations(events, path)
     evaluation = _evaluation(path, missing, bool(scored)) if ours else None
-    quarantined = list(folder.read_lines(path, folder.QUARANTINE, Quarantined))
+    quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _steps(path, missing, start_t or 0.0)
     machine = _machine(path, missing, start_t or 0.0)
     kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
@@ -153,7 +153,7 @@ def collect(run: str | Path, price: float | None = None) -> Report:
 
 def _start(path: Path, events: list[Event]) -> float | None:
     """When the run began, Unix time: the first window reaches back to the start of the process, before any event."""
-    first = next(folder.read_lines(path, folder.STEPS, StepWindow), None)
+    first = next(records.read_lines(path, records.STEPS, StepWindow), None)
     times = [event.t for event in events[:1]] + ([] if first is None else [first.t - first.wall_s])
     return min(times, default=None)
 
@@ -176,9 +176,9 @@ def _scored(event: Event, path: Path) -> Scored:
     except msgspec.ValidationError as error:
         raise UsageError(
             "An evaluation of the run is not what this stoker writes.",
-            place=f"{path / folder.EVENTS}: evaluated at step {event.step}",
+            place=f"{path / records.EVENTS}: evaluated at step {event.step}",
             cause=str(error),
-            fix=f"read the run with the version of stoker that {folder.ENVIRONMENT} beside it names",
+            fix=f"read the run with the version of stoker that {records.ENVIRONMENT} beside it names",
         ) from error
     return Scored(step=event.step or 0, t=event.t, metrics=metrics)
 
@@ -192,7 +192,7 @@ def _evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation |
     if found is None:
         why = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
         missing.append(
-            f"No precision-recall curves, mistakes and pictures: {folder.EVALUATION} is not there, because {why}."
+            f"No precision-recall curves, mistakes and pictures: {records.EVALUATION} is not there, because {why}."
         )
     return found
 
@@ -200,7 +200,7 @@ def _evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation |
 def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], Shares]:
     curves: dict[str, Bins] = {}
     phases = ShareBins()
-    for window in folder.read_lines(path, folder.STEPS, StepWindow):
+    for window in records.read_lines(path, records.STEPS, StepWindow):
         phases.add(window.t - window.wall_s - start_t, window.t - start_t, window.phases)
         if not window.steps:
             continue
@@ -218,12 +218,12 @@ def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Se
 
 def _machine(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
     curves: dict[str, Bins] = {}
-    for sample in folder.read_lines(path, folder.DEVICES, DeviceSample):
+    for sample in records.read_lines(path, records.DEVICES, DeviceSample):
         for name, value in _values(sample).items():
             if value is not None:
                 curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
     if not curves:
-        missing.append(f"Nothing is known of GPUs and host: {folder.DEVICES} has no line.")
+        missing.append(f"Nothing is known of GPUs and host: {records.DEVICES} has no line.")
     return {name: bins.series(gap=GAP_S) for name, bins in curves.items()}
 
 
@@ -276,7 +276,7 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
 
 def settings_of(path: Path) -> list[Setting]:
     """Of a run; empty where it has none. Read without a schema: a run of another version has its own settings."""
-    sections = folder.read_settings(path) or {}
+    sections = records.read_settings(path) or {}
     reasons = sections.pop("reasons", {})
     return [
         Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))
@@ -297,16 +297,16 @@ def _shown(value: object) -> str:
 
 
 def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
-    file = path / folder.ENVIRONMENT
+    file = path / records.ENVIRONMENT
     if not file.exists():
-        missing.append(f"What the run ran on is not known: {folder.ENVIRONMENT} is not there.")
+        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} is not there.")
         return {}
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:
         found = error
     if not isinstance(found, dict):
-        missing.append(f"What the run ran on is not known: {folder.ENVIRONMENT} holds no JSON object ({found}).")
+        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({found}).")
         return {}
     return found
 

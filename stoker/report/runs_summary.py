@@ -26,7 +26,7 @@ from stoker.report.explain import (
     state_of,
     was_watched,
 )
-from stoker.runs import folder as records
+from stoker.runs import records
 from stoker.runs.schemas import Event, Finding, StepWindow
 from stoker.storage.run_uri import shown
 from stoker.storage.uri import expand, is_address, parse

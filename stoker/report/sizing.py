@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from stoker.report import format as fmt
-from stoker.runs.folder import DEVICES, EVENTS, STEPS, read_lines
+from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
 from stoker.runs.totals import Totals
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from stoker.report.series import Series, Shares
-from stoker.runs.folder import WARNING_KINDS
+from stoker.runs.records import WARNING_KINDS
 from stoker.runs.schemas import Event, Finding
 
 MOST_OF_A_FINDING, MOST_EVENTS = 20, 300

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker.runs.folder import RANKS, STEPS, last_attempt, read_lines
+from stoker.runs.records import RANKS, STEPS, last_attempt, read_lines
 from stoker.runs.schemas import StepWindow
 
 COMPARED_S = 10.0

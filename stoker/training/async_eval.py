@@ -28,7 +28,7 @@ from stoker.hardware.cgroup import host_memory
 from stoker.hardware.device import Ready
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.runs.folder import BEST, EVALUATION
+from stoker.runs.records import BEST, EVALUATION
 from stoker.training import checkpoint
 from stoker.training.start import Job, Say, validation_loader
 

@@ -21,7 +21,7 @@ from stoker.errors import (
     UsageError,
     writing,
 )
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CHECKPOINTS,
     EVENTS,
     REPORT,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Ready, SideStream
-from stoker.runs.folder import CHECKPOINTS
+from stoker.runs.records import CHECKPOINTS
 from stoker.storage.local_files import sync_folder, write_whole
 from stoker.storage.run_uri import shown
 

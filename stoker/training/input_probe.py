@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stoker.profiling.ledger import Ledger
-from stoker.runs.folder import PROBES
+from stoker.runs.records import PROBES
 from stoker.runs.schemas import Probe, StepWindow
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from stoker.profiling.telemetry.sampler import Witness
 from stoker.profiling.trace import Tracer
 from stoker.report.tensorboard import Board
 from stoker.report.terminal import Screen
-from stoker.runs.folder import BEST, FINAL, STEPS, WARNING_KINDS
+from stoker.runs.records import BEST, FINAL, STEPS, WARNING_KINDS
 from stoker.runs.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, run_selection, start
 from stoker.training.async_eval import Scorer, Unscored, find_boxes

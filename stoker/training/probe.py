@@ -29,7 +29,7 @@ from stoker.data.loading.loader import Loader, box_slots
 from stoker.errors import ConfigError, StokerError
 from stoker.hardware.device import Device, pick
 from stoker.models import build
-from stoker.runs.folder import CONFIG, last_attempt
+from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.training.forward import LossesOf, forward_backward, losses_of
 from stoker.training.input_probe import LEAST_PAIRS, PAIRS, summed_up

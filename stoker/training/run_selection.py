@@ -14,7 +14,7 @@ from stoker.data.formats.detect import endings_of_files
 from stoker.diagnosis.rules import diagnose, write_findings
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.profiling.telemetry.environment import describe
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,

@@ -26,7 +26,7 @@ from stoker.hardware.device import Device, keep_freed_memory, pick
 from stoker.models.table import check_canvas
 from stoker.models.weights.load import load_weights
 from stoker.models.weights.model_file import Card
-from stoker.runs.folder import (
+from stoker.runs.records import (
     BEST,
     CONFIG,
     EVENTS,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError
-from stoker.runs.folder import (
+from stoker.runs.records import (
     BEST,
     CHECKPOINTS,
     CONFIG,

@@ -26,7 +26,7 @@ from stoker.hardware.cgroup import Cgroup
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
 from stoker.profiling.telemetry.environment import describe_job, masked_words
-from stoker.runs.folder import OUTPUT
+from stoker.runs.records import OUTPUT
 from stoker.watch import processes, stacks
 from stoker.watch.output_relay import Log
 from stoker.watch.processes import PROC, Process

@@ -20,7 +20,7 @@ from stoker.errors import writing
 from stoker.profiling.telemetry.environment import describe_job, masked_words
 from stoker.profiling.telemetry.kernel_log import kernel_lines
 from stoker.profiling.telemetry.sampler import Witness
-from stoker.runs.folder import (
+from stoker.runs.records import (
     ENVIRONMENT,
     OUTPUT,
     RANKS,

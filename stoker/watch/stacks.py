@@ -22,7 +22,7 @@ from typing import Self
 import msgspec
 
 from stoker.profiling.telemetry.sampler import Witness
-from stoker.runs.folder import RANKS, STACKS, RunFolder
+from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import StackWindow
 from stoker.watch import processes
 from stoker.watch.frames import HELPER, Frame, classify, innermost_own

@@ -20,7 +20,7 @@ from pathlib import Path
 from stoker.errors import StorageError, UsageError
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.runs.folder import OUTPUT
+from stoker.runs.records import OUTPUT
 from stoker.watch import output_relay
 from stoker.watch.hook_reader import cells_folder, hooked
 from stoker.watch.recorder import INSIDE_TIER, TIERS, Recorder, open_run_folder

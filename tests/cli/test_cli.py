@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli.app import main
-from stoker.runs.folder import RunFolder
+from stoker.runs.records import RunFolder
 from tests.drawn import draw, run_stoker
 
 TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "20", "--eval-every", "0"]

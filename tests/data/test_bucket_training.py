@@ -15,7 +15,7 @@ from stoker.data.remote.bucket import home_of
 from stoker.evaluation.document import read_evaluation
 from stoker.hardware.device import pick
 from stoker.report.html import write_report
-from stoker.runs.folder import CONFIG, QUARANTINE, read_lines
+from stoker.runs.records import CONFIG, QUARANTINE, read_lines
 from stoker.runs.schemas import Quarantined
 from stoker.storage import concurrency
 from stoker.storage.store import open_store

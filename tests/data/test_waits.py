@@ -11,7 +11,7 @@ import pytest
 from stoker.data.loading import samples
 from stoker.data.loading.finalize import Commit
 from stoker.profiling.ledger import Ledger
-from stoker.runs.folder import INPUT_STAGES
+from stoker.runs.records import INPUT_STAGES
 from tests.data.loading import LateDevice, Pictures, make
 
 DELAY_S, BATCHES = 0.02, 8

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     DEVICES,
     PROBES,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stoker.diagnosis.catalogue import CATALOGUE
 from stoker.diagnosis.rules import diagnose, engine, read, write_findings
 from stoker.diagnosis.rules.engine import weigh
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     DEVICES,
     EVENTS,

@@ -20,7 +20,7 @@ from stoker.diagnosis.output import OUTPUT_BYTES, bare, lines_of, read_output
 from stoker.diagnosis.postmortem import Ended, _matches, explain, of_run
 from stoker.diagnosis.rules import diagnose
 from stoker.diagnosis.termination import Still
-from stoker.runs.folder import (
+from stoker.runs.records import (
     DEVICES,
     OUTPUT,
     STACKS,
@@ -463,7 +463,7 @@ def test_a_long_output_is_read_from_its_end_with_the_files_own_numbers(tmp_path:
 
 TRAIN = """
 import os, signal, sys, pathlib
-from stoker.records import RunFolder, locked
+from stoker.runs.records import RunFolder, locked
 run = pathlib.Path(sys.argv[1])
 with locked(run):
     RunFolder(run, 2).event("resumed")

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.diagnosis.catalogue import CATALOGUE
 from stoker.diagnosis.rules import RULES, Records, engine, read
-from stoker.runs.folder import DEVICES
+from stoker.runs.records import DEVICES
 from stoker.runs.schemas import Finding
 from stoker.training.stability import GROUP
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, OURS, make_run

@@ -17,7 +17,7 @@ from stoker.evaluation.document import MISTAKES, RECALLS, Evaluation, read_evalu
 from stoker.evaluation.error_analysis import by_class, judge, worst_and_best
 from stoker.evaluation.evaluate import appraise, ground_truth, score_with_matches
 from stoker.evaluation.metrics import Detections, GroundTruth
-from stoker.runs.folder import EVALUATION, RunFolder
+from stoker.runs.records import EVALUATION, RunFolder
 from tests.evaluation.test_evaluate import columns, detections, pycocotools, random_case
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/run-folder.md").read_text()

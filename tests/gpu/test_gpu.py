@@ -13,7 +13,7 @@ from stoker.hardware.device import Device, pick
 from stoker.models import build
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.gpu import Gpus
-from stoker.runs.folder import DEVICES, STEPS, read_lines
+from stoker.runs.records import DEVICES, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, StepWindow
 from stoker.training.defaults.dry_run import worst_case
 from stoker.training.forward import forward_backward, losses_of

@@ -12,7 +12,7 @@ import torch
 from stoker.hardware.device import Device, pick
 from stoker.profiling.ledger import Account, Ledger
 from stoker.profiling.trace import STEPS, Tracer
-from stoker.runs.folder import TRACE_FILES, TRACES, RunFolder, read_lines
+from stoker.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
 from stoker.runs.schemas import TraceWindow
 
 pytestmark = [

@@ -12,7 +12,7 @@ from stoker.data.images.decode_device import why_not
 from stoker.data.loading.decoder_choice import decide
 from stoker.data.loading.loader import DEPTH, HELD
 from stoker.hardware.device import Device, pick
-from stoker.runs.folder import STEPS, read_lines
+from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.loop import train
 from tests.data.loading import loader_threads, make

@@ -15,7 +15,7 @@ pytestmark = [
 
 from stoker.profiling.telemetry.gpu import Gpus  # noqa: E402
 from stoker.profiling.telemetry.sampler import Driver  # noqa: E402
-from stoker.runs.folder import EVENTS, RunFolder, read_lines  # noqa: E402
+from stoker.runs.records import EVENTS, RunFolder, read_lines  # noqa: E402
 from stoker.runs.schemas import Event, GpuSample  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from stoker.profiling.ledger import Ledger
 FAULTS = """
 import resource, sys
 import torch
-from stoker.device import keep_freed_memory
+from stoker.hardware.device import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.monitor.alerts import QUANTITIES, Alert, Alerts, parse_rule
-from stoker.runs.folder import PHASES
+from stoker.runs.records import PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 

@@ -21,7 +21,7 @@ from stoker.monitor import prometheus, trackers
 from stoker.monitor.follow import Follower
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
-from stoker.runs.folder import DEVICES, EVENTS, STEPS, RunFolder, read_lines
+from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 

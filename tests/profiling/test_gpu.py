@@ -40,10 +40,10 @@ H200 = {"name": "NVIDIA H200", "memory_bytes": 150_754_820_096, "mig": None, "vg
 
 SAMPLE_THRICE = """
 import json, os, pathlib, msgspec
-from stoker.measuring import gpu as gpu_module
-from stoker.measuring.gpu import FIRST_NAMESPACE, SELDOM, Gpus
-from stoker.measuring.nvml import ASK_AGAIN_AFTER, Gpu
-from stoker.schemas import GpuSample
+from stoker.profiling.telemetry import gpu as gpu_module
+from stoker.profiling.telemetry.gpu import FIRST_NAMESPACE, SELDOM, Gpus
+from stoker.profiling.telemetry.nvml import ASK_AGAIN_AFTER, Gpu
+from stoker.runs.schemas import GpuSample
 from tests.nvml import Scene, driver_library
 gpus = Gpus()
 answers = [msgspec.to_builtins(gpus.sample()), gpus.reason]
@@ -182,7 +182,7 @@ import json, sys, msgspec, os, pynvml
 calls = []
 find = pynvml._nvmlGetFunctionPointer
 pynvml._nvmlGetFunctionPointer = lambda name: (calls.append(name), find(name))[1]
-from stoker.measuring.gpu import Gpus
+from stoker.profiling.telemetry.gpu import Gpus
 gpus = Gpus()
 for _ in range(int(sys.argv[1])):
     calls.clear()

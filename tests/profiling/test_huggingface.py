@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import totals
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.profiling.ledger import SAYABLE, Account, Ledger
-from stoker.runs.folder import INPUT_STAGES, PHASES
+from stoker.runs.records import INPUT_STAGES, PHASES
 
 
 class World:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.errors import PreflightError
 from stoker.profiling.callbacks import lightning
 from stoker.profiling.callbacks.session import base_classes
-from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import totals
 

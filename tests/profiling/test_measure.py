@@ -18,7 +18,7 @@ from stoker.errors import ConfigError, DataError, UsageError
 from stoker.monitor.options import Monitoring
 from stoker.profiling.measure.measure import PHASES
 from stoker.report.explain import gather
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     EVENTS,
     FINDINGS,

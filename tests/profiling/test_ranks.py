@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.runs.folder import EVENTS, RANKS, STEPS, read_lines
+from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import totals
 from tests.profiling import ranks

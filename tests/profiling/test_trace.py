@@ -28,7 +28,7 @@ from stoker.profiling.trace import (
     Tracer,
     moments,
 )
-from stoker.runs.folder import TRACE_FILES, TRACES, RunFolder, read_lines
+from stoker.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
 from stoker.runs.schemas import TraceWindow
 
 CPU, GPU = Device(torch.device("cpu")), Device(torch.device("cuda", 0))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from stoker.profiling.telemetry import sampler
 from stoker.profiling.telemetry.nvml import Gpu
 from stoker.profiling.telemetry.sampler import Witness, next_due
-from stoker.runs.folder import DEVICES, EVENTS, RunFolder, read_lines
+from stoker.runs.records import DEVICES, EVENTS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample
 from tests.nvml import Scene, driver_library
 
@@ -123,8 +123,8 @@ def test_lines_keep_to_multiples_of_the_interval(due: int, late: int, interval: 
 WATCH = """
 import json, sys, threading
 from pathlib import Path
-from stoker.measuring import witness
-from stoker.records import RunFolder
+from stoker.profiling.telemetry import sampler as witness
+from stoker.runs.records import RunFolder
 witness.SILENT_S = 0.05
 witness.ANSWER_WITHIN_S = 0.05
 watching = witness.Witness(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stoker.runs.folder import CONFIG, DEVICES, ENVIRONMENT, STEPS, RunFolder
+from stoker.runs.records import CONFIG, DEVICES, ENVIRONMENT, STEPS, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample, StepWindow
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from stoker.report.advice import advise
 from stoker.report.html import OURS, SECTIONS, render
 from stoker.report.run_report import Report, collect
-from stoker.runs.folder import PROBES, RunFolder
+from stoker.runs.records import PROBES, RunFolder
 from stoker.runs.schemas import Evidence, Finding, Probe
 from tests.report.runs import write_run
 

@@ -17,7 +17,7 @@ from stoker.report.html import render_fleet, write_fleet
 from stoker.report.page import runs_summary as fleet_page
 from stoker.report.runs_summary import WORST, Fleet, survey
 from stoker.report.runs_summary_terminal import print_fleet
-from stoker.runs.folder import EVENTS, PHASES, RANKS, STEPS, RunFolder
+from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
 from stoker.runs.schemas import Finding
 from tests import browser
 from tests.report.runs import START_T, write_run

@@ -26,7 +26,7 @@ from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, tag, text
 from stoker.report.run_report import Report, collect
 from stoker.report.series import MOST_PARTS, MOST_POINTS
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     DEVICES,
     ENVIRONMENT,

@@ -7,7 +7,7 @@ import pytest
 
 from stoker.report.explain import gather
 from stoker.report.sizing import RULES, Load, advise, load_of
-from stoker.runs.folder import DEVICES, RunFolder
+from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 from stoker.runs.totals import totals
 from tests.report.runs import GIB, write_run

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.report.explain import gather
 from stoker.report.idle_estimate import estimate
-from stoker.runs.folder import STEPS, TRACES, RunFolder
+from stoker.runs.records import STEPS, TRACES, RunFolder
 from stoker.runs.schemas import StepWindow, TraceWindow
 from stoker.runs.totals import totals
 

@@ -216,7 +216,7 @@ def test_a_screen_that_cannot_be_written_to_does_not_end_the_process(act: str) -
     """The log's disk is full: the process goes on, says so to its caller, and exits with 0."""
     code = f"""
 import sys
-from stoker.schemas import StepWindow
+from stoker.runs.schemas import StepWindow
 from stoker.report.terminal import Screen
 with Screen() as screen:
     {act}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stoker.report.html import write_report
 from stoker.report.series import Series, Shares
 from stoker.report.timeline import Mark, marks, worst_stretch
-from stoker.runs.folder import DEVICES, EVENTS, STEPS, RunFolder
+from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder
 from stoker.runs.schemas import (
     DeviceSample,
     Event,

@@ -15,7 +15,7 @@ from stoker.report.explain import MEANINGS, STAGES, Why, gather, why_as_dict
 from stoker.report.explain_terminal import PROBE_WORDS, finding_lines, print_why
 from stoker.report.run_report import collect
 from stoker.report.runs_summary import survey
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
     INPUT_STAGES,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.runs.folder import EVENTS, RANKS, STEPS
+from stoker.runs.records import EVENTS, RANKS, STEPS
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import Totals, folders, totals
 

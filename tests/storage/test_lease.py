@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_until_it_is_given_back(address: Address):
 
 HOLD = """
 import sys
-from stoker.storage.address import parse
+from stoker.storage.uri import parse
 from stoker.storage.lease import acquire
 acquire(parse(sys.argv[1]), say=print, check=lambda: None)
 print("held", flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.report.explain import gather
 from stoker.report.runs_summary import survey
-from stoker.runs.folder import PROBES, TRACES, RunFolder
+from stoker.runs.records import PROBES, TRACES, RunFolder
 from stoker.runs.schemas import Probe, TraceWindow
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse

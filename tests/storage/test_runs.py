@@ -14,7 +14,7 @@ import stoker.storage.download
 from stoker.errors import UsageError
 from stoker.report.explain import gather
 from stoker.report.html import write_report
-from stoker.runs.folder import (
+from stoker.runs.records import (
     BEST,
     CONFIG,
     EVENTS,
@@ -190,7 +190,7 @@ def test_the_working_copy_is_read_where_it_is_at_least_as_new(address: Address, 
     assert open_run(str(address)) == reading_copy(address), "another machine has gone on"
     with locked(own) as held:
         assert held
-        command = [sys.executable, "-c", f"from stoker.runs.folder import open_run; print(open_run('{address}'))"]
+        command = [sys.executable, "-c", f"from stoker.runs.records import open_run; print(open_run('{address}'))"]
         assert subprocess.check_output(command, text=True).strip() == str(own), "a process here trains it"
 
 

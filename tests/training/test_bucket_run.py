@@ -18,7 +18,7 @@ from stoker.config.settings import from_fields
 from stoker.errors import Preempted, StorageError, UsageError
 from stoker.inference.model import load
 from stoker.report.explain import gather
-from stoker.runs.folder import (
+from stoker.runs.records import (
     BEST,
     CONFIG,
     EVENTS,

@@ -11,7 +11,7 @@ from stoker.config.settings import from_toml
 from stoker.data.images.cache_policy import file_of
 from stoker.data.images.pixel_cache import Form
 from stoker.data.index import open_index
-from stoker.runs.folder import CONFIG, EVENTS, read_lines
+from stoker.runs.records import CONFIG, EVENTS, read_lines
 from stoker.runs.schemas import Event
 from tests.drawn import draw, run_stoker, stoker
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from stoker.hardware.device import pick
 from stoker.models import build
-from stoker.runs.folder import FINAL, STEPS, read_lines
+from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training import forward, loop
 from stoker.training.forward import compile_now, forward_backward, losses_of

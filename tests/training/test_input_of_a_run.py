@@ -9,7 +9,7 @@ from stoker.data.index import Index
 from stoker.diagnosis import catalogue
 from stoker.diagnosis.causes.cause import Limit
 from stoker.report.explain import gather
-from stoker.runs.folder import STEPS, read_lines
+from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.runs.totals import totals
 from stoker.training import loop

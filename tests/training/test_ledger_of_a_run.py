@@ -18,7 +18,7 @@ import pytest
 from stoker.config.settings import Config, from_fields
 from stoker.data.loading.loader import Loader
 from stoker.profiling import trace
-from stoker.runs.folder import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
+from stoker.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import totals
 from stoker.training import async_eval, checkpoint, loop, start

@@ -16,7 +16,7 @@ from stoker.data.images import decode
 from stoker.errors import UsageError
 from stoker.profiling.ledger import Ledger
 from stoker.report.probing import in_words, probe
-from stoker.runs.folder import EVENTS, PROBES, RunFolder, locked, read_lines
+from stoker.runs.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import input_probe
 from stoker.training.input_probe import FullRing, summed_up

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from tests.drawn import draw, run_stoker, stoker
 

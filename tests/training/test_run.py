@@ -29,7 +29,7 @@ from stoker.models import open_fields
 from stoker.models.retinanet.retinanet import RetinaNet
 from stoker.models.weights import model_file
 from stoker.models.weights.load import architecture_of
-from stoker.runs.folder import (
+from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,

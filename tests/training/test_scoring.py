@@ -15,7 +15,7 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.data.loading.loader import Loader
 from stoker.errors import Preempted
-from stoker.runs.folder import (
+from stoker.runs.records import (
     BEST,
     CHECKPOINTS,
     EVALUATION,
@@ -253,7 +253,7 @@ def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Pa
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from stoker.training import loop, scoring
+from stoker.training import async_eval as scoring, loop
 from tests.training.test_scoring import settings
 
 scoring.score_with_matches = lambda *_: threading.Event().wait()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stoker.config.settings import Config, OptimSettings, from_fields
 from stoker.diagnosis.rules import diagnose
 from stoker.errors import DivergedError
-from stoker.runs.folder import EVENTS, STEPS, read_lines
+from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import async_eval, checkpoint, loop
 from stoker.training.loop import train

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.hardware.device import Device
-from stoker.runs.folder import EVENTS, STEPS, RunFolder
+from stoker.runs.records import EVENTS, STEPS, RunFolder
 from stoker.storage.download import objects
 from stoker.storage.lease import LeaseLost, acquire
 from stoker.storage.store import open_store

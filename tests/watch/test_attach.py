@@ -19,7 +19,7 @@ from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.termination import of_run
 from stoker.errors import UsageError
 from stoker.report.explain import gather
-from stoker.runs.folder import (
+from stoker.runs.records import (
     DEVICES,
     EVENTS,
     OUTPUT,

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.rules import diagnose
-from stoker.runs.folder import EVENTS, OUTPUT, STEPS, read_lines
+from stoker.runs.records import EVENTS, OUTPUT, STEPS, read_lines
 from stoker.runs.schemas import Event, Finding, StepWindow
 
 pytestmark = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.report.explain import Why, gather
-from stoker.runs.folder import EVENTS, RANKS, STEPS, read_lines
+from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.watch.hook_reader import HOOK, hooked
 from stoker.watch.hook_state import Cell, cpu_of, phases_of, read_cell

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.runs.folder import PHASES
+from stoker.runs.records import PHASES
 from stoker.watch.hook.stoker_hook import clock as hook
 from stoker.watch.hook_reader import Account, Inside, cells_folder, hooked
 from stoker.watch.hook_state import OF_SLOT, Cell, cpu_of, phases_of, read_cell

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling.telemetry.sampler import Witness
-from stoker.runs.folder import STACKS, RunFolder, read_lines
+from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 from stoker.watch import stacks
 

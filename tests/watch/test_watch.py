@@ -17,7 +17,7 @@ import pytest
 
 from stoker.diagnosis import rules
 from stoker.report.run_report import collect
-from stoker.runs.folder import (
+from stoker.runs.records import (
     DEVICES,
     ENVIRONMENT,
     EVENTS,

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from stoker.runs.folder import INPUT_STAGES
+from stoker.runs.records import INPUT_STAGES
 
 FETCH, DECODE, COPY, QUEUE = INPUT_STAGES
 FLIGHT, READ, DECODING, QUEUED, DONE = "flight", "read", "decoding", "queued", "done"

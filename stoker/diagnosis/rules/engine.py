@@ -21,7 +21,7 @@ from stoker.diagnosis.rules import (
     parallel_work,
 )
 from stoker.diagnosis.run_data import Records
-from stoker.runs import folder
+from stoker.runs import records
 from stoker.runs.schemas import Evidence, Finding, Probe
 from stoker.storage.local_files import write_whole
 
@@ -113,4 +113,4 @@ def weigh(finding: Finding, probes: dict[str, Probe]) -> Finding:
 
 def write_findings(run: Path, findings: list[Finding]) -> None:
     """Replaces findings.json of the run."""
-    write_whole(run / folder.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    write_whole(run / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")

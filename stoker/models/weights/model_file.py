@@ -14,7 +14,7 @@ from stoker import models
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError
 from stoker.models.weights import hub
-from stoker.runs.folder import BEST, CHECKPOINTS, FINAL, fetch_run
+from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand, is_address, parse
 
 KEY = "stoker"

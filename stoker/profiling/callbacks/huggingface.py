@@ -1,6 +1,6 @@
 """`stoker.measure` around `transformers.Trainer.train`.
 
-    from stoker.integrations.huggingface import StokerCallback
+    from stoker.profiling.callbacks.huggingface import StokerCallback
     trainer = Trainer(…, callbacks=[StokerCallback("runs/x")])
 
 The Trainer tells its callbacks when a step begins and ends, and when something else has ended. What lies before a step

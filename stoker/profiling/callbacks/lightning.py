@@ -1,6 +1,6 @@
 """`stoker.measure` around a fit of Lightning's Trainer (`pytorch_lightning` or `lightning`).
 
-    from stoker.integrations.lightning import StokerCallback
+    from stoker.profiling.callbacks.lightning import StokerCallback
     trainer = Trainer(callbacks=[StokerCallback("runs/x")])
 
 Steps, validation and checkpoints are learnt from the callback's hooks. What the loop waits for its batches no hook

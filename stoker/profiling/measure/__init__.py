@@ -2,5 +2,5 @@
 
 `measure.py` is what a user holds, `run_writer.py` where the records go and what several ranks agree on, `inside.py`
 what is learnt from torch without the loop's help, `logged_scalars.py` losses and counts. For users: docs/measure.md.
-Callbacks for frameworks: `stoker/integrations/`. Jobs that nobody may change: `stoker/watch/`.
+Callbacks for frameworks: `stoker/profiling/callbacks/`. Jobs that nobody may change: `stoker/watch/`.
 """

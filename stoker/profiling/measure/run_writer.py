@@ -21,7 +21,7 @@ from stoker.errors import StokerError, UsageError, writing
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import Monitoring
 from stoker.profiling.telemetry.environment import describe_loop
-from stoker.runs.folder import (
+from stoker.runs.records import (
     EVENTS,
     RANKS,
     STEPS,

@@ -18,7 +18,7 @@ from stoker.profiling.telemetry.gpu import Gpus
 from stoker.profiling.telemetry.host import Host
 from stoker.profiling.telemetry.timeouts import Beside
 from stoker.profiling.telemetry.xid import Fault, Faults
-from stoker.runs.folder import DEVICES, RunFolder
+from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 ANSWER_WITHIN_S = 0.5

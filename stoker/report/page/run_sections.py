@@ -22,7 +22,7 @@ from stoker.report.page.markup import (
 )
 from stoker.report.page.timeline import timeline
 from stoker.report.run_report import Report
-from stoker.runs.folder import PHASES, WARNING_KINDS
+from stoker.runs.records import PHASES, WARNING_KINDS
 
 NAMED_FROM = 0.09
 """Share of the bar from which a phase's name fits inside on a wide screen."""

@@ -16,7 +16,7 @@ from stoker.report.page.charts import (
 )
 from stoker.report.page.markup import Markup
 from stoker.report.run_report import Report
-from stoker.runs.folder import PHASES
+from stoker.runs.records import PHASES
 
 MOST_DEVICES = 8
 """Curves of devices in it at most; the machine section has the others."""

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.runs import folder as records, schemas
+from stoker.runs import records, schemas
 from stoker.errors import UsageError
 from stoker.storage.local_files import write_whole
 from stoker.profiling.telemetry.environment import describe
-from stoker.runs.folder import (
+from stoker.runs.records import (
     EVENTS,
     STEPS,
     RunFolder,
@@ -169,7 +169,7 @@ def test_fields_that_a_later_version_adds_are_passed_over(tmp_path: Path) -> Non
 
 WRITE_MANY = """
 import sys, pathlib
-from stoker.records import RunFolder
+from stoker.runs.records import RunFolder
 folder = RunFolder(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
 for step in range(2000):
     folder.event("note", "x" * (step % 500), step=step)
@@ -188,7 +188,7 @@ def test_lines_of_two_processes_never_mix(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, signal, sys, pathlib
-from stoker.records import RunFolder
+from stoker.runs.records import RunFolder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = RunFolder(pathlib.Path(sys.argv[1]), 1)
 for step in range(5):
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> 
 
 REPLACE_FOR_EVER = """
 import sys, pathlib
-from stoker.files import write_whole
+from stoker.storage.local_files import write_whole
 target = pathlib.Path(sys.argv[1])
 n = 0
 while True:
@@ -279,7 +279,7 @@ def test_a_file_stays_the_old_one_on_a_full_disk(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, pathlib
-from stoker.records import locked
+from stoker.runs.records import locked
 with locked(pathlib.Path(sys.argv[1])) as held:
     print(held, flush=True)
     sys.stdin.read()
@@ -354,7 +354,7 @@ def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
 
 
 def test_records_are_read_where_torch_is_absent() -> None:
-    code = "import sys; sys.modules['torch'] = None; import stoker.runs.folder"
+    code = "import sys; sys.modules['torch'] = None; import stoker.runs.records"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
