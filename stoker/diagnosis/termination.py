@@ -13,6 +13,7 @@ from typing import Any
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.output import Line, read_output
 from stoker.diagnosis.series import Mean
+from stoker.runs import records
 from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
 
