@@ -1,0 +1,232 @@
+"""Flags that users of other tools, and of stoker before 0.2, type out of habit: translated, or answered with the right one.
+
+`translate` runs on the arguments before they are parsed. What it changes is printed as a note, so that nobody trains
+with a setting that means something else than they think. Sources: Ultralytics `cfg/default.yaml`, torchvision
+`references/detection/train.py`, TensorFlow Object Detection API `model_main_tf2.py`, Hugging Face `TrainingArguments`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from stoker.config import old_names
+from stoker.errors import UsageError
+
+
+class _Value(NamedTuple):
+    """A flag that takes one value and becomes `flag` with the value changed by `change`."""
+
+    flag: str
+    change: Callable[[str], str] = str
+    note: str = ""
+
+
+class _Switch(NamedTuple):
+    """A flag without a value, and the arguments that it becomes."""
+
+    arguments: tuple[str, ...]
+
+
+class _Answer(NamedTuple):
+    """A flag that stoker does not have: what to do instead."""
+
+    text: str
+
+
+def _hours(value: str) -> str:
+    return value if re.search(r"[a-z]", value) else f"{value}h"
+
+
+_TOTAL = "it is the total of an optimizer step, over all devices"
+
+_TRAIN: dict[str, _Value | _Switch | _Answer] = {
+    # Image size
+    **dict.fromkeys(("imgsz", "img-size", "img", "input-size", "image-square-size", "size"), _Value("image-size")),
+    **dict.fromkeys(("min-size", "max-size"), _Answer("the input has a fixed size: `--image-size HEIGHT WIDTH`")),
+    "rect": _Switch(("--resize", "letterbox")),
+    # Batch and loader
+    **dict.fromkeys(("batch", "b", "train-batch-size", "ims-per-batch"), _Value("batch-size")),
+    "per-device-train-batch-size": _Value("batch-size", note=_TOTAL),
+    **dict.fromkeys(("gradient-accumulation-steps", "accumulation-steps"), _Value("grad-accum-steps")),
+    **dict.fromkeys(("num-workers", "j", "dataloader-num-workers", "nw"), _Value("workers")),
+    "auto-find-batch-size": _Switch(("--auto-batch",)),
+    # Learning rate and optimizer
+    **dict.fromkeys(("lr0", "learning-rate", "base-lr", "learning-rate-base"), _Value("lr")),
+    "lrf": _Answer("the schedule decides the last learning rate: `--lr-scheduler`"),
+    **dict.fromkeys(("lr-schedule", "lr-scheduler-type", "scheduler", "sched"), _Value("lr-scheduler")),
+    "cos-lr": _Switch(("--lr-scheduler", "cosine")),
+    "warmup-epochs": _Answer("the warm-up is counted in steps: `--warmup-steps N`"),
+    **dict.fromkeys(("opt", "optim"), _Value("optimizer")),
+    "wd": _Value("weight-decay"),
+    **dict.fromkeys(("max-grad-norm", "grad-clip", "gradient-clipping-by-norm"), _Value("clip-grad-norm")),
+    **dict.fromkeys(("model-ema-decay", "moving-average-decay"), _Value("ema-decay")),
+    "model-ema": _Answer("stoker keeps an average of the weights by default; `--ema-decay 0` switches it off"),
+    # Length
+    **dict.fromkeys(("num-epochs", "num-train-epochs", "e", "max-epochs"), _Value("epochs")),
+    **dict.fromkeys(("max-steps", "num-steps", "num-train-steps", "iterations", "max-iter", "iters"), _Value("steps")),
+    "time": _Value("max-time", _hours),
+    # Precision and device
+    "amp": _Switch(("--precision", "bf16")),
+    "no-amp": _Switch(("--precision", "fp32")),
+    "bf16": _Switch(("--precision", "bf16")),
+    **dict.fromkeys(("fp16", "half"), _Switch(("--precision", "fp16"))),
+    "torch-compile": _Switch(("--compile",)),
+    **dict.fromkeys(("gpu", "gpu-id"), _Value("device", lambda value: value if not value.isdecimal() else f"cuda:{value}")),
+    "gpus": _Answer("stoker trains on one device so far: `--device cuda:0`"),
+    # Model, weights, data
+    **dict.fromkeys(("pretrained", "fine-tune-checkpoint", "pretrained-weights", "init-checkpoint"), _Value("weights")),
+    "arch": _Value("model"),
+    "weights-backbone": _Answer("`--weights imagenet` loads a pretrained backbone only"),
+    "freeze": _Answer("the number of trained stages is set: `--trainable-backbone-layers 0` freezes the backbone"),
+    "sync-bn": _Switch(("--backbone-norm", "sync_bn")),
+    "gradient-checkpointing": _Switch(("--activation-checkpointing",)),
+    **dict.fromkeys(("data-path", "dataset", "data", "train-data", "dataset-name"), _Answer("the data set is the "
+        "argument: `stoker train DATA`")),
+    **dict.fromkeys(("pipeline-config-path", "cfg", "config", "config-file", "hyp"), _Answer("stoker has no "
+        "configuration file to write: set flags; every run's values are in its config.toml")),
+    **dict.fromkeys(("nc", "num-classes"), _Answer("classes are read from the data set; `--classes NAME …` trains some")),
+    "single-cls": _Answer("stoker trains the classes of the data set; `--classes NAME …` trains some of them"),
+    # Augmentation
+    **dict.fromkeys(("fliplr", "hflip-prob"), _Value("hflip")),
+    "flipud": _Answer("images are flipped from left to right only: `--hflip 0.5`"),
+    "hsv-h": _Value("hue"),
+    "hsv-s": _Value("saturation"),
+    "hsv-v": _Value("brightness"),
+    "data-augmentation": _Value("augment", {"hflip": "default", "none": "none"}.get, note="hflip means default here"),
+    "close-mosaic": _Answer("the last tenth of training has no mosaics by itself: `--mosaic 0` switches them off"),
+    **dict.fromkeys(("mixup", "copy-paste", "degrees", "shear", "perspective", "translate", "multi-scale"), _Answer(
+        "stoker does not have this augmentation; it has `--scale-jitter-prob`, `--mosaic` and colors")),
+    # Run folder, checkpoints, evaluation
+    **dict.fromkeys(("output-dir", "save-dir", "model-dir", "out-dir"), _Value("run-dir")),
+    **dict.fromkeys(("project", "name"), _Answer("the run's folder is one path: `--run-dir runs/NAME`")),
+    **dict.fromkeys(("save-period", "save-every-epochs"), _Value("checkpoint-every", lambda value: f"{value}ep")),
+    **dict.fromkeys(("save-steps", "checkpoint-every-n"), _Value("checkpoint-every")),
+    **dict.fromkeys(("eval-steps", "eval-interval", "val-interval", "val-check-interval"), _Value("eval-every")),
+    **dict.fromkeys(("early-stopping-patience", "early-stop"), _Value("patience")),
+    "resume-from-checkpoint": _Value("resume"),
+    "random-seed": _Value("seed"),
+    "test-only": _Answer("`stoker eval RUN` scores a trained model"),
+    "aspect-ratio-group-factor": _Answer("batches have a fixed size; images are not grouped by aspect"),
+    "deterministic": _Answer("a resumed run is bit-identical on the same device by itself; `--seed N` decides the rest"),
+}  # fmt: skip
+_PREDICT: dict[str, _Value | _Switch | _Answer] = {
+    **dict.fromkeys(("conf-thres", "conf-threshold", "confidence", "score-threshold", "threshold"), _Value("conf")),
+    **dict.fromkeys(("iou-thres", "iou-threshold", "nms-threshold", "nms-thresh"), _Value("iou")),
+    **dict.fromkeys(("overlap", "overlap-ratio", "overlap-height-ratio"), _Value("tile-overlap")),
+    **dict.fromkeys(("slice-height", "slice-width", "slice-size"), _Value("tile")),
+    **dict.fromkeys(("output-dir", "save-dir", "project"), _Value("out")),
+    **dict.fromkeys(("source", "weights", "model"), _Answer("`stoker predict RUN IMAGES…`: both are arguments")),
+    "imgsz": _Answer("the model's own input size is used; `--tile 640` helps with small objects in large images"),
+}
+_EXPORT: dict[str, _Value | _Switch | _Answer] = {
+    "onnx": _Switch(("--format", "onnx")),
+    **dict.fromkeys(("max-det", "max-dets"), _Value("max-detections")),
+    **dict.fromkeys(("batch", "b"), _Value("batch-size")),
+    "dynamic": _Switch(("--batch-size", "dynamic")),
+    "pictures": _Value("images"),
+    **dict.fromkeys(("conf-thres", "score-threshold"), _Value("conf")),
+    **dict.fromkeys(("iou-thres", "nms-threshold"), _Value("iou")),
+    "simplify": _Answer("the graph is written as small as onnxruntime needs it"),
+}
+_EVAL: dict[str, _Value | _Switch | _Answer] = {
+    **dict.fromkeys(("batch", "b", "per-device-eval-batch-size"), _Value("batch-size")),
+    "data": _Answer("the data set is the second argument: `stoker eval RUN DATA`"),
+}
+_OLD_FLAGS = {
+    old.replace("_", "-"): _Value(new.replace("_", "-"), lambda value, old=old: str(old_names.setting(old, value)[1]))  # type: ignore[misc]
+    for old, new in old_names.SETTINGS.items()
+    if old not in ("for", "for_", "tail", "eager", "fit", "checkpoint_activations", "threads")
+}
+_OLD_TRAIN: dict[str, _Value | _Switch | _Answer] = {
+    **_OLD_FLAGS,
+    "for": _Value("max-duration"),
+    "tail": _Value("reduced-tail", lambda value: value),
+    "eager": _Switch(("--no-compile",)),
+    "no-eager": _Switch(("--compile",)),
+    "fit": _Switch(("--auto-batch",)),
+    "checkpoint-activations": _Switch(("--activation-checkpointing",)),
+    "threads": _Value("workers", lambda value: "auto" if value == "0" else value),
+    "run": _Value("run-dir"),
+    "log": _Value("log-format"),
+}
+_DATA: dict[str, _Value | _Switch | _Answer] = {
+    "no-pictures": _Switch(("--annotations-only",)),
+    "link": _Switch(("--hardlink",)),
+    **{name: _TRAIN[name] for name in ("imgsz", "img-size", "num-workers", "batch", "fliplr")},
+    **_OLD_FLAGS,
+    "threads": _Value("workers"),
+}
+
+HABITS: dict[str, dict[str, _Value | _Switch | _Answer]] = {
+    "train": {**_OLD_TRAIN, **_TRAIN},
+    "eval": _EVAL,
+    "predict": _PREDICT,
+    "export": _EXPORT,
+    "data": _DATA,
+    "watch": {"run": _Value("run-dir")},
+    "why": {"price": _Value("price-per-device-hour")},
+    "report": {"price": _Value("price-per-device-hour")},
+}
+"""Command → flag as people type it, without `--`, with `-` → what it means here."""
+
+
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the arguments with the flags that stoker has, a note for each that was another).
+
+    `name=value` behind `stoker train` becomes `--name value`, underscores in flags become dashes. Raises UsageError for a
+    flag of another tool that has no counterpart; it says what to do instead.
+    """
+    if not arguments or arguments[0] not in HABITS:
+        return list(arguments), []
+    command, table = arguments[0], HABITS[arguments[0]]
+    out, notes = [command], []
+    rest = list(arguments[1:])
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            out += [argument, *rest]
+            break
+        if match := re.fullmatch(r"([a-z][a-z0-9_]*)=(.*)", argument):
+            if command not in ("train", "predict", "export", "eval"):
+                out.append(argument)
+                continue
+            if match[1] == "data" and command == "train":
+                out.append(match[2])
+                notes.append(f"{argument}: the data set is the argument `{match[2]}`")
+                continue
+            argument = f"--{match[1]}={match[2]}"
+        short = re.fullmatch(r"-([a-z])", argument)
+        if not argument.startswith("--") and not (short and short[1] in table):
+            out.append(argument)
+            continue
+        name, equals, value = argument.lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        meaning = table.get(name)
+        if meaning is None:
+            out += [f"--{name}", value] if equals else [f"--{name}"]
+        elif isinstance(meaning, _Answer):
+            raise UsageError(f"`stoker {command}` has no {argument.partition('=')[0]}.", fix=meaning.text)
+        elif isinstance(meaning, _Switch):
+            if value.lower() in ("false", "0", "no"):
+                notes.append(f"{argument} is left out: it is what happens anyway")
+                continue
+            out += meaning.arguments
+            notes.append(f"{argument} is `{' '.join(meaning.arguments)}` here")
+        else:
+            values = [value] if equals else ([rest.pop(0)] if rest and not rest[0].startswith("--") else [])
+            changed = [meaning.change(v) or v for v in values]
+            out += [f"--{meaning.flag}", *changed]
+            note = f"--{name} is `--{meaning.flag}` here"
+            notes.append(note + (f": {meaning.note}" if meaning.note else ""))
+    return _square(out), notes
+
+
+def _square(arguments: list[str]) -> list[str]:
+    """`--image-size 640` is 640 × 640."""
+    out: list[str] = []
+    for k, argument in enumerate(arguments):
+        out.append(argument)
+        is_single = not any(following.isdecimal() for following in arguments[k + 1 : k + 2])
+        if k and arguments[k - 1] == "--image-size" and argument.isdecimal() and is_single:
+            out.append(argument)
+    return out
