@@ -51,22 +51,25 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
     """Epochs of what the loader's threads do, the modes in turn: for each, its processor ms and pictures/s."""
     import numpy as np
 
-    from stoker.data.images.cache_policy import file_of, open_cache
-    from stoker.data.images.pixel_cache import Form, PixelCache
+    from stoker.data.images.cache_policy import cache_file_path, open_cache
+    from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
     from stoker.data.index import open_index
     from stoker.data.loading.counters import Counters
-    from stoker.data.loading.samples import Samples, Slot, box_slots
-    from stoker.hardware.device import keep_freed_memory, pick
+    from stoker.data.loading.samples import HostBatchBuffer, SampleStream, compute_max_boxes
+    from stoker.hardware.device import configure_malloc, select_device
 
-    keep_freed_memory()
+    configure_malloc()
     index = open_index(folder)
     rows = np.arange(len(index))
-    form, boxes = Form.of((canvas, canvas), "letterbox", **RECIPE), box_slots(index, rows)
-    slot, said = Slot(pick("cpu"), PLACES, (canvas, canvas), boxes), list[str]()
+    form, boxes = (
+        CachedImageSpec.for_augmentation((canvas, canvas), "letterbox", **RECIPE),
+        compute_max_boxes(index, rows),
+    )
+    slot, said = HostBatchBuffer(select_device("cpu"), PLACES, (canvas, canvas), boxes), list[str]()
 
     def epoch(cache: PixelCache | None) -> tuple[float, float, int]:
-        samples = Samples(
-            index, rows, canvas=(canvas, canvas), resize="letterbox", overlap=0.0, boxes=boxes, seed=0, train=True,
+        samples = SampleStream(
+            index, rows, image_size=(canvas, canvas), resize="letterbox", min_object_covered=0.0, max_boxes=boxes, seed=0, train=True,
             cache=cache, **RECIPE,
         )  # fmt: skip
         counters = [Counters() for _ in range(THREADS)]
@@ -79,7 +82,7 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(work, range(THREADS)))
         took, used = time.perf_counter() - began, _cpu_s() - cpu
-        return 1e3 * used / len(rows), len(rows) / took, sum(one.hits for one in counters)
+        return 1e3 * used / len(rows), len(rows) / took, sum(one.cache_hits for one in counters)
 
     def opened() -> PixelCache | None:
         return open_cache("disk", index, rows, form, lambda _, text: said.append(text))
@@ -89,7 +92,7 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
     for turn in range(turns):
         if turn % 2:
             found["without"].append(epoch(None))
-        file_of(index, form).unlink(missing_ok=True)
+        cache_file_path(index, form).unlink(missing_ok=True)
         found["first epoch"].append(epoch(opened()))
         while epoch(cache := opened())[2] < len(rows):  # a write that the disk held up left some out
             pass
@@ -98,7 +101,7 @@ def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
             found["without"].append(epoch(None))
     if said or any(hits for mode in MODES[:2] for _, _, hits in found[mode]):
         raise RuntimeError(f"the cache was not as it should be: {found}, {said}")
-    return found | {"kept_mb": file_of(index, form).stat().st_blocks * 512 / 1e6 / len(rows)}
+    return found | {"kept_mb": cache_file_path(index, form).stat().st_blocks * 512 / 1e6 / len(rows)}
 
 
 def _cpu_s() -> float:

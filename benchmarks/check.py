@@ -45,14 +45,14 @@ def measure_loader(folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from stoker.data.index import open_index
-    from stoker.data.loading.loader import Loader, box_slots
-    from stoker.hardware.device import host_cores, pick
+    from stoker.data.loading.loader import Loader, compute_max_boxes
+    from stoker.hardware.device import host_cores, select_device
 
     data = open_index(folder)
     rows = np.arange(len(data))
     loader = Loader(
-        data, rows, device=pick("cpu"), batch=BATCH, canvas=SIDES, resize="letterbox", boxes=box_slots(data, rows),
-        seed=0, threads=host_cores(), train=False,
+        data, rows, device=select_device("cpu"), batch_size=BATCH, image_size=SIDES, resize="letterbox", max_boxes=compute_max_boxes(data, rows),
+        seed=0, workers=host_cores(), train=False,
     )  # fmt: skip
     start, cpu = time.perf_counter(), time.process_time()
     batches = sum(1 for _ in loader)
@@ -65,25 +65,25 @@ def measure_loader(folder: Path) -> dict[str, Any]:
 
 def measure_check(folder: Path) -> dict[str, Any]:
     from stoker.data.index import open_index
-    from stoker.data.validation.check_images import check_pictures
-    from stoker.data.validation.problems import Problems
+    from stoker.data.validation.check_images import check_image_files
+    from stoker.data.validation.problems import ProblemCollector
 
-    data, problems = open_index(folder), Problems()
+    data, problems = open_index(folder), ProblemCollector()
     start, cpu = time.perf_counter(), time.process_time()
-    usable = check_pictures(data, problems, threads=os.cpu_count() or 1, progress=lambda _done, _all: None)
+    usable = check_image_files(data, problems, workers=os.cpu_count() or 1, progress=lambda _done, _all: None)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    if not usable.all() or problems.found():
-        raise RuntimeError(f"the check finds {problems.found()} in sound pictures")
+    if not usable.all() or problems.summarize():
+        raise RuntimeError(f"the check finds {problems.summarize()} in sound pictures")
     return {"s": seconds, "per_s": len(usable) / seconds, "cpu_ms": 1e3 * cpu_s / len(usable)}
 
 
 def measure_annotations(folder: Path) -> dict[str, Any]:
-    from stoker.data.validation.check import check
+    from stoker.data.validation.check import check_dataset
 
     start = time.perf_counter()
-    report = check(folder, pictures=False)
+    report = check_dataset(folder, decode_images=False)
     seconds = time.perf_counter() - start
-    return {"s": seconds, "peak_mb": index.peak_mb(), "pictures": report.pictures, "boxes": report.boxes}
+    return {"s": seconds, "peak_mb": index.peak_mb(), "pictures": report.num_images, "boxes": report.num_boxes}
 
 
 def run(quick: bool) -> Report:

@@ -295,7 +295,7 @@ def show(outcome: Outcome, count: int, of: int) -> None:
 def catalogue_hash() -> str:
     from stoker.diagnosis import catalogue
 
-    return str(catalogue.catalogue_hash())
+    return str(catalogue.catalog_hash())
 
 
 def seed_of(asked: int | None, path: Path | None, mark: dict[str, Any]) -> int:

@@ -214,7 +214,7 @@ class Job:
                 torch.save(self.model.state_dict(), asked.log.parent / "slow" / "checkpoint.pt")
             debt.paid(self.slow.stalled_s() - before)
         elif fault == "disk_full" and steps % 3 == 0:
-            torch.save(self.model.state_dict(), asked.disk / f"checkpoint-{steps}.pt")
+            torch.save(self.model.state_dict(), asked.disk_bytes / f"checkpoint-{steps}.pt")
         elif fault == "compile":
             while debt.owed_s > 0:
                 debt.paid(self.other_shape())
@@ -246,7 +246,7 @@ class Job:
 
 def start_ranks(asked: argparse.Namespace) -> subprocess.Popen[bytes] | None:
     """Joins the group; rank 0 starts the other."""
-    if asked.ranks == 1:
+    if asked.num_ranks == 1:
         return None
     other = None
     if "RANK" not in os.environ:

@@ -38,7 +38,7 @@ from report import Bar, Report, options, publish
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.data.index import Index, open_index
-from stoker.evaluation.evaluate import ground_truth, score
+from stoker.evaluation.evaluate import compute_metrics, ground_truth
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.models.weights import model_file
 
@@ -88,7 +88,7 @@ def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None)
     for split in ("train", "test"):
         for kind in ("images", "labels"):
             (theirs / kind / split).mkdir(parents=True)
-        for row in index.rows(split).tolist():
+        for row in index.image_indices(split).tolist():
             (theirs / "images" / split / f"{row}.jpg").write_bytes(index.read(row))
             (theirs / "labels" / split / f"{row}.txt").write_text("\n".join(yolo_lines(index, row)))
     names = "".join(f"  {number}: {label}\n" for number, label in enumerate(index.class_names))
@@ -102,7 +102,7 @@ def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None)
 
 def yolo_lines(index: Index, row: int) -> Iterator[str]:
     """Class, centre and sides of each box as shares of the picture."""
-    height, width = index.size[row].tolist()
+    height, width = index.original_size[row].tolist()
     for place in range(index.offsets[row], index.offsets[row + 1]):
         x1, y1, x2, y2 = index.boxes[place].tolist()
         numbers = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
@@ -143,7 +143,7 @@ def of_stoker(model: str, *more: str) -> Contestant:
 
 def size_of(run: Path) -> tuple[int, float]:
     """Parameters of a trained model, and 1e9 operations for a picture of 640 × 640."""
-    model, _ = model_file.load(run / "final.safetensors")
+    model, _ = model_file.load_model(run / "final.safetensors")
     pixels = torch.zeros(1, 3, 640, 640, dtype=torch.uint8)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(pixels)
@@ -171,17 +171,17 @@ def of_ultralytics(program: Path, model: str) -> Contestant:
 
 def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
     """Of predictions as COCO's result files have them; a picture's name is its row, and classes begin at 1."""
-    rows = index.rows("test")
+    rows = index.image_indices("test")
     boxes = np.array([one["bbox"] for one in found], np.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     detections = Detections(
-        row=np.array([int(one["image_id"]) for one in found], np.int64),
+        image_index=np.array([int(one["image_id"]) for one in found], np.int64),
         boxes=boxes,
         score=np.array([one["score"] for one in found], np.float32),
         label=np.array([one["category_id"] - 1 for one in found], np.int64),
-        pictures=np.asarray(rows, np.int64),
+        image_indices=np.asarray(rows, np.int64),
     )
-    return score(ground_truth(index, rows), detections)
+    return compute_metrics(ground_truth(index, rows), detections)
 
 
 def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
@@ -247,7 +247,7 @@ class Bench:
             short = [self.train(train, key.data, epochs, 0) for epochs in SHORT]
             costs = [(epochs, done.cpu_s) for epochs, done in zip(SHORT, short, strict=True)]
             self.rows[price] = {"what": "price", **shown(price), "costs": costs,
-                                "pictures": len(self.data(key.data).index.rows("train")),
+                                "pictures": len(self.data(key.data).index.image_indices("train")),
                                 "parameters": short[0].parameters, "GFLOP at 640": short[0].gflop}  # fmt: skip
         costs = self.rows[price]["costs"]
         while True:

@@ -59,16 +59,16 @@ def train(folder: Path, ready: int, first: int, steps: int) -> dict[str, Any]:
     began: list[float] = []
 
     def timed_step(training: Any) -> None:
-        job = training.job
+        job = training.state
         if job.step == first:
             job.device.wait()
-            training.catch_up()
+            training.flush_stats()
             accounts.clear()
             began[:] = time.perf_counter(), time.process_time()
         if job.step == first + steps:
             job.device.wait()
             took = [time.perf_counter() - began[0], time.process_time() - began[1]]
-            training.read_all()
+            training.finish_stats()
             raise StepsDone(took)
         if ready and not taken:
             take = job.loader.__next__()
@@ -95,9 +95,9 @@ def train(folder: Path, ready: int, first: int, steps: int) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    from stoker.hardware.device import pick
+    from stoker.hardware.device import select_device
 
-    device = pick(arguments.device)
+    device = select_device(arguments.device)
     n = 1 if arguments.quick else arguments.runs or (2 if device.is_cpu else 3)
     model, side, batch = ON_CPU if device.is_cpu else ON_DEVICE
     first, steps, files = (2, 16, 128) if device.is_cpu else (30, 300, 1024)

@@ -131,7 +131,7 @@ def measure_stoker(folder: Path) -> dict[str, Any]:
 
     truth, found = arrays(folder)
     clock = Clock()
-    metrics = coco.score(truth, found).metrics
+    metrics = coco.compute_metrics(truth, found).metrics
     return {"arrays": clock.read(), "numbers": numbers(metrics)}
 
 
@@ -139,31 +139,31 @@ def measure_stoker_files(folder: Path) -> dict[str, Any]:
     import msgspec
 
     from stoker.data.index import open_index
-    from stoker.evaluation.evaluate import ground_truth, score
+    from stoker.evaluation.evaluate import compute_metrics, ground_truth
     from stoker.evaluation.metrics import Detections
 
     class Entry(msgspec.Struct):
         image_id: int
         category_id: int
         bbox: tuple[float, float, float, float]
-        score: float
+        compute_metrics: float
 
     clock = Clock()
     index = open_index(folder / "data")
-    rows = index.rows("val")
+    rows = index.image_indices("val")
     entries = msgspec.json.decode((folder / "found.json").read_bytes(), type=list[Entry])
     boxes = np.array([one.bbox for one in entries])
     boxes[:, 2:] += boxes[:, :2]
     by_id = np.argsort(index.image_id[rows])
     place = np.searchsorted(index.image_id[rows][by_id], np.array([one.image_id for one in entries]))
     found = Detections(
-        row=rows[by_id[place]],
+        image_index=rows[by_id[place]],
         boxes=boxes.astype(np.float32),
         score=np.array([one.score for one in entries], np.float32),
         label=np.searchsorted(np.array(index.category_ids), np.array([one.category_id for one in entries])),
-        pictures=rows,
+        image_indices=rows,
     )
-    metrics = score(ground_truth(index, rows), found)
+    metrics = compute_metrics(ground_truth(index, rows), found)
     return {"files": clock.read(), "numbers": numbers(metrics)}
 
 
@@ -188,7 +188,7 @@ def by_cocoeval(folder: Path, coco: Callable[..., Any], evaluation: Callable[...
         in_memory = Clock()
         run = evaluation(truth, found)
         run.evaluate()
-        run.accumulate()
+        run.grad_accum_steps()
         run.summarize()
         return {"arrays": in_memory.read(), "files": files.read(), "numbers": list(run.stats[:12])}
 
@@ -203,15 +203,15 @@ def arrays(folder: Path) -> Any:
     found = {key: of[f"found_{key}"] for key in ("row", "label", "score")}
     pictures = of["pictures"]
     return (
-        GroundTruth(pictures=pictures, boxes=of["true_boxes"].astype(np.float32), class_names=names, **true),
-        Detections(pictures=pictures, boxes=of["found_boxes"].astype(np.float32), **found),
+        GroundTruth(image_indices=pictures, boxes=of["true_boxes"].astype(np.float32), class_names=names, **true),
+        Detections(image_indices=pictures, boxes=of["found_boxes"].astype(np.float32), **found),
     )
 
 
 def numbers(metrics: Any) -> list[float]:
-    from stoker.evaluation.metrics import TWELVE
+    from stoker.evaluation.metrics import COCO_SUMMARY
 
-    values = [getattr(metrics, name) for name in TWELVE]
+    values = [getattr(metrics, name) for name in COCO_SUMMARY]
     return [-1.0 if value is None else value for value in values]
 
 
@@ -230,7 +230,7 @@ def measure_witness(folder: Path) -> dict[str, Any]:
             torch.mm(square, square)
 
     def score() -> None:
-        coco.score(truth, found)
+        coco.compute_metrics(truth, found)
 
     beside = threading.Thread(target=score)
     process = multiprocessing.get_context("fork").Process(target=score)

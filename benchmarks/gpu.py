@@ -25,7 +25,7 @@ from gpu_case import Case
 from processes import ROOT
 from report import Bar, Report, options, publish, table
 
-from stoker.hardware.device import pick
+from stoker.hardware.device import select_device
 from stoker.models import MODELS
 from tests import fakes
 
@@ -73,7 +73,7 @@ class StepReport(Report):
 
 def run(arguments: argparse.Namespace) -> Report:
     ends = time.monotonic() + 60 * arguments.minutes
-    device = pick(arguments.device)
+    device = select_device(arguments.device)
     wanted = [case for case in CASES if not arguments.only or case.model in arguments.only]
     for case in wanted:
         if case.model not in MODELS:

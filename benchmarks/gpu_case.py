@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.settings import ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
-from stoker.data.batch import DRAWS, Batch
-from stoker.hardware.device import Device, pick
+from stoker.data.batch import NUM_RAND, Batch
+from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, Detector, build
 from stoker.training import forward
-from stoker.training.defaults.dry_run import worst_case
-from stoker.training.forward import LossesOf, forward_backward, losses_of
-from stoker.training.optim import Meter, Stepper
+from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.forward import LossFn, forward_backward, make_loss_fn
+from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 
 PROFILED, KERNELS, NAME = 3, 8, 60
@@ -63,16 +63,16 @@ class Work:
         torch.manual_seed(0)
         self.case, self.device = case, device
         self.model = settled_model(case, device)
-        optim = OptimSettings(optimizer=case.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0,
-                              ema=0.999)  # fmt: skip
-        self.stepper = Stepper(self.model, optim, device, precision=case.precision)
-        self.meter = Meter(device, limit=10**6)
+        optim = OptimSettings(optimizer=case.optimizer, backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=1.0,
+                              ema_decay=0.999)  # fmt: skip
+        self.stepper = OptimizerStep(self.model, optim, device, precision=case.precision)
+        self.meter = LossAccumulator(device, max_skipped_steps=10**6)
         self.batch = random_batch(case, device)
-        self.eager = losses_of(self.model, eager=True)
-        self.compiled = losses_of(self.model, eager=False)
+        self.eager = make_loss_fn(self.model, eager=True)
+        self.compiled = make_loss_fn(self.model, eager=False)
         self.done = 0
 
-    def step(self, compute: LossesOf, batch: Batch | None = None) -> None:
+    def step(self, compute: LossFn, batch: Batch | None = None) -> None:
         """What `training.loop.Training.step` does with a batch."""
         used = self.batch if batch is None else batch
         losses = forward_backward(compute, self.stepper, used, 1, self.device.autocast(self.case.precision))
@@ -80,13 +80,13 @@ class Work:
         self.meter.add(losses, norm, bad, self.done)
         self.done += 1
 
-    def per_s(self, compute: LossesOf, steps: int) -> float:
+    def per_s(self, compute: LossFn, steps: int) -> float:
         """Pictures per second over some steps."""
-        self.device.wait()
+        self.device.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
             self.step(compute)
-        self.device.wait()
+        self.device.synchronize()
         return steps * self.case.batch / (time.perf_counter() - began)
 
 
@@ -107,9 +107,11 @@ def settled_model(case: Case, device: Device) -> Detector:
 
 def random_batch(case: Case, device: Device) -> Batch:
     """Every box slot filled, pixels and augmentation drawn."""
-    batch = worst_case(case.batch, canvas=case.canvas, slots=case.slots, classes=case.classes, device=device)
+    batch = make_worst_case_batch(
+        case.batch, image_size=case.canvas, max_boxes=case.slots, num_classes=case.classes, device=device
+    )
     pixels = torch.randint(0, 256, (case.batch, *case.canvas, 3), dtype=torch.uint8, device=device.torch_device)
-    draw = torch.rand(case.batch, DRAWS, device=device.torch_device)
+    draw = torch.rand(case.batch, NUM_RAND, device=device.torch_device)
     return batch._replace(images=pixels.permute(0, 3, 1, 2), draw=draw)
 
 
@@ -117,11 +119,11 @@ def memory(work: Work) -> dict[str, Any]:
     """Peak bytes of the first steps, with all augmentations: what `fakes.try_step` does."""
     if work.device.is_cpu:
         return {}
-    work.device.release_cache()
-    work.device.reset_peak()
+    work.device.empty_cache()
+    work.device.reset_peak_memory()
     for _ in range(2):
         work.step(work.eager, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
-    work.device.wait()
+    work.device.synchronize()
     return {"peak bytes": work.device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
 
 
@@ -134,7 +136,7 @@ def forbidden_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def waits(work: Work, compute: LossesOf) -> dict[str, Any]:
+def waits(work: Work, compute: LossFn) -> dict[str, Any]:
     """Whether a step makes the host wait; the first line of CUDA's own message where it does."""
     work.step(compute)  # what happens once
     if work.device.is_cpu:
@@ -155,14 +157,14 @@ def flops(work: Work) -> dict[str, Any]:
     return {"flops": counter.get_total_flops() / work.case.batch}
 
 
-def kernels(work: Work, compute: LossesOf) -> dict[str, Any]:
+def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
     """The kernels that take most of the device's time (operators on a CPU), and the share in which it has nothing."""
     on_cpu = work.device.is_cpu
-    work.device.wait()
+    work.device.synchronize()
     with profile(activities=[ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]) as profiler:
         for _ in range(PROFILED):
             work.step(compute)
-        work.device.wait()
+        work.device.synchronize()
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []
@@ -214,7 +216,7 @@ def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> No
     work.step(work.eager)  # makes what the model keeps: anchors
     began = time.perf_counter()
     work.step(work.compiled)
-    device.wait()
+    device.synchronize()
     say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
     say(**{f"compiled {name}": value for name, value in waits(work, work.compiled).items()})
     for compute in (work.eager, work.compiled):
@@ -230,7 +232,7 @@ MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     asked = Case(**{**given["case"], "canvas": tuple(given["case"]["canvas"])})
-    where = pick(given["device"])
+    where = select_device(given["device"])
     if where.is_cpu:
-        forward.BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
+        forward.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
     MEASURES[given["how"]](asked, where, given["windows"], given["steps"])

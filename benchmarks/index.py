@@ -77,7 +77,7 @@ def measure_build(folder: Path) -> dict[str, Any]:
 
 
 def measure_reopen(folder: Path) -> dict[str, Any]:
-    from stoker.data.index import missing_pictures, open_index
+    from stoker.data.index import missing_images, open_index
 
     base, times = peak_mb(), []
     for _ in range(REOPENINGS):
@@ -85,7 +85,7 @@ def measure_reopen(folder: Path) -> dict[str, Any]:
         index = open_index(folder)
         times.append(time.perf_counter() - start)
     opened_mb, start = peak_mb(), time.perf_counter()
-    missing = missing_pictures(index)
+    missing = missing_images(index)
     check = {"s": time.perf_counter() - start, "peak_mb": peak_mb(), "base_mb": opened_mb, "missing": len(missing)}
     again = statistics.median(times[1:])
     return {"first_s": times[0], "again_s": again, "peak_mb": opened_mb, "base_mb": base, "check": check}

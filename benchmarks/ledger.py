@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from stoker.hardware import device
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.telemetry.gpu import Gpus
-from stoker.profiling.telemetry.host import Host
-from stoker.profiling.trace import EVERY_S, STEPS, Tracer
+from stoker.profiling.telemetry.gpu import GpuSampler
+from stoker.profiling.telemetry.host import HostSampler
+from stoker.profiling.trace import EVERY_S, WINDOW_STEPS, Tracer
 from stoker.runs.records import RunFolder
 
 
@@ -98,9 +98,9 @@ def windows_s(where: device.Device, ledger: Ledger, work: Step, count: int, fold
     costs = []
     for _ in range(count):
         tracer = Tracer(where, RunFolder(folder, 1), ledger, silent)
-        for number in range(3 * STEPS):
-            if number == STEPS:
-                tracer.ask()
+        for number in range(3 * WINDOW_STEPS):
+            if number == WINDOW_STEPS:
+                tracer.request()
             step(ledger, tracer, work)
         tracer.close()
         costs.append(tracer.cost_s)
@@ -113,20 +113,20 @@ def row(what: str, seconds: list[float]) -> dict[str, object]:
 
 def run(quick: bool) -> Report:
     rounds, empty = (30, 300) if quick else (100, 2000)
-    where = device.pick()
-    ledger, off, work = Ledger(where.make_clock(), started_s=time.perf_counter()), Off(), Step(where)
+    where = device.select_device()
+    ledger, off, work = Ledger(where.make_clock(), start_s=time.perf_counter()), Off(), Step(where)
     kept = tempfile.TemporaryDirectory()
     tracer = Tracer(where, RunFolder(Path(kept.name), 1), ledger, silent)
-    host, gpus = Host(), Gpus()
+    host, gpus = HostSampler(), GpuSampler()
     for _ in range(5):  # what happens once: memory, kernels
         step(off, off, work)
     off_s, on_s, empty_off_s, empty_on_s, sample_s = ([] for _ in range(5))
     for number in range(rounds):
         for on in (True, False) if number % 2 else (False, True):
-            where.wait()
+            where.synchronize()
             which, traced = (ledger, tracer) if on else (off, off)
             (on_s if on else off_s).append(step(which, traced, work))
-            where.wait()
+            where.synchronize()
             (empty_on_s if on else empty_off_s).append(processor_s(which, traced, empty))
         began = time.thread_time()
         host.sample()

@@ -25,14 +25,14 @@ Passes = Callable[[], Iterable[Any]]
 
 def ours(folder: Path, workers: int, repeats: int) -> Passes:
     from stoker.data.index import open_index
-    from stoker.data.loading.loader import Loader, box_slots
-    from stoker.hardware.device import pick
+    from stoker.data.loading.loader import Loader, compute_max_boxes
+    from stoker.hardware.device import select_device
 
     data = open_index(folder)
     rows = np.tile(np.arange(len(data)), repeats)
     loader = Loader(
-        data, rows, device=pick("cpu"), batch=BATCH, canvas=(SIDE, SIDE), resize="squash",
-        boxes=box_slots(data, rows), seed=0, threads=workers, train=False,
+        data, rows, device=select_device("cpu"), batch_size=BATCH, image_size=(SIDE, SIDE), resize="squash",
+        max_boxes=compute_max_boxes(data, rows), seed=0, workers=workers, train=False,
     )  # fmt: skip
 
     def batches() -> Iterator[Any]:

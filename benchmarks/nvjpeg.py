@@ -16,11 +16,11 @@ from typing import Any
 from loader import KINDS, draw
 from report import Report, options, publish
 
-from stoker.data.images.decode_device import why_not
+from stoker.data.images.decode_device import unavailable_reason
 from stoker.data.index import Index, open_index
-from stoker.data.loading.decoder_choice import decide
-from stoker.data.loading.loader import Loader, box_slots
-from stoker.hardware.device import Device, pick
+from stoker.data.loading.decoder_choice import measure_and_choose_decoder
+from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.hardware.device import Device, select_device
 
 BATCH, CANVAS = 32, (800, 800)
 FIRST = 12
@@ -29,8 +29,8 @@ DECODERS = ("host", "nvjpeg")
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    device = pick(arguments.device)
-    if (why := why_not(device)) is not None:
+    device = select_device(arguments.device)
+    if (why := unavailable_reason(device)) is not None:
         raise RuntimeError(f"nothing to measure: {why}")
     windows, batches, canvas = (2, 1, (64, 64)) if arguments.quick else (5, 20, CANVAS)
     report = Report(f"Loading to {device.name}, batches of {BATCH}, {canvas[0]} × {canvas[1]}", windows)
@@ -48,19 +48,19 @@ def run(arguments: argparse.Namespace) -> Report:
             for name in DECODERS:
                 medians = {key: statistics.median(row[key] for row in found[name]) for key in found[name][0]}
                 report.rows.append({"what": f"{kind.name}, {name}", **medians})
-            rows = index.rows("train")
-            decoder, reason = decide(
-                index, rows, device, canvas=canvas, resize="squash", batch=BATCH, step_s=lambda: 1e-9
+            rows = index.image_indices("train")
+            decoder, reason = measure_and_choose_decoder(
+                index, rows, device, image_size=canvas, resize="squash", batch_size=BATCH, measure_step_s=lambda: 1e-9
             )
             report.rows.append({"what": f"{kind.name}, chosen", "decoder": decoder, "reason": reason})
     return report
 
 
 def make(index: Index, device: Device, canvas: tuple[int, int], decoder: Any) -> Loader:
-    rows = index.rows("train")
+    rows = index.image_indices("train")
     return Loader(
-        index, rows, device=device, batch=BATCH, canvas=canvas, resize="squash", boxes=box_slots(index, rows), seed=0,
-        threads=0, decoder=decoder,
+        index, rows, device=device, batch_size=BATCH, image_size=canvas, resize="squash", max_boxes=compute_max_boxes(index, rows), seed=0,
+        workers=0, jpeg_decoder=decoder,
     )  # fmt: skip
 
 
@@ -68,16 +68,16 @@ def window(loader: Loader, device: Device, first: int, batches: int) -> dict[str
     """Some batches after the first: pictures per second, processor time, how busy the thread of the device was."""
     for _ in range(first):
         next(loader)
-    device.wait()
+    device.synchronize()
     before, cpu_s, began_s = loader.stats(), time.process_time(), time.perf_counter()
     for _ in range(batches):
         next(loader)
-    device.wait()
+    device.synchronize()
     took_s, stats = time.perf_counter() - began_s, loader.stats()
     return {
         "img/s": batches * BATCH / took_s,
         "CPU ms": 1e3 * (time.process_time() - cpu_s) / (batches * BATCH),
-        "thread of the device, share": (stats.device_s - before.device_s) / took_s,
+        "thread of the device, share": (stats.device_decode_s - before.device_decode_s) / took_s,
     }
 
 

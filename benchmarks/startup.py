@@ -32,9 +32,9 @@ class FirstStepDone(BaseException):
 
 def start(folder: Path) -> dict[str, Any]:
     """Runs the command to the end of its first step. Seconds of each of PARTS, and of all."""
-    from stoker.profiling.telemetry.host import process_started_s
+    from stoker.profiling.telemetry.host import process_start_s
 
-    began = process_started_s()
+    began = process_start_s()
     from stoker import models
     from stoker.cli.app import app
     from stoker.training import loop
@@ -55,7 +55,7 @@ def start(folder: Path) -> dict[str, Any]:
 
     def first_step(training: loop.Training) -> None:
         step(training)
-        training.job.device.wait()
+        training.state.device.synchronize()
         took["all"] = time.perf_counter() - began
         raise FirstStepDone
 

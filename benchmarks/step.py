@@ -71,9 +71,9 @@ def contest(body: str, precisions: tuple[str, ...], side: int, count: int) -> It
 
 def run(arguments: argparse.Namespace) -> Report:
     n, side, count, large = (2, 64, 2, 128) if arguments.quick else (7, 320, 8, 800)
-    from stoker.hardware.device import pick
+    from stoker.hardware.device import select_device
 
-    half, why = pick("cpu").best_precision()
+    half, why = select_device("cpu").best_precision()
     precisions = ("fp32", "bf16") if half == "bf16" else ("fp32",)
     report = Report(str(__doc__).splitlines()[0], n, packages=("torch", "torchvision"))
     for body in BODIES:

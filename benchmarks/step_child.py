@@ -87,22 +87,24 @@ def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
 def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[], None]:
     """The same model in this project's code."""
     from stoker.config.settings import ModelSettings, OptimSettings
-    from stoker.data.batch import DRAWS, Batch
-    from stoker.hardware.device import keep_freed_memory, pick
+    from stoker.data.batch import NUM_RAND, Batch
+    from stoker.hardware.device import configure_malloc, select_device
     from stoker.models import MODELS
-    from stoker.models.backbones import pyramid
+    from stoker.models.backbones import build_backbone_with_fpn
     from stoker.models.retinanet.retinanet import RetinaNet
-    from stoker.training.forward import forward_backward, losses_of
-    from stoker.training.optim import Stepper
+    from stoker.training.forward import forward_backward, make_loss_fn
+    from stoker.training.optim import OptimizerStep
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
-    backbone = pyramid(body, 256, norm="frozen", trainable_stages=3)
-    model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, depth=4, norm=None)
+    backbone = build_backbone_with_fpn(body, 256, norm="frozen", trainable_stages=3)
+    model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
     model = model.to(memory_format=torch.channels_last).train()
-    device = pick("cpu")
-    keep_freed_memory()  # as the start of a run does
-    settings = OptimSettings(optimizer="sgd", backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=10.0, ema=0.99)
-    stepper = Stepper(model, settings, device, precision=precision)
+    device = select_device("cpu")
+    configure_malloc()  # as the start of a run does
+    settings = OptimSettings(
+        optimizer="sgd", backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=10.0, ema_decay=0.99
+    )
+    stepper = OptimizerStep(model, settings, device, precision=precision)
     whole = torch.full((len(pictures.images), 2), side, dtype=torch.int32)
     batch = Batch(
         pictures.images.permute(0, 3, 1, 2),
@@ -113,9 +115,9 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
         torch.ones(len(whole), 2),
         whole,
         torch.arange(len(whole)),
-        torch.zeros(len(whole), DRAWS),
+        torch.zeros(len(whole), NUM_RAND),
     )
-    compute = losses_of(model, eager=True)
+    compute = make_loss_fn(model, eager=True)
 
     def step() -> None:
         forward_backward(compute, stepper, batch, 1, device.autocast(precision))

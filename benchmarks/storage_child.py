@@ -39,10 +39,10 @@ def serve_from(port: int) -> None:
 def stoker(arguments: argparse.Namespace) -> dict[str, float]:
     from stoker.storage.fetcher import Fetcher
     from stoker.storage.store import open_store
-    from stoker.storage.uri import parse
+    from stoker.storage.uri import parse_uri
 
     serve_from(arguments.port)
-    store = open_store(parse("s3://bucket"))
+    store = open_store(parse_uri("s3://bucket"))
     latencies_s: list[float] = []
 
     def batch(first: int, size: int) -> tuple[threading.Event, list[Future]]:
@@ -66,12 +66,12 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
     with Fetcher(hedge=arguments.hedge) as fetcher:
         for future in [fetcher.submit(store, "warm", length=arguments.size_bytes) for _ in range(WARM)]:
             future.result()
-        requests = store.counts.requests
+        requests = store.counters.requests
         began, cpu = time.perf_counter(), cpu_s()
         flying: deque[tuple[threading.Event, list[Future]]] = deque()
         submitted = taken = 0
         while taken < arguments.count:
-            depth = arguments.depth or fetcher.ahead
+            depth = arguments.depth or fetcher.target_in_flight
             while (
                 submitted < arguments.count and submitted - taken < depth + BATCH
             ):  # beyond the batch that is waited for
@@ -82,10 +82,10 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
             if any(len(future.result()) != arguments.size_bytes for future in futures):
                 raise RuntimeError("an object came short")
             taken += len(futures)
-            fetcher.note(DEMAND_PER_S, True)
+            fetcher.report_demand(DEMAND_PER_S, True)
         took_s, cpu = time.perf_counter() - began, cpu_s() - cpu
-        extra = (store.counts.requests - requests) / arguments.count - 1
-        depth = arguments.depth or fetcher.ahead
+        extra = (store.counters.requests - requests) / arguments.count - 1
+        depth = arguments.depth or fetcher.target_in_flight
     return result(arguments, took_s, cpu, latencies_s) | {"extra": extra, "depth": depth}
 
 

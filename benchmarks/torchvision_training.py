@@ -29,7 +29,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, pil_to_tensor
 
 from stoker.data.index import Index, open_index
-from stoker.evaluation.evaluate import ground_truth, score
+from stoker.evaluation.evaluate import compute_metrics, ground_truth
 from stoker.evaluation.metrics import Detections, Metrics
 
 CHANNELS, DEPTH, ANCHORS, FROZEN = 128, 2, 9, 4
@@ -82,7 +82,7 @@ def batches(index: Index, draw: np.random.Generator) -> Iterator[tuple[list[Tens
     rows: list[int] = []
     while True:
         while len(rows) < BATCH:
-            rows += draw.permutation(index.rows("train")).tolist()
+            rows += draw.permutation(index.image_indices("train")).tolist()
         images, targets = [], []
         for row in rows[:BATCH]:
             image, boxes = picture(index, row), target(index, row)
@@ -118,12 +118,12 @@ def train(model: RetinaNet, index: Index, steps: int, seed: int) -> None:
 def evaluate(model: nn.Module, index: Index, split: str) -> Metrics:
     model.eval()
     parts = []
-    for row in index.rows(split).tolist():
+    for row in index.image_indices(split).tolist():
         found = {name: tensor.numpy() for name, tensor in model([picture(index, row)])[0].items()}
         rows = np.full(len(found["labels"]), row, np.int64)
-        parts.append(Detections(row=rows, boxes=found["boxes"], score=found["scores"], label=found["labels"] - 1,
-                                pictures=np.array([row])))  # fmt: skip
-    return score(ground_truth(index, index.rows(split)), Detections.concatenate(parts))
+        parts.append(Detections(image_index=rows, boxes=found["boxes"], score=found["scores"], label=found["labels"] - 1,
+                                image_indices=np.array([row])))  # fmt: skip
+    return compute_metrics(ground_truth(index, index.image_indices(split)), Detections.concatenate(parts))
 
 
 def main() -> None:

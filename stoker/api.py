@@ -8,18 +8,18 @@ from typing import Literal, Unpack
 
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 from stoker.training import loop
 
 
 def train(
     data: str | os.PathLike[str] | None = None,
     *,
-    run: str | os.PathLike[str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     trace: bool = False,
-    log: Literal["text", "json"] = "text",
-    monitor: Monitoring = Monitoring(),  # noqa: B008  # frozen
+    log_format: Literal["text", "json"] = "text",
+    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     **settings: Unpack[Settings],
 ) -> loop.Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
@@ -35,6 +35,8 @@ def train(
     Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
     is saved: the same call continues.
     """
-    asked = from_fields({"data": data, **settings})
-    text = [None if path is None else os.fspath(path) for path in (run, resume)]
-    return loop.train(asked, run=text[0], resume=text[1], trace=trace, monitor=monitor, log=log)
+    user_config = from_fields({"data": data, **settings})
+    paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
+    return loop.train(
+        user_config, run_dir=paths[0], resume=paths[1], trace=trace, monitor=monitor, log_format=log_format
+    )

@@ -22,13 +22,13 @@ class StokerError(Exception):
         self,
         what: str,
         *,
-        place: object = None,
+        location: object = None,
         cause: str | None = None,
         choices: Iterable[object] = (),
         fix: str | None = None,
     ) -> None:
         self.what = what
-        self.place = None if place is None else str(place)
+        self.location = None if location is None else str(location)
         self.cause = cause
         self.choices = tuple(str(choice) for choice in choices)
         self.fix = fix
@@ -36,8 +36,8 @@ class StokerError(Exception):
 
     def __str__(self) -> str:
         lines = [self.what]
-        if self.place is not None:
-            lines.append(f"  where:  {self.place}")
+        if self.location is not None:
+            lines.append(f"  where:  {self.location}")
         if self.cause is not None:
             lines.append(f"  why:    {self.cause}")
         if self.choices:
@@ -47,18 +47,18 @@ class StokerError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.place, self.cause, self.choices, self.fix))
+        return (_rebuild, (type(self), self.what, self.location, self.cause, self.choices, self.fix))
 
 
 def _rebuild(
     kind: type[StokerError],
     what: str,
-    place: str | None,
+    location: str | None,
     cause: str | None,
     choices: tuple[str, ...],
     fix: str | None,
 ) -> StokerError:
-    return kind(what, place=place, cause=cause, choices=choices, fix=fix)
+    return kind(what, location=location, cause=cause, choices=choices, fix=fix)
 
 
 class UsageError(StokerError):
@@ -136,16 +136,16 @@ class Preempted(StokerError):
 
 
 @contextlib.contextmanager
-def writing(what: str, place: object, *, fix: str | None = None) -> Iterator[None]:
+def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
     """A block that writes: an OSError inside is raised as a StorageError that says `what`, for example "The report
     cannot be written."."""
     try:
         yield
     except OSError as error:
-        raise StorageError(what, place=place, cause=error.strerror or str(error), fix=fix) from error
+        raise StorageError(what, location=location, cause=error.strerror or str(error), fix=fix) from error
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """The choice most like `value` (for a "did you mean" in a message), or None when none is close."""
-    found = difflib.get_close_matches(value, list(choices), n=1)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(value, list(choices), n=1)
+    return matches[0] if matches else None

@@ -8,7 +8,9 @@ from PIL import Image
 
 import stoker
 
-result = stoker.train("pictures", for_="12ep", weights="imagenet", canvas=(320, 320), batch=8, run=Path("runs/one"))
+result = stoker.train(
+    "pictures", for_="12ep", weights="imagenet", image_size=(320, 320), batch_size=8, run=Path("runs/one")
+)
 assert_type(result, stoker.Result)
 assert_type(result.metrics.ap50, float | None)
 
@@ -19,6 +21,6 @@ assert_type(found, list[stoker.Prediction])
 assert_type(found[0].names, list[str])
 assert_type(model.evaluate(split="test"), stoker.Metrics)
 
-stoker.train("pictures", batch="8")  # type: ignore[arg-type]
+stoker.train("pictures", batch_size="8")  # type: ignore[arg-type]
 stoker.train("pictures", batchsize=8)  # type: ignore[call-arg]
 stoker.train("pictures", resize="stretch")  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 
 
 def batch_of(pixels, boxes, content, labels=None, valid=None, draw=None):
@@ -15,11 +15,11 @@ def batch_of(pixels, boxes, content, labels=None, valid=None, draw=None):
         boxes=torch.from_numpy(boxes),
         labels=torch.zeros(count, slots, dtype=torch.int64) if labels is None else torch.from_numpy(labels),
         valid=torch.from_numpy(valid if valid is not None else boxes.sum(-1) > 0),
-        content=torch.tensor(content, dtype=torch.int32),
+        resized_size=torch.tensor(content, dtype=torch.int32),
         scale=torch.ones(count, 2),
-        size=torch.tensor(content, dtype=torch.int32),
-        image_id=torch.arange(count),
-        draw=torch.zeros(count, DRAWS) if draw is None else draw,
+        original_size=torch.tensor(content, dtype=torch.int32),
+        image_index=torch.arange(count),
+        rand=torch.zeros(count, NUM_RAND) if draw is None else draw,
     )
 
 
@@ -32,5 +32,5 @@ def batches(draw):
     corners = np.sort(rng.random((count, 5, 2, 2)), axis=2) * content[:, None, None, ::-1]
     boxes = (corners.reshape(count, 5, 4) * valid[..., None]).astype(np.float32)
     pixels = rng.integers(0, 255, (count, height, width, 3), np.uint8)
-    uniform = torch.from_numpy(rng.random((count, DRAWS)).astype(np.float32))
+    uniform = torch.from_numpy(rng.random((count, NUM_RAND)).astype(np.float32))
     return batch_of(pixels, boxes, content, rng.integers(0, 9, (count, 5)), valid, uniform)

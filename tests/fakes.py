@@ -30,14 +30,14 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import NoHostWaits
+from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, build
 from stoker.training import optim
-from stoker.training.defaults.dry_run import LiveBytes
-from stoker.training.forward import forward_backward, losses_of
-from stoker.training.optim import Stepper
+from stoker.training.defaults.dry_run import PeakMemoryMode
+from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.optim import OptimizerStep
 
 DEVICE = "fakegpu"
 
@@ -46,7 +46,7 @@ LOWER = ("conv2d", "linear", "matmul", "bmm", "addmm")
 FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits", "group_norm")
 PROMOTE = ("addcmul", "cat", "stack")
 
-AUGMENTATIONS = DataSettings(flip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
+AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
 """All of them, in every trial."""
 
 GRANULE = 512
@@ -231,7 +231,7 @@ FLOP = {torch.ops.aten.convolution_backward: _convolution_backward_flop}
 """Formulas for FlopCounterMode."""
 
 
-class PeakMemory(LiveBytes):
+class PeakMemory(PeakMemoryMode):
     """The bytes of the fake device's storages, and what lives at their peak."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class PeakMemory(LiveBytes):
     def at_peak(self, operator: str) -> None:
         self.peak_operator = operator
         self.by_type = {}
-        for nbytes, dtype in self.alive.values():
+        for nbytes, dtype in self.live_storages.values():
             self.by_type[dtype] = self.by_type.get(dtype, 0) + nbytes
 
 
@@ -257,23 +257,28 @@ def fake_batch(trial: Trial) -> Batch:
         boxes=empty(b, m, 4),
         labels=empty(b, m, dtype=torch.int64),
         valid=empty(b, m, dtype=torch.bool),
-        content=empty(b, 2, dtype=torch.int32),
+        resized_size=empty(b, 2, dtype=torch.int32),
         scale=empty(b, 2),
-        size=empty(b, 2, dtype=torch.int32),
-        image_id=empty(b, dtype=torch.int64),
-        draw=empty(b, DRAWS),
+        original_size=empty(b, 2, dtype=torch.int32),
+        image_index=empty(b, dtype=torch.int64),
+        rand=empty(b, NUM_RAND),
     )
 
 
-def make_stepper(trial: Trial, model: nn.Module) -> Stepper[nn.Module]:
+def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep[nn.Module]:
     """The project's own step: fused AdamW where the trial says so, else foreach. Fused SGD does not run on fakes, and
     the copy that averages weights cannot be made of them."""
-    others = optim.FUSED_KINDS - {DEVICE}  # an earlier trial of this process may have been fused
-    optim.FUSED_KINDS = others | {DEVICE} if trial.fused else others
+    others = optim.FUSED_DEVICE_TYPES - {DEVICE}  # an earlier trial of this process may have been fused
+    optim.FUSED_DEVICE_TYPES = others | {DEVICE} if trial.fused else others
     settings = OptimSettings(
-        optimizer=trial.optimizer, backbone_rate=1.0, momentum=0.9, weight_decay=1e-4, clip=1.0, ema=0.0
+        optimizer=trial.optimizer,
+        backbone_lr_mult=1.0,
+        momentum=0.9,
+        weight_decay=1e-4,
+        clip_grad_norm=1.0,
+        ema_decay=0.0,
     )
-    return Stepper(model, settings, Device(torch.device(DEVICE)), precision=trial.precision)
+    return OptimizerStep(model, settings, Device(torch.device(DEVICE)), precision=trial.precision)
 
 
 def try_step(trial: Trial) -> Outcome:
@@ -297,14 +302,14 @@ def try_step(trial: Trial) -> Outcome:
             with FlopCounterMode(display=False, custom_mapping=FLOP) as counter:
                 error = _steps(dataclasses.replace(trial, steps=1), model, batch, stepper)
             flop = counter.get_total_flops() / trial.batch
-    return Outcome(error, memory.peak, memory.now, memory.peak_operator, memory.by_type, flop)
+    return Outcome(error, memory.peak_bytes, memory.current_bytes, memory.peak_operator, memory.by_type, flop)
 
 
-def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Module]) -> str | None:
-    meter = optim.Meter(Device(torch.device(DEVICE)), limit=3)
+def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[nn.Module]) -> str | None:
+    meter = optim.LossAccumulator(Device(torch.device(DEVICE)), max_skipped_steps=3)
     try:
         for step in range(trial.steps):
-            with NoHostWaits():
+            with ForbidHostSync():
                 if trial.oracle:
                     with autocast(trial.precision):
                         losses = _oracle_losses(model, batch)
@@ -312,7 +317,7 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: Stepper[nn.Mod
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
                     losses = forward_backward(
-                        losses_of(model, eager=True), stepper, augmented, 1, autocast(trial.precision)
+                        make_loss_fn(model, eager=True), stepper, augmented, 1, autocast(trial.precision)
                     )  # type: ignore[arg-type]
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)

@@ -80,7 +80,7 @@ def test_any_way_to_give_a_picture_finds_the_same(model: stoker.Model, data: Pat
     answers = [model.predict(given, conf=0.01) for given in (path, str(path), pixels, image, [path], (pixels,))]
     assert all(len(answer) == 1 for answer in answers)
     first = answers[0][0]
-    assert first.size == pixels.shape[:2]
+    assert first.original_size == pixels.shape[:2]
     assert len(first.boxes) == len(first.scores) == len(first.labels) == len(first.names) > 0
     assert first.boxes.shape == (len(first.labels), 4)
     assert set(first.names) <= set(CLASSES) == set(model.class_names)
@@ -93,7 +93,7 @@ def test_any_way_to_give_a_picture_finds_the_same(model: stoker.Model, data: Pat
 
 def test_many_pictures_come_back_in_order(model: stoker.Model, data: Path):
     paths = sorted((data / "train").glob("*.jpg"))[:5]
-    together = model.predict(paths, conf=0.01, batch=2)
+    together = model.predict(paths, conf=0.01, batch_size=2)
     assert [one.path for one in together] == paths
     for path, one in zip(paths, together, strict=True):
         np.testing.assert_allclose(one.boxes, model.predict(path, conf=0.01)[0].boxes, atol=1e-3)
@@ -116,7 +116,7 @@ def test_a_turned_picture_is_seen_upright(model: stoker.Model, data: Path, tmp_p
     image.save(tmp_path / "turned.png", exif=exif)
     turned = Image.open(tmp_path / "turned.png")
     (from_file,), (from_image,) = model.predict(tmp_path / "turned.png", conf=0.0), model.predict(turned, conf=0.0)
-    assert from_file.size == from_image.size == (64, 40)
+    assert from_file.original_size == from_image.original_size == (64, 40)
     np.testing.assert_array_equal(from_file.boxes, from_image.boxes)
 
 
@@ -143,7 +143,7 @@ def test_boxes_have_an_area_inside_the_picture(model: stoker.Model, size: tuple[
 @pytest.mark.parametrize("batch", [0, -1])
 def test_a_batch_without_pictures_is_refused(model: stoker.Model, batch: int):
     with pytest.raises(UsageError, match="batch="):
-        model.predict(np.zeros((4, 4, 3), np.uint8), batch=batch)
+        model.predict(np.zeros((4, 4, 3), np.uint8), batch_size=batch)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -170,7 +170,7 @@ def test_what_is_no_picture_is_refused(model: stoker.Model, image: object, kind:
 
 def test_scores_of_a_loaded_model_are_those_of_its_run(model: stoker.Model, result: stoker.Result, data: Path):
     assert model.evaluate().ap == pytest.approx(result.metrics.ap, abs=1e-6)
-    assert model.evaluate(data, split="train", batch=3).ap is not None
+    assert model.evaluate(data, split="train", batch_size=3).ap is not None
 
 
 def test_importing_stoker_is_light_and_works_where_torch_is_absent():
@@ -187,7 +187,7 @@ def test_an_unknown_name_says_which_there_are():
 
 def test_the_result_of_predict_is_what_the_command_writes(model: stoker.Model, data: Path, tmp_path: Path):
     path = next((data / "valid").glob("*.jpg"))
-    list(model.predict_to_folder([str(path)], tmp_path / "out", conf=0.01))
+    list(model.predict_to_dir([str(path)], tmp_path / "out", conf=0.01))
     (entry,) = json.loads((tmp_path / "out" / "predictions.json").read_text())
     (one,) = model.predict(path, conf=0.01)
     assert [found["class"] for found in entry["detections"]] == one.names

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.catalogue import CATALOGUE
-from stoker.diagnosis.failure_signatures import DEATHS
+from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
 from tests.test_benchmarks import FOLDER, quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -46,7 +46,7 @@ def test_right_is_an_accepted_name_and_silence_of_a_healthy_job(modules: dict[st
         an_outcome(modules, "python_bound", **healthy),
         an_outcome(modules, "no answer", **healthy),
     ]
-    assert [o.right for o in outcomes] == [True, False, False, True, False, False]
+    assert [o.tp for o in outcomes] == [True, False, False, True, False, False]
     assert [o.off for o in outcomes] == [0.25, None, None, None, None, None]
     score = modules["diagnose_score"]
     assert score.share(outcomes[:3]) == (1, 2), "what could not be made is neither right nor wrong"
@@ -70,7 +70,7 @@ def test_the_interval_is_wilsons(modules: dict[str, ModuleType]) -> None:
 
 def test_every_name_that_is_right_is_in_the_catalogue(modules: dict[str, ModuleType]) -> None:
     for cause in modules["diagnose_causes"].CAUSES.values():
-        assert set(cause.accepts) <= CATALOGUE.keys() | DEATHS.keys(), cause.name
+        assert set(cause.accepts) <= CATALOG.keys() | FAILURE_SIGNATURES.keys(), cause.name
         assert bool(cause.accepts) == (cause.name != "healthy")
 
 

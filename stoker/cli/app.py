@@ -15,7 +15,7 @@ from stoker.cli.data import data_app
 from stoker.cli.runs import report, why
 from stoker.config.settings import Config
 from stoker.errors import StokerError
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 
 app = App(
     name="stoker",
@@ -38,11 +38,11 @@ def train(
     /,
     *,
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
-    run: Annotated[str | None, Parameter(group="Run")] = None,
+    run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
-    log: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
-    monitor: Annotated[Monitoring, Parameter(name="*", group="Monitoring")] = Monitoring(),  # noqa: B008  # frozen
+    log_format: Annotated[Literal["text", "json"], Parameter(group="MonitoringOptions")] = "text",
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="MonitoringOptions")] = MonitoringOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Trains a detector. What is not set is derived from the data and the device, and printed with its reason.
 
@@ -63,22 +63,24 @@ def train(
     log
         json: one JSON object a line on stdout, for cloud logging; what a person reads goes to stderr.
     """
-    from stoker.profiling.telemetry.host import process_started_s
+    from stoker.profiling.telemetry.host import process_start_s
     from stoker.training.loop import train as train_loop
 
-    asked = config if data is None else config.replace(data=data)
-    started_s = process_started_s()
-    result = train_loop(asked, run=run, resume=resume, started_s=started_s, trace=trace, monitor=monitor, log=log)
-    if log == "json":
+    user_config = config if data is None else config.replace(data=data)
+    started_s = process_start_s()
+    result = train_loop(
+        user_config, run_dir=run_dir, resume=resume, started_s=started_s, trace=trace, monitor=monitor, log=log_format
+    )
+    if log_format == "json":
         return  # its last line says that it is finished
 
     from stoker.report.terminal import print_metrics
-    from stoker.storage.run_uri import shown
+    from stoker.storage.run_uri import display_path
 
     print_metrics(result.metrics)
-    place = shown(result.run)
-    print(f"results: {place} (`stoker why {place}` says where the time went)")
-    print(f"`stoker report {place}` shows all of it on one page")
+    location = display_path(result.run)
+    print(f"results: {location} (`stoker why {location}` says where the time went)")
+    print(f"`stoker report {location}` shows all of it on one page")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
 
 
@@ -90,7 +92,7 @@ def evaluate(
     *,
     split: str = "val",
     format: str | None = None,
-    batch: int = 8,
+    batch_size: int = 8,
     device: str | None = None,
     json: bool = False,
 ) -> None:
@@ -118,7 +120,7 @@ def evaluate(
     from stoker.inference.model import load
     from stoker.report.terminal import print_metrics
 
-    metrics = load(run, device=device).evaluate(data, split=split, format=format, batch=batch)
+    metrics = load(run, device=device).evaluate(data, split=split, format=format, batch_size=batch_size)
     if json:
         print(msgspec.json.encode(metrics).decode())
     else:
@@ -128,7 +130,7 @@ def evaluate(
 @app.command(sort_key=4)
 def predict(
     run: str,
-    pictures: Annotated[list[str], Parameter(consume_multiple=True)],
+    images: Annotated[list[str], Parameter(consume_multiple=True)],
     /,
     *,
     conf: float = 0.3,
@@ -136,7 +138,7 @@ def predict(
     out: Path = Path("predictions"),
     device: str | None = None,
     tile: int | None = None,
-    overlap: float | None = None,
+    tile_overlap: float | None = None,
 ) -> None:
     """Finds objects in pictures; writes the pictures with boxes drawn, and predictions.json.
 
@@ -162,7 +164,7 @@ def predict(
     from stoker.inference.model import load
 
     model = load(run, device=device)
-    for line in model.predict_to_folder(pictures, out, conf=conf, iou=iou, tile=tile, overlap=overlap):
+    for line in model.predict_to_dir(images, out, conf=conf, iou=iou, tile=tile, tile_overlap=tile_overlap):
         print(line)
 
 
@@ -173,12 +175,12 @@ def export(
     *,
     onnx: bool = False,
     out: Path | None = None,
-    batch: str = "dynamic",
+    batch_size: str = "dynamic",
     conf: float = 0.05,
     iou: float | None = None,
     max_detections: int = 100,
     opset: int = 18,
-    pictures: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    images: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
 ) -> None:
     """Writes a trained model as an ONNX file that needs no stoker; kept only when it finds what the model finds.
 
@@ -210,13 +212,13 @@ def export(
 
     if not onnx:
         raise UsageError("Which format?", choices=["--onnx"], fix=f"stoker export {run} --onnx")
-    if batch != "dynamic" and not batch.isdecimal():
-        raise UsageError(f"--batch {batch!r} is no number of pictures.", choices=["dynamic", "1 or more"])
+    if batch_size != "dynamic" and not batch_size.isdecimal():
+        raise UsageError(f"--batch {batch_size!r} is no number of pictures.", choices=["dynamic", "1 or more"])
     from stoker.export.onnx import export_onnx
 
-    fixed = None if batch == "dynamic" else int(batch)
-    for line in export_onnx(run, out=out, batch=fixed, conf=conf, iou=iou, max_detections=max_detections,
-                            opset=opset, pictures=pictures or ()):  # fmt: skip
+    fixed_batch_size = None if batch_size == "dynamic" else int(batch_size)
+    for line in export_onnx(run, out=out, batch_size=fixed_batch_size, conf=conf, iou=iou, max_detections=max_detections,
+                            opset=opset, images=images or ()):  # fmt: skip
         print(line)
 
 
@@ -224,9 +226,9 @@ def export(
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     pid: Annotated[int | None, Parameter(group="Run")] = None,
-    run: Annotated[str | None, Parameter(group="Run")] = None,
+    run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     hook: Annotated[bool, Parameter(group="Run", negative="--no-hook")] = True,
-    monitor: Annotated[Monitoring, Parameter(name="*", group="Monitoring")] = Monitoring(),  # noqa: B008  # frozen
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="MonitoringOptions")] = MonitoringOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
 
@@ -257,8 +259,8 @@ def watch(
     if pid is not None and command:
         raise UsageError("--pid is of a job that runs, and behind `--` one is started.", fix="give one of the two")
     if pid is not None:
-        sys.exit(attach(pid, run, monitor))
-    sys.exit(watch_job(list(command), run, hook=hook, monitor=monitor))
+        sys.exit(attach(pid, run_dir, monitor))
+    sys.exit(watch_job(list(command), run_dir, hook=hook, monitor=monitor))
 
 
 @app.command(sort_key=6)
@@ -290,10 +292,10 @@ def main() -> None:
         code = _run()
         sys.stdout.flush()  # whoever does not take the output is noticed here, not when Python exits
     except BrokenPipeError:
-        from stoker.report.terminal import discard
+        from stoker.report.terminal import redirect_to_devnull
 
         for stream in (sys.stdout, sys.stderr):
-            discard(stream)
+            redirect_to_devnull(stream)
         code = 141  # the reader wants no more of it (`| head`): as SIGPIPE ends other programs
     sys.exit(code)
 
@@ -308,6 +310,6 @@ def _run() -> int:
     except KeyboardInterrupt as error:
         print(f"stoker: interrupted {error}".rstrip(), file=sys.stderr)
         return 130
-    except SystemExit as ended:  # the parser's own, after its message
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as system_exit:  # the parser's own, after its message
+        return system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None)
     return 0

@@ -24,9 +24,9 @@ def check(
     *,
     format: str | None = None,
     classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    no_pictures: bool = False,
-    max_bad: float | None = None,
-    threads: int | None = None,
+    annotations_only: bool = False,
+    max_bad_fraction: float | None = None,
+    workers: int | None = None,
     json: bool = False,
 ) -> None:
     """Names everything that is wrong with a data set, what training does about it, and how to mend it.
@@ -50,25 +50,25 @@ def check(
     json
         Print everything, all places included, as JSON.
     """
-    from stoker.data.validation.check import check as check_data
-    from stoker.data.validation.problems import MAX_BAD
+    from stoker.data.validation.check import check_dataset as check_data
+    from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
-    from stoker.report.progress import progress
+    from stoker.report.progress import progress_bar
 
-    share = MAX_BAD if max_bad is None else max_bad
-    if not 0 <= share <= 1:
-        raise UsageError(f"--max-bad {share} is out of range.", choices=["0 … 1"])
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads} is out of range.", choices=["1 or more"])
-    with progress("pictures") as moved:
+    fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"--max-bad {fraction} is out of range.", choices=["0 … 1"])
+    if workers is not None and workers < 1:
+        raise UsageError(f"--threads {workers} is out of range.", choices=["1 or more"])
+    with progress_bar("pictures") as on_progress:
         report = check_data(
             data,
             format=format,
             classes=classes or (),
-            pictures=not no_pictures,
-            threads=threads,
-            max_bad=share,
-            progress=moved,
+            pictures=not annotations_only,
+            threads=workers,
+            max_bad=fraction,
+            progress=on_progress,
         )
     if json:
         import msgspec
@@ -90,7 +90,7 @@ def stats(
     format: str | None = None,
     classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     split: str | None = None,
-    canvas: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
     model: str = "retinanet_resnet50_fpn",
     out: Path | None = None,
     json: bool = False,
@@ -116,37 +116,39 @@ def stats(
     json
         Print everything as JSON.
     """
-    from stoker.data.anchor_fit import Anchors
+    from stoker.data.anchor_fit import AnchorConfig
     from stoker.data.index import open_index
-    from stoker.data.validation.stats import gather
+    from stoker.data.validation.stats import compute_stats
     from stoker.errors import UsageError
-    from stoker.models import architecture
-    from stoker.report.data_plot import check_out, draw_stats, save_picture
+    from stoker.models import get_architecture
+    from stoker.report.data_plot import check_output_path, draw_stats, save_image
     from stoker.report.data_stats import print_stats
 
-    if canvas is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in canvas):
-        raise UsageError(f"--canvas {canvas[0]} {canvas[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"])
-    row = architecture(model)
-    defaults = row.defaults
+    if image_size is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in image_size):
+        raise UsageError(
+            f"--canvas {image_size[0]} {image_size[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"]
+        )
+    arch = get_architecture(model)
+    defaults = arch.defaults
     if "anchor_scales" not in defaults:  # SSD's depend on the level
         cause = "it has no anchors, or not the same shapes of them at every level"
         fix = "name another: `--model retinanet_resnet50_fpn`"
         raise UsageError(f"The anchors of --model {model} cannot be compared with the boxes.", cause=cause, fix=fix)
-    own = Anchors(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
+    anchors = AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
     index = open_index(data, format=format, classes=classes or ())
     if out is not None:
-        check_out(out, index)
-    found = gather(
-        index, data=data, split=split, canvas=canvas, side=row.canvas_side, anchors=own, model=model
+        check_output_path(out, index)
+    dataset_stats = compute_stats(
+        index, data=data, split=split, image_size=image_size, side=arch.default_image_size, anchors=anchors, model=model
     )  # fmt: skip
     if json:
         import msgspec
 
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(dataset_stats).decode())
     else:
-        print_stats(found)
+        print_stats(dataset_stats)
     if out is not None:
-        save_picture(draw_stats(found), out)
+        save_image(draw_stats(dataset_stats), out)
         if not json:
             print(f"drawn: {out}")
 
@@ -164,7 +166,7 @@ def preview(
     model: str | None = None,
     weights: str | None = None,
     for_: Annotated[str | None, Parameter(name="--for")] = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
 ) -> None:
     """Shows pictures as the model gets them: a sheet of each plain, and augmented beside it, with boxes and classes.
 
@@ -193,37 +195,39 @@ def preview(
     """
     import dataclasses
 
-    from stoker.config.settings import Config, check, rows_of
-    from stoker.data.index import open_index, require_pictures
-    from stoker.data.preview import preview as make_sheet
-    from stoker.hardware.device import host_cores, pick
-    from stoker.report.data_plot import check_out, save_picture
+    from stoker.config.settings import Config, check, settings_table
+    from stoker.data.index import open_index, require_images
+    from stoker.data.preview import make_preview as make_sheet
+    from stoker.hardware.device import host_cores, select_device
+    from stoker.report.data_plot import check_output_path, save_image
     from stoker.report.format import plural
     from stoker.report.terminal import print_settings
     from stoker.training.defaults.derive import derive_data
 
-    chosen = {"model": model, "weights": weights, "for_": for_, "batch": batch}
-    asked = Config(data=dataclasses.replace(settings, data=data)).replace(**chosen)
-    check(asked)
+    overrides = {"model": model, "weights": weights, "for_": for_, "batch": batch_size}
+    user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**overrides)
+    check(user_config)
     index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
-    check_out(out, index)
-    rows = index.rows(split)
-    require_pictures(index, (split,), max_bad=settings.max_bad)
-    config, reasons = derive_data(asked, index, pick(None))
+    check_output_path(out, index)
+    image_indices = index.image_indices(split)
+    require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction)
+    config, reasons = derive_data(user_config, index, select_device(None))
     sheet = make_sheet(
         index,
-        rows,
+        image_indices,
         config.data,
         seed=seed,
-        count=count,
+        num_images=count,
         threads=host_cores(),
-        on_quarantine=lambda bad: print(f"stoker: picture left out: {bad.place}: {bad.error}", file=sys.stderr),
+        on_quarantine=lambda bad_image: print(
+            f"stoker: picture left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
+        ),
     )
-    save_picture(sheet, out)
-    print_settings(row for row in rows_of(Config(data=config.data), reasons) if row[0] != "data")
-    again = f", {count} times in all" if count > len(rows) else ""
-    shown = plural(min(count, len(rows)), "picture")
-    print(f"{out}: {shown} of {split}{again}, each plain and as training would show it")
+    save_image(sheet, out)
+    print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
+    repeats = f", {count} times in all" if count > len(image_indices) else ""
+    count_text = plural(min(count, len(image_indices)), "picture")
+    print(f"{out}: {count_text} of {split}{repeats}, each plain and as training would show it")
 
 
 @data_app.command(sort_key=4)
@@ -237,7 +241,7 @@ def convert(
     classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     val_fraction: float | None = None,
     shards: int = 1,
-    link: bool = False,
+    hardlink: bool = False,
 ) -> None:
     """Writes a data set anew in another format: pictures, boxes, classes and splits.
 
@@ -266,9 +270,9 @@ def convert(
     from stoker.data.convert.writing import convert as convert_data
     from stoker.data.index import open_index
     from stoker.report.convert import print_converted
-    from stoker.report.progress import progress
+    from stoker.report.progress import progress_bar
 
     index = open_index(data, format=format, classes=classes or (), val_fraction=val_fraction)
-    with progress("pictures") as moved:
-        converted = convert_data(index, out, to, shards=shards, link=link, progress=moved)
+    with progress_bar("pictures") as on_progress:
+        converted = convert_data(index, out, to, shards=shards, link=hardlink, progress=on_progress)
     print_converted(index, converted)

@@ -8,7 +8,7 @@ import msgspec
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from stoker.report.runs_summary import Fleet
+    from stoker.report.runs_summary import RunsSummary
 
 
 def why(
@@ -17,7 +17,7 @@ def why(
     *,
     compare: str | None = None,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
-    price: float | None = None,
+    price_per_device_hour: float | None = None,
     probe: bool = False,
     json: bool = False,
 ) -> None:
@@ -49,68 +49,70 @@ def why(
     if probe and (all_ is not None or compare is not None):
         raise UsageError("Experiments are with one run.", fix="stoker why RUN --probe")
     if all_ is not None:
-        _print_fleet(_survey(all_, price), json=json)
+        _print_summary(_summarize_runs(all_, price_per_device_hour), json=json)
     elif compare is not None:
-        _compare(str(run), compare, price, json=json)
+        _compare_runs(str(run), compare, price_per_device_hour, json=json)
     elif Path(str(run)).is_file():
         _explain_log(Path(str(run)), json=json)
     else:
         if probe:
-            from stoker.report.probing import probe as experiment
+            from stoker.report.probing import run_probes as experiment
 
             experiment(str(run), lambda text: print(text, file=sys.stderr))
-        _why(str(run), price, json=json)
+        _explain_run(str(run), price_per_device_hour, json=json)
 
 
-def _why(run: str, price: float | None, *, json: bool) -> None:
-    from stoker.report.explain import gather, why_as_dict
-    from stoker.report.explain_terminal import print_why
+def _explain_run(run: str, price_per_device_hour: float | None, *, json: bool) -> None:
+    from stoker.report.explain import explain_run, explanation_as_dict
+    from stoker.report.explain_terminal import print_explanation
 
-    found = gather(run, price)
+    explanation = explain_run(run, price_per_device_hour)
     if json:
-        print(msgspec.json.encode(why_as_dict(found)).decode())
+        print(msgspec.json.encode(explanation_as_dict(explanation)).decode())
     else:
-        print_why(found)
+        print_explanation(explanation)
 
 
-def _compare(first: str, second: str, price: float | None, *, json: bool) -> None:
+def _compare_runs(first: str, second: str, price_per_device_hour: float | None, *, json: bool) -> None:
     from stoker.report.compare import compare
     from stoker.report.compare_terminal import print_comparison
 
-    found = compare(first, second, price)
+    comparison = compare(first, second, price_per_device_hour)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(comparison).decode())
     else:
-        print_comparison(found)
+        print_comparison(comparison)
 
 
 def _explain_log(log: Path, *, json: bool) -> None:
-    from stoker.report.foreign_log import explain_log, print_log_why
+    from stoker.report.foreign_log import explain_log, print_log_explanation
 
-    found = explain_log(log)
+    explanation = explain_log(log)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(explanation).decode())
     else:
-        print_log_why(found)
+        print_log_explanation(explanation)
 
 
-def _survey(folder: str, price: float | None) -> "Fleet":
-    from stoker.report.runs_summary import survey
+def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
+    from stoker.report.runs_summary import summarize_runs
 
-    said = sys.stderr.isatty()
-    found = survey(folder, price, (lambda n: print(f"\r{n:,} runs", end="", file=sys.stderr)) if said else None)
-    if said:
+    is_tty = sys.stderr.isatty()
+    summary = summarize_runs(
+        runs_dir, price_per_device_hour, (lambda n: print(f"\r{n:,} runs", end="", file=sys.stderr)) if is_tty else None
+    )
+    if is_tty:
         print("\r\x1b[K", end="", file=sys.stderr)
-    return found
+    return summary
 
 
-def _print_fleet(found: "Fleet", *, json: bool) -> None:
-    from stoker.report.runs_summary_terminal import print_fleet
+def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
+    from stoker.report.runs_summary_terminal import print_runs_summary
 
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(summary).decode())
     else:
-        print_fleet(found)
+        print_runs_summary(summary)
 
 
 def report(
@@ -119,7 +121,7 @@ def report(
     *,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     out: Path | None = None,
-    price: float | None = None,
+    price_per_device_hour: float | None = None,
     json: bool = False,
 ) -> None:
     """Makes one HTML page of a run, live or finished: scores, pictures, curves, time, findings, settings.
@@ -140,22 +142,22 @@ def report(
         Print everything as JSON instead.
     """
     from stoker.errors import UsageError
-    from stoker.report.html import report_as_json, write_fleet, write_report
+    from stoker.report.html import report_as_json, write_report, write_runs_summary
 
     if (run is None) == (all_ is None):
         raise UsageError("Which run?", choices=["stoker report RUN", "stoker report --all FOLDER"])
     if json and out is not None:
-        asked = run if all_ is None else f"--all {all_}"
-        raise UsageError("--json prints, and --out is of the page.", fix=f"stoker report {asked} --json > FILE")
+        target = run if all_ is None else f"--all {all_}"
+        raise UsageError("--json prints, and --out is of the page.", fix=f"stoker report {target} --json > FILE")
     if all_ is not None:
-        found = _survey(all_, price)
+        summary = _summarize_runs(all_, price_per_device_hour)
         if json:
-            _print_fleet(found, json=True)
+            _print_summary(summary, json=True)
         else:
-            print(write_fleet(found, out))
+            print(write_runs_summary(summary, out))
     elif json:
         from stoker.report.run_report import collect
 
-        print(report_as_json(collect(str(run), price)))
+        print(report_as_json(collect(str(run), price_per_device_hour)))
     else:
-        print(write_report(str(run), out, price=price))
+        print(write_report(str(run), out, price_per_device_hour=price_per_device_hour))

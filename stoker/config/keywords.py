@@ -13,14 +13,14 @@ class Settings(TypedDict, total=False):
     format: Literal["coco", "voc", "yolo", "tfrecord", "csv"]
     classes: tuple[str, ...]
     val_fraction: float
-    max_bad: float
-    canvas: tuple[int, int]
+    max_bad_fraction: float
+    image_size: tuple[int, int]
     resize: Literal["letterbox", "squash"]
     augment: Literal["recipe", "none"]
-    flip: float
-    crop: float
-    zoom: tuple[float, float]
-    overlap: float
+    hflip: float
+    scale_jitter_prob: float
+    scale_range: tuple[float, float]
+    min_object_covered: float
     brightness: float
     contrast: float
     saturation: float
@@ -28,42 +28,42 @@ class Settings(TypedDict, total=False):
     mosaic: float
     model: str
     weights: str
-    norm: Literal["frozen", "train", "sync"]
-    trainable_stages: int
+    backbone_norm: Literal["frozen", "train", "sync"]
+    trainable_backbone_layers: int
     anchor_sizes: tuple[float, ...]
     anchor_scales: tuple[float, ...]
-    anchor_ratios: tuple[float, ...]
-    foreground_iou: float
-    background_iou: float
+    aspect_ratios: tuple[float, ...]
+    fg_iou_thresh: float
+    bg_iou_thresh: float
     focal_alpha: float
     focal_gamma: float
     box_loss: Literal["l1", "giou"]
-    tail: Literal["half", "full"]
+    reduced_tail: Literal["half", "full"]
     nms_free: bool
     depthwise: bool
-    checkpoint_activations: bool
+    activation_checkpointing: bool
     optimizer: Literal["sgd", "adamw"]
-    rate: float
-    backbone_rate: float
+    lr: float
+    backbone_lr_mult: float
     momentum: float
     weight_decay: float
-    schedule: Literal["cosine", "step", "exponential", "constant"]
-    warmup: int
-    clip: float
-    ema: float
-    accumulate: int
-    max_skipped: int
-    for_: str
-    batch: int
-    fit: bool
-    eager: bool
+    lr_scheduler: Literal["cosine", "step", "exponential", "constant"]
+    warmup_steps: int
+    clip_grad_norm: float
+    ema_decay: float
+    grad_accum_steps: int
+    max_skipped_steps: int
+    max_duration: str
+    batch_size: int
+    auto_batch: bool
+    compile: bool
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
-    threads: int
+    workers: int
     cache: Literal["none", "memory", "disk"]
-    decoder: Literal["host", "nvjpeg"]
+    jpeg_decoder: Literal["host", "nvjpeg"]
     seed: int
     eval_every: str
     patience: int
     checkpoint_every: str
-    price: float
+    price_per_device_hour: float

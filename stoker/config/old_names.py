@@ -102,7 +102,12 @@ FIELDS: dict[str, dict[str, str]] = {
     "GroundTruthBox": {"found": "detected"},
     "DetectionBox": {"mistake": "error_type"},
     "ImageEvaluation": _IMAGE_EVALUATION,
-    "LeaseHolder": {"who": "user", "started": "process_start", "renewed_s": "renew_time", "valid_s": "lease_duration_s"},
+    "LeaseHolder": {
+        "who": "user",
+        "started": "process_start",
+        "renewed_s": "renew_time",
+        "valid_s": "lease_duration_s",
+    },
     "Manifest": {"sound": "healthy", "slowed": "rollbacks"},
     "ModelMetadata": {"canvas": "image_size"},
 }
@@ -191,7 +196,8 @@ _CHECKPOINT_STATE = {
 _FINGERPRINT = {"pictures": "num_images", "slots": "max_boxes"}
 
 _OLD_KEYS = {
-    name: re.compile(rb'"(?:' + b"|".join(sorted(key.encode() for key in keys)) + rb')":') for name, keys in FIELDS.items()
+    name: re.compile(rb'"(?:' + b"|".join(sorted(key.encode() for key in keys)) + rb')":')
+    for name, keys in FIELDS.items()
 }
 
 

@@ -39,21 +39,21 @@ class DataSettings:
     """Only these classes, in this order; boxes of others are left out, and their pictures stay as background."""
     val_fraction: float = AUTO
     """Share of the pictures held back when the data set names no validation split; chosen by a stable hash."""
-    max_bad: float = AUTO
+    max_bad_fraction: float = AUTO
     """Share of the pictures that may be unusable before training stops; one always may, unless it is 0."""
-    canvas: tuple[int, int] = AUTO
+    image_size: tuple[int, int] = AUTO
     """Height and width in pixels of the tensor a picture is resized into; multiples of 32 (SSD300: 20)."""
     resize: Literal["letterbox", "squash"] = AUTO
     """letterbox keeps the aspect and pads; squash stretches to the canvas, as TF's fixed-shape resizer does."""
-    augment: Literal["recipe", "none"] = AUTO
+    augment: Literal["default", "none"] = AUTO
     """recipe: each picture is varied anew, as the recipe says; none: all of the following that is not set is 0."""
-    flip: float = AUTO
+    hflip: float = AUTO
     """Probability of a horizontal flip."""
-    crop: float = AUTO
+    scale_jitter_prob: float = AUTO
     """Probability that a picture is shown at another scale: cropped (zoomed in) or shrunk (zoomed out)."""
-    zoom: tuple[float, float] = AUTO
+    scale_range: tuple[float, float] = AUTO
     """Smallest and largest scale of such a picture, relative to the one that fits the canvas."""
-    overlap: float = AUTO
+    min_object_covered: float = AUTO
     """Share of one box, at least, that a crop shows; else another is drawn, after ten the whole picture is shown."""
     brightness: float = AUTO
     """Brightness is scaled by a factor drawn from 1 ± this; 0 leaves it, as with the next three."""
@@ -75,19 +75,19 @@ class ModelSettings:
     """Architecture; `stoker models` lists them with what each costs and is for."""
     weights: str = AUTO
     """Where training starts: coco, imagenet (the backbone only), none, a file, or the address of one."""
-    norm: Literal["frozen", "train", "sync"] = AUTO
+    backbone_norm: Literal["frozen_bn", "bn", "sync_bn"] = AUTO
     """BatchNorm of the backbone: kept as loaded, or trained; sync: over all devices (proved on one: gloo has none)."""
-    trainable_stages: int = AUTO
+    trainable_backbone_layers: int = AUTO
     """How many stages of the backbone are trained, counted from its end; 0 … 5."""
     anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Base size of the anchors in pixels of the canvas, one per pyramid level; SSD has one more at the end."""
     anchor_scales: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Factors of the base size, all used at every level."""
-    anchor_ratios: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
+    aspect_ratios: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
     """Height over width of the anchors."""
-    foreground_iou: float = AUTO
+    fg_iou_thresh: float = AUTO
     """An anchor with at least this IoU with a box is matched to it."""
-    background_iou: float = AUTO
+    bg_iou_thresh: float = AUTO
     """An anchor whose best IoU is below this is background; between the two it is ignored."""
     focal_alpha: float = AUTO
     """Weight of the positives in the focal loss, 0 … 1."""
@@ -95,13 +95,13 @@ class ModelSettings:
     """Focusing exponent of the focal loss, from 0."""
     box_loss: Literal["l1", "giou"] = AUTO
     """Loss of the boxes: L1 of the encoded offsets, or generalised IoU of the decoded boxes."""
-    tail: Literal["half", "full"] = AUTO
+    reduced_tail: bool = AUTO
     """Width of the end of SSDlite's MobileNetV3: half, as its COCO weights have it, or full, as ImageNet's have it."""
     nms_free: bool = AUTO
     """Ember: also learn to find each object at one point alone, so that detections need no suppression."""
     depthwise: bool = AUTO
     """Ember: 3 × 3 convolutions of the neck look at each channel apart, and 1 × 1 ones join them: less work."""
-    checkpoint_activations: bool = AUTO
+    activation_checkpointing: bool = AUTO
     """Keep less for the backward pass and compute it again there: a bigger batch in the same memory, slower steps."""
 
 
@@ -111,25 +111,25 @@ class OptimSettings:
 
     optimizer: Literal["sgd", "adamw"] = AUTO
     """sgd (momentum) or adamw."""
-    rate: float = AUTO
+    lr: float = AUTO
     """Peak learning rate."""
-    backbone_rate: float = AUTO
+    backbone_lr_mult: float = AUTO
     """Factor of the rate for the weights of the backbone's body; below 1 keeps more of what pretrained ones know."""
     momentum: float = AUTO
     """Momentum of sgd; first beta of adamw."""
     weight_decay: float = AUTO
     """Weight decay; not applied to biases and norms."""
-    schedule: Literal["cosine", "step", "exponential", "constant"] = AUTO
+    lr_scheduler: Literal["cosine", "multistep", "exponential", "constant"] = AUTO
     """Course of the rate after the warm-up (step: a tenth at 2/3 and 8/9 of the length; exponential: to 1 %)."""
-    warmup: int = AUTO
+    warmup_steps: int = AUTO
     """Steps over which the rate rises linearly from a thousandth of its peak."""
-    clip: float = AUTO
+    clip_grad_norm: float = AUTO
     """Largest norm of the gradient; 0 does not clip."""
-    ema: float = AUTO
+    ema_decay: float = AUTO
     """Decay of the averaged weights that are evaluated and saved; 0 keeps no average."""
-    accumulate: int = AUTO
+    grad_accum_steps: int = AUTO
     """Micro-batches that one step's batch is split into, to save memory."""
-    max_skipped: int = AUTO
+    max_skipped_steps: int = AUTO
     """Steps in a row with gradients that are not finite until it goes back at a third of the rate; thrice is exit 6."""
 
 
@@ -137,23 +137,23 @@ class OptimSettings:
 class RunSettings:
     """How long, on what, and how often it is saved and scored."""
 
-    for_: str = AUTO
+    max_duration: str = AUTO
     """Length: `12ep` (epochs), `5000` (steps), or `30min`."""
-    batch: int = AUTO
+    batch_size: int = AUTO
     """Pictures per optimizer step."""
-    fit: bool = AUTO
+    auto_batch: bool = AUTO
     """Try batches on the device and take the one with the best time per picture; the rate follows it."""
-    eager: Annotated[bool, Parameter(negative="--no-eager")] = AUTO
+    compile: Annotated[bool, Parameter(negative="--no-compile")] = AUTO
     """Run the model operator by operator, for debugging; --no-eager compiles it (minutes, kept for later runs)."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Arithmetic of convolutions and products; weights stay fp32."""
     device: str = AUTO
     """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the cpu."""
-    threads: int = AUTO
+    workers: int | Literal["auto"] = AUTO
     """Threads that read and decode pictures; 0: their number is tuned while training."""
-    cache: Literal["none", "memory", "disk"] = AUTO
+    cache: Literal["none", "ram", "disk"] = AUTO
     """Keep training pictures decoded, at up to 1.5 times their size in the canvas: on the local disk, or in memory."""
-    decoder: Literal["host", "nvjpeg"] = AUTO
+    jpeg_decoder: Literal["cpu", "nvjpeg"] = AUTO
     """Who decodes training pictures: the cores, or the GPU (JPEGs; without a cache). Chosen by trying both."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
@@ -163,7 +163,7 @@ class RunSettings:
     """Evaluations in a row without a better AP, counted from the first above 0, that end it early; 0 never does."""
     checkpoint_every: str = AUTO
     """Length between checkpoints, as in --for; 0 saves at the end and on a signal only."""
-    price: float = AUTO
+    price_per_device_hour: float = AUTO
     """Money per device-hour, for the ledger; 0 when unknown."""
 
 
@@ -245,34 +245,34 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     try:
         tables = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ConfigError("The configuration file does not exist.", place=path) from error
+        raise ConfigError("The configuration file does not exist.", location=path) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("The configuration is not valid TOML.", place=path, cause=str(error)) from error
+        raise ConfigError("The configuration is not valid TOML.", location=path, cause=str(error)) from error
     reasons = {_field_name(key): str(why) for key, why in tables.pop("reasons", {}).items()}
     for section, table in tables.items():
         if section not in SECTIONS:
-            raise ConfigError(f"There is no section [{section}].", place=path, choices=SECTIONS)
+            raise ConfigError(f"There is no section [{section}].", location=path, choices=SECTIONS)
         for key in table:
             if SECTION_OF.get(_field_name(key)) != section:
                 known = [n.rstrip("_") for n, s in SECTION_OF.items() if s == section]
-                raise ConfigError(f"[{section}] has no setting {key!r}.", place=path, choices=known)
+                raise ConfigError(f"[{section}] has no setting {key!r}.", location=path, choices=known)
     renamed = {s: {_field_name(k): v for k, v in table.items()} for s, table in tables.items()}
     return _convert(renamed, path), reasons
 
 
-def _convert(tables: dict[str, dict[str, Any]], place: Path | None) -> Config:
+def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config:
     """Section → field → value, as a Config of checked types."""
     try:
         return msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
-        cause, _, where = str(error).partition(" - at `$.")
-        section, _, name = where.partition("[")[0].rstrip("`").partition(".")
+        cause, _, path = str(error).partition(" - at `$.")
+        section, _, name = path.partition("[")[0].rstrip("`").partition(".")
         kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
         raise ConfigError(
             f"--{_flag(name)} {tables[section][name]!r} is of the wrong kind."
             if kind
             else "A setting is of the wrong kind.",
-            place=place,
+            location=location,
             cause=cause,
             choices=get_args(kind) if get_origin(kind) is Literal else (),
         ) from error
@@ -357,26 +357,28 @@ def check(config: Config) -> None:
         if low is not None and high is not None and not low <= value <= high:
             raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=[f"{low:g} … {high:g}"])
     data, model, optim, run = config.data, config.model, config.optim, config.run
-    if data.canvas is not None and min(data.canvas) < 32:  # of what else it must be a multiple, its model says
-        raise ConfigError(f"--canvas {data.canvas[0]} {data.canvas[1]}: both sides must be at least 32.")
-    if data.zoom is not None and not 0.05 <= data.zoom[0] <= data.zoom[1] <= 20:
-        raise ConfigError(f"--zoom {data.zoom[0]} {data.zoom[1]}: wanted 0.05 <= smallest <= largest <= 20.")
-    if data.mosaic is not None and data.mosaic > 0 and run.batch is not None and run.batch % 4:
+    if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says
+        raise ConfigError(f"--canvas {data.image_size[0]} {data.image_size[1]}: both sides must be at least 32.")
+    if data.scale_range is not None and not 0.05 <= data.scale_range[0] <= data.scale_range[1] <= 20:
         raise ConfigError(
-            f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch}.",
+            f"--zoom {data.scale_range[0]} {data.scale_range[1]}: wanted 0.05 <= smallest <= largest <= 20."
+        )
+    if data.mosaic is not None and data.mosaic > 0 and run.batch_size is not None and run.batch_size % 4:
+        raise ConfigError(
+            f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch_size}.",
             cause="a mosaic is made of four pictures that follow each other",
-            fix=f"--batch {max(4, run.batch // 4 * 4)}, or --mosaic 0",
+            fix=f"--batch {max(4, run.batch_size // 4 * 4)}, or --mosaic 0",
         )
     for name in ("anchor_sizes", "anchor_scales", "anchor_ratios"):
         values = getattr(model, name)
         if values is not None and not (values and all(0 < value < math.inf for value in values)):
             raise ConfigError(f"--{_flag(name)} needs at least one number, all above zero.")
-    if None not in (model.foreground_iou, model.background_iou) and model.background_iou > model.foreground_iou:
+    if None not in (model.fg_iou_thresh, model.bg_iou_thresh) and model.bg_iou_thresh > model.fg_iou_thresh:
         raise ConfigError("--background-iou must not be above --foreground-iou.")
-    if run.batch is not None and optim.accumulate is not None and run.batch % optim.accumulate:
+    if run.batch_size is not None and optim.grad_accum_steps is not None and run.batch_size % optim.grad_accum_steps:
         raise ConfigError(
-            f"--batch {run.batch} cannot be split into --accumulate {optim.accumulate} equal micro-batches.",
-            choices=[n for n in range(1, run.batch + 1) if run.batch % n == 0],
+            f"--batch {run.batch_size} cannot be split into --accumulate {optim.grad_accum_steps} equal micro-batches.",
+            choices=[n for n in range(1, run.batch_size + 1) if run.batch_size % n == 0],
         )
     if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:
         raise ConfigError(
@@ -396,6 +398,6 @@ def _flag(name: str) -> str:
     return name.rstrip("_").replace("_", "-")
 
 
-def rows_of(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:
+def settings_table(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:
     """(flag, value, why stoker chose it or None where the user did) of every set field, for the screen and reports."""
     return [(_flag(name), value, reasons.get(name)) for name, value in config.set_fields().items()]

@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from stoker.data.index import Index
 
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
-_BLOCK = 1 << 16
+_BOXES_PER_BLOCK = 1 << 16
 """Boxes that are compared with all anchors at once: 64 MB of numbers for 45 anchors."""
-_SAMPLE = 4_000
+_MAX_SAMPLED_BOXES = 4_000
 """Boxes on which anchor sizes are tried out; a share of them is known to 1.6 points (two standard errors) at worst."""
-_WORTH_IT = 0.02
+_MIN_GAIN = 0.02
 """Gain in coverage, as a share of the boxes, above which other anchor sizes are proposed."""
 
 
-def best_canvas(
-    sizes: NDArray[np.int32], side: int, multiple: int = 32, *, where: str = ""
+def best_image_size(
+    sizes: NDArray[np.int32], side: int, multiple: int = 32, *, context: str = ""
 ) -> tuple[tuple[int, int], str]:
     """The canvas, sides multiples of `multiple` and at least 32, of at most 1.1 × side² pixels, on which letterboxed
     pictures are largest; and why.
@@ -33,82 +33,86 @@ def best_canvas(
     sizes: int32 [N, 2], height and width, 0 where unknown. where: what `side` holds for, said before it. Pictures are
     not enlarged beyond the median of their size.
     """
-    known = sizes[(sizes > 0).all(1)].astype(np.float64)
-    if len(known) == 0:
-        square = round(side / multiple) * multiple
-        return (square, square), "the sizes of the pictures are not known beforehand"
-    area = float(np.median(known.prod(1)))
-    least = math.ceil(32 / multiple) * multiple
-    budget = min(1.1 * side**2, max(least, math.ceil(math.sqrt(area) / multiple) * multiple) ** 2)
-    kinds, counts = np.unique(known, axis=0, return_counts=True)
-    best, best_score = (least, least), -1.0
-    for height in range(least, int(4 * side) + 1, multiple):
-        for width in range(least, int(4 * side) + 1, multiple):
-            if height * width > budget:
+    known_sizes = sizes[(sizes > 0).all(1)].astype(np.float64)
+    if len(known_sizes) == 0:
+        rounded_side = round(side / multiple) * multiple
+        return (rounded_side, rounded_side), "the sizes of the pictures are not known beforehand"
+    median_area = float(np.median(known_sizes.prod(1)))
+    min_side = math.ceil(32 / multiple) * multiple
+    max_pixels = min(1.1 * side**2, max(min_side, math.ceil(math.sqrt(median_area) / multiple) * multiple) ** 2)
+    unique_sizes, counts = np.unique(known_sizes, axis=0, return_counts=True)
+    best, best_score = (min_side, min_side), -1.0
+    for height in range(min_side, int(4 * side) + 1, multiple):
+        for width in range(min_side, int(4 * side) + 1, multiple):
+            if height * width > max_pixels:
                 break
-            fit_scale = np.minimum(np.minimum(height / kinds[:, 0], width / kinds[:, 1]), 1.0)
-            shown = kinds.prod(1) * fit_scale**2
+            fit_scale = np.minimum(np.minimum(height / unique_sizes[:, 0], width / unique_sizes[:, 1]), 1.0)
+            resized_pixels = unique_sizes.prod(1) * fit_scale**2
             # The most picture; among equals the least padding.
-            score = float((shown * counts).sum() / counts.sum()) - 1e-3 * height * width
+            score = float((resized_pixels * counts).sum() / counts.sum()) - 1e-3 * height * width
             if score > best_score:
                 best, best_score = (height, width), score
-    common = kinds[counts.argmax()].astype(int)
-    limit = f"{where}{side}² pixels" if area >= side**2 else "no more pixels than the median picture has"
-    aspect = f"in the aspect of the data ({common[1]}x{common[0]} is the most common)"
-    return best, f"{limit}, {aspect}, multiples of {multiple}"
+    most_common = unique_sizes[counts.argmax()].astype(int)
+    limit_text = f"{context}{side}² pixels" if median_area >= side**2 else "no more pixels than the median picture has"
+    aspect_text = f"in the aspect of the data ({most_common[1]}x{most_common[0]} is the most common)"
+    return best, f"{limit_text}, {aspect_text}, multiples of {multiple}"
 
 
-class Sides(NamedTuple):
+class BoxDimensions(NamedTuple):
     """The boxes of some pictures as shapes; crowd boxes, and those of pictures of unknown size, are not among them."""
 
-    box: NDArray[np.int64]
+    box_index: NDArray[np.int64]
     """[K], which boxes of the index."""
-    row: NDArray[np.int64]
+    image_index: NDArray[np.int64]
     """[K], the picture of each."""
-    original: Floats
+    original_wh: FloatArray
     """[K, 2], width and height in pixels of the picture."""
-    canvas: Floats
+    resized_wh: FloatArray
     """[K, 2], in pixels of the canvas."""
 
 
-def box_sides(
+def box_dimensions(
     index: Index,
-    rows: NDArray[np.int64],
-    canvas: tuple[int, int],
+    image_indices: NDArray[np.int64],
+    image_size: tuple[int, int],
     resize: str,
-    sizes: NDArray[np.int32] | None = None,
-) -> Sides:
+    original_sizes: NDArray[np.int32] | None = None,
+) -> BoxDimensions:
     """The shapes of the boxes of some rows, on their pictures and on the canvas (height, width).
 
     sizes: int32 [R, 2] of all pictures, where they are known better than the index does.
     """
-    counts = index.offsets[rows + 1] - index.offsets[rows]
-    box = np.repeat(index.offsets[rows] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    row = np.repeat(rows, counts)
-    height, width = (index.size if sizes is None else sizes)[row].T.astype(np.float64)
-    use = (height > 0) & (width > 0) & ~index.crowd[box]
-    box, row, height, width = box[use], row[use], height[use], width[use]
-    corners = np.clip(index.boxes[box].astype(np.float64), 0, np.stack([width, height] * 2, 1))
-    original = corners[:, 2:] - corners[:, :2]
-    scales = np.stack([canvas[1] / width, canvas[0] / height], 1)
+    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
+    box_index = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    image_index = np.repeat(image_indices, counts)
+    height, width = (index.original_size if original_sizes is None else original_sizes)[image_index].T.astype(
+        np.float64
+    )
+    keep = (height > 0) & (width > 0) & ~index.crowd[box_index]
+    box_index, image_index, height, width = box_index[keep], image_index[keep], height[keep], width[keep]
+    xyxy = np.clip(index.boxes[box_index].astype(np.float64), 0, np.stack([width, height] * 2, 1))
+    original_wh = xyxy[:, 2:] - xyxy[:, :2]
+    scales = np.stack([image_size[1] / width, image_size[0] / height], 1)
     if resize == "letterbox":
         scales[:] = scales.min(1, keepdims=True)
-    return Sides(box, row, original, original * scales)
+    return BoxDimensions(box_index, image_index, original_wh, original_wh * scales)
 
 
-def spread_sizes(sides: Floats, canvas: tuple[int, int], levels: int) -> tuple[tuple[float, ...], str]:
+def percentile_anchor_sizes(
+    box_wh: FloatArray, image_size: tuple[int, int], num_levels: int
+) -> tuple[tuple[float, ...], str]:
     """One base size per level, evenly on a log scale between the 10th and the 90th percentile of the boxes' sizes; and
     why. sides: [K, 2] in pixels of the canvas; a box's size is the root of its area."""
-    if len(sides) == 0:
-        square = math.sqrt(canvas[0] * canvas[1])
-        sizes = np.geomspace(0.1, 0.5, levels) * square
+    if len(box_wh) == 0:
+        mean_side = math.sqrt(image_size[0] * image_size[1])
+        sizes = np.geomspace(0.1, 0.5, num_levels) * mean_side
         return tuple(float(round(size)) for size in sizes), "a tenth to a half of the canvas; no box says otherwise"
-    low, high = np.percentile(np.sqrt(sides.prod(1)), [10, 90])
-    sizes = np.geomspace(max(4.0, low), max(8.0, high), levels)
+    low, high = np.percentile(np.sqrt(box_wh.prod(1)), [10, 90])
+    sizes = np.geomspace(max(4.0, low), max(8.0, high), num_levels)
     return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the boxes' sizes"
 
 
-class Anchors(NamedTuple):
+class AnchorConfig(NamedTuple):
     """Shapes of anchors, as settings give them: `--anchor-sizes`, `--anchor-scales`, `--anchor-ratios`."""
 
     sizes: tuple[float, ...]
@@ -117,59 +121,63 @@ class Anchors(NamedTuple):
     ratios: tuple[float, ...]
     """Height over width."""
 
-    def shapes(self) -> Floats:
+    def anchor_wh(self) -> FloatArray:
         """[levels · ratios · scales, 2], width and height in whole pixels, as `models.boxes.cell_anchors` has them."""
-        sides = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float64)
-        stretch = np.sqrt(np.array(self.ratios, np.float64))[:, None]
-        half = np.stack([(sides / stretch).ravel(), (sides * stretch).ravel()], 1) / 2
-        return 2 * np.round(half.astype(np.float32)).astype(np.float64)
+        side_lengths = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float64)
+        sqrt_ratios = np.sqrt(np.array(self.ratios, np.float64))[:, None]
+        half_wh = np.stack([(side_lengths / sqrt_ratios).ravel(), (side_lengths * sqrt_ratios).ravel()], 1) / 2
+        return 2 * np.round(half_wh.astype(np.float32)).astype(np.float64)
 
 
-def best_iou(sides: Floats, shapes: Floats) -> Floats:
+def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
     """[K], the best IoU of each box [K, 2] with any of the shapes [A, 2] laid on its centre."""
-    found = np.zeros(len(sides))
-    area = shapes.prod(1)
-    for start in range(0, len(sides), _BLOCK):
-        some = sides[start : start + _BLOCK, None, :]
-        shared = np.minimum(some[..., 0], shapes[:, 0]) * np.minimum(some[..., 1], shapes[:, 1])
-        union = some.prod(2) + area - shared
-        found[start : start + _BLOCK] = (shared / np.maximum(union, 1e-9)).max(1, initial=0.0)
-    return found
+    ious = np.zeros(len(box_wh))
+    area = anchor_wh.prod(1)
+    for start in range(0, len(box_wh), _BOXES_PER_BLOCK):
+        block = box_wh[start : start + _BOXES_PER_BLOCK, None, :]
+        intersection = np.minimum(block[..., 0], anchor_wh[:, 0]) * np.minimum(block[..., 1], anchor_wh[:, 1])
+        union = block.prod(2) + area - intersection
+        ious[start : start + _BOXES_PER_BLOCK] = (intersection / np.maximum(union, 1e-9)).max(1, initial=0.0)
+    return ious
 
 
-def recommend(sides: Floats, canvas: tuple[int, int], default: Anchors, *, iou: float) -> tuple[Anchors, str]:
+def recommend_anchors(
+    box_wh: FloatArray, image_size: tuple[int, int], default: AnchorConfig, *, iou_threshold: float
+) -> tuple[AnchorConfig, str]:
     """The anchors that cover most boxes at `iou`, of as many levels, scales and ratios as `default` has; and why.
 
     Base sizes grow by one factor from level to level, as the strides do. Tried: the default, the spread of the boxes'
     sizes, all geometric rows from 4 pixels to the canvas; each with the default's ratios and with those of the boxes.
     The default is kept where nothing gains a fiftieth of the boxes: pretrained heads know it.
     """
-    if len(sides) == 0:
+    if len(box_wh) == 0:
         return default, "no box says otherwise"
-    sides = sides[(sides > 0).all(1)]
-    if len(sides) > _SAMPLE:
-        sides = sides[np.linspace(0, len(sides) - 1, _SAMPLE).astype(np.int64)]
-    levels, longest = len(default.sizes), max(canvas)
-    rows = [default.sizes, spread_sizes(sides, canvas, levels)[0]]
+    box_wh = box_wh[(box_wh > 0).all(1)]
+    if len(box_wh) > _MAX_SAMPLED_BOXES:
+        box_wh = box_wh[np.linspace(0, len(box_wh) - 1, _MAX_SAMPLED_BOXES).astype(np.int64)]
+    num_levels, max_side = len(default.sizes), max(image_size)
+    size_candidates = [default.sizes, percentile_anchor_sizes(box_wh, image_size, num_levels)[0]]
     for factor in (2.0, 1.8, 1.6, 1.4):
-        first = 4.0
-        while first * factor ** (levels - 1) <= longest:
-            rows.append(tuple(float(round(first * factor**level)) for level in range(levels)))
-            first *= 1.15
-    ratios = [default.ratios]
+        smallest_size = 4.0
+        while smallest_size * factor ** (num_levels - 1) <= max_side:
+            size_candidates.append(tuple(float(round(smallest_size * factor**level)) for level in range(num_levels)))
+            smallest_size *= 1.15
+    ratio_candidates = [default.ratios]
     if len(default.ratios) > 1:
-        slants = np.exp(np.percentile(np.log(sides[:, 1] / sides[:, 0]), np.linspace(10, 90, len(default.ratios))))
-        ratios.append(tuple(float(f"{ratio:.2g}") for ratio in slants))
-    best, best_share = default, float((best_iou(sides, default.shapes()) >= iou).mean()) + _WORTH_IT
-    for some in ratios:
-        for row in rows:
-            tried = Anchors(row, default.scales, some)
-            share = float((best_iou(sides, tried.shapes()) >= iou).mean())
-            if share > best_share:
-                best, best_share = tried, share
+        observed_ratios = np.exp(
+            np.percentile(np.log(box_wh[:, 1] / box_wh[:, 0]), np.linspace(10, 90, len(default.ratios)))
+        )
+        ratio_candidates.append(tuple(float(f"{ratio:.2g}") for ratio in observed_ratios))
+    best, best_coverage = default, float((best_iou(box_wh, default.anchor_wh()) >= iou_threshold).mean()) + _MIN_GAIN
+    for candidate_ratios in ratio_candidates:
+        for candidate_sizes in size_candidates:
+            candidate = AnchorConfig(candidate_sizes, default.scales, candidate_ratios)
+            coverage = float((best_iou(box_wh, candidate.anchor_wh()) >= iou_threshold).mean())
+            if coverage > best_coverage:
+                best, best_coverage = candidate, coverage
     if best == default:
-        return default, f"no other row of sizes covers {_WORTH_IT * 100:g} % of the boxes more"
+        return default, f"no other row of sizes covers {_MIN_GAIN * 100:g} % of the boxes more"
     return best, (
-        f"of {len(ratios) * len(rows)} rows tried, they reach an IoU of {iou:g} with most boxes;"
+        f"of {len(ratio_candidates) * len(size_candidates)} rows tried, they reach an IoU of {iou_threshold:g} with most boxes;"
         " a head that was pretrained with others learns them anew"
     )

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-DRAWS = 16
+NUM_RAND = 16
 """P, the uniform numbers a picture carries for augmentation on the device. Spare ones: a new use moves no old."""
 
 
-class Draw(enum.IntEnum):
+class RandSlot(enum.IntEnum):
     """What each of the numbers decides, in `data/augment/device.py` unless it says otherwise; the rest are spare."""
 
     FLIP = 0
@@ -23,9 +23,9 @@ class Draw(enum.IntEnum):
     HUE = 4
     MOSAIC = 5
     """Whether a mosaic is made of the picture and its group."""
-    CENTRE_Y = 6
-    CENTRE_X = 7
-    TILES = 8
+    CENTER_Y = 6
+    CENTER_X = 7
+    TILE_SCALES = 8
     """8 … 11: the scales of the mosaic's four tiles, in rows."""
     SAMPLE = 12
     """Which anchors and regions the loss of a two-stage detector looks at (`models/layers/sampling.py`)."""
@@ -42,13 +42,13 @@ class Batch(NamedTuple):
     """int64 [B, M], 0 … C-1; zero where not valid."""
     valid: Tensor
     """bool [B, M]; false for padding and for crowd boxes."""
-    content: Tensor
+    resized_size: Tensor
     """int32 [B, 2], height and width of the picture inside the canvas."""
     scale: Tensor
     """float32 [B, 2], canvas pixels per original pixel, y and x."""
-    size: Tensor
+    original_size: Tensor
     """int32 [B, 2], original height and width in pixels."""
-    image_id: Tensor
+    image_index: Tensor
     """int64 [B], the row of the picture in its index; -1 for a row that only fills the last batch of an evaluation."""
-    draw: Tensor
+    rand: Tensor
     """float32 [B, P], uniform in [0, 1): a pure function of (seed, epoch, index in the epoch)."""

@@ -18,26 +18,26 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from stoker.errors import DataError
-from stoker.storage.local_files import cache_folder, sync_folder, write_whole
+from stoker.storage.local_files import cache_folder, fsync_folder, write_atomic
 
 VERSION = 1
 """Of the pictures: a folder of another version is drawn again."""
 CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
-SIDE = 128
+IMAGE_SIDE = 128
 """Pixels."""
-COUNTS = {"train": 2000, "valid": 300}
+IMAGES_PER_SPLIT = {"train": 2000, "valid": 300}
 """Pictures per split folder."""
 SEED = 2025
-SHAPES = (2, 6)
+SHAPES_PER_IMAGE = (2, 6)
 """Shapes drawn in a picture, both ends included."""
-RADIUS = (0.07 * SIDE, 0.20 * SIDE)
-VISIBLE_SHARE = 0.15
+RADIUS_RANGE = (0.07 * IMAGE_SIDE, 0.20 * IMAGE_SIDE)
+MIN_VISIBLE_FRACTION = 0.15
 """Of its box: a shape of which less is visible, under the shapes drawn later, is left out of the annotations."""
-NOISE = 8.0
+NOISE_STD = 8.0
 """Standard deviation of the pixels' noise, of 255."""
 JPEG_QUALITY = 90
-MARKER = "complete.json"
-RESAMPLING = (Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
+MARKER_FILE = "complete.json"
+RESAMPLING_MODES = (Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
 
 
 class Shape(NamedTuple):
@@ -55,64 +55,67 @@ def ensure_demo(folder: Path | None = None) -> Path:
     folder: where; None: in the cache folder. It is drawn beside that and renamed, so it is never half there; a folder
     that is not a complete demo of this version is replaced only in the cache, otherwise DataError is raised.
     """
-    place = cache_folder() / f"demo-v{VERSION}" if folder is None else folder
-    if _is_complete(place):
-        return place
+    target = cache_folder() / f"demo-v{VERSION}" if folder is None else folder
+    if _is_complete(target):
+        return target
     if folder is not None and folder.exists():
         raise DataError(
             "The folder is not the demo data set.",
-            place=folder,
-            cause=f"it has no {MARKER} of version {VERSION}",
+            location=folder,
+            cause=f"it has no {MARKER_FILE} of version {VERSION}",
             fix="name a folder that does not exist yet",
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    drawn = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        for split, count in COUNTS.items():
-            _draw_split(drawn / split, split, count)
-        write_whole(drawn / MARKER, msgspec.json.encode({"version": VERSION, "seed": SEED, "pictures": COUNTS}))
-        _move(drawn, place)
+        for split, count in IMAGES_PER_SPLIT.items():
+            _draw_split(staging_dir / split, split, count)
+        write_atomic(
+            staging_dir / MARKER_FILE,
+            msgspec.json.encode({"version": VERSION, "seed": SEED, "pictures": IMAGES_PER_SPLIT}),
+        )
+        _move_into_place(staging_dir, target)
     finally:
-        shutil.rmtree(drawn, ignore_errors=True)
-    return place
+        shutil.rmtree(staging_dir, ignore_errors=True)
+    return target
 
 
 def _is_complete(folder: Path) -> bool:
     try:
-        marker = msgspec.json.decode((folder / MARKER).read_bytes())
+        marker = msgspec.json.decode((folder / MARKER_FILE).read_bytes())
     except (OSError, msgspec.DecodeError):
         return False
-    return bool(marker == {"version": VERSION, "seed": SEED, "pictures": COUNTS})
+    return bool(marker == {"version": VERSION, "seed": SEED, "pictures": IMAGES_PER_SPLIT})
 
 
-def _move(drawn: Path, place: Path) -> None:
+def _move_into_place(staging_dir: Path, target: Path) -> None:
     """Renames into place, unless another process was faster; what is there and incomplete makes way."""
     try:
-        drawn.rename(place)
+        staging_dir.rename(target)
     except OSError:
-        if _is_complete(place):
+        if _is_complete(target):
             return
-        old = Path(tempfile.mkdtemp(prefix=f".{place.name}-old-", dir=place.parent))
-        place.rename(old / place.name)
-        drawn.rename(place)
-        shutil.rmtree(old)
-    sync_folder(place.parent)
+        old_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+        target.rename(old_dir / target.name)
+        staging_dir.rename(target)
+        shutil.rmtree(old_dir)
+    fsync_folder(target.parent)
 
 
 def _draw_split(folder: Path, split: str, count: int) -> None:
     folder.mkdir()
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []
-    for number in range(count):
-        pixels, shapes = draw_picture(split, number)
-        name = f"{split}-{number:05d}.jpg"
+    for image_id in range(count):
+        pixels, shapes = draw_image(split, image_id)
+        name = f"{split}-{image_id:05d}.jpg"
         Image.fromarray(pixels).save(folder / name, quality=JPEG_QUALITY)
-        images.append({"id": number, "file_name": name, "height": SIDE, "width": SIDE})
+        images.append({"id": image_id, "file_name": name, "height": IMAGE_SIDE, "width": IMAGE_SIDE})
         for label, (x1, y1, x2, y2), area in shapes:
             annotations.append(
                 {
                     "id": len(annotations) + 1,
-                    "image_id": number,
+                    "image_id": image_id,
                     "category_id": label + 1,
                     "bbox": [x1, y1, x2 - x1, y2 - y1],
                     "area": area,
@@ -120,77 +123,79 @@ def _draw_split(folder: Path, split: str, count: int) -> None:
                 }
             )
     categories = [{"id": label + 1, "name": name} for label, name in enumerate(CLASSES)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    write_whole(folder / "_annotations.coco.json", msgspec.json.encode(content))
+    coco = {"images": images, "annotations": annotations, "categories": categories}
+    write_atomic(folder / "_annotations.coco.json", msgspec.json.encode(coco))
 
 
-def draw_picture(split: str, number: int) -> tuple[NDArray[np.uint8], list[Shape]]:
+def draw_image(split: str, image_id: int) -> tuple[NDArray[np.uint8], list[Shape]]:
     """Picture `number` of a split ("train", "valid"): uint8 [SIDE, SIDE, 3] and its shapes, in the order drawn."""
-    random = np.random.Generator(np.random.PCG64([SEED, list(COUNTS).index(split), number]))
-    canvas = 0.6 * _texture(random) + 100 * random.random(3)
-    drawn = []
+    rng = np.random.Generator(np.random.PCG64([SEED, list(IMAGES_PER_SPLIT).index(split), image_id]))
+    pixels = 0.6 * _texture(rng) + 100 * rng.random(3)
+    label_boxes = []
     visible: list[NDArray[np.bool_]] = []
-    for _ in range(random.integers(SHAPES[0], SHAPES[1], endpoint=True)):
-        label = int(random.integers(len(CLASSES)))
-        mask = _mask(random, label)
-        canvas = np.where(mask[..., None], 0.5 * _texture(random) + 128 * random.random(3), canvas)
+    for _ in range(rng.integers(SHAPES_PER_IMAGE[0], SHAPES_PER_IMAGE[1], endpoint=True)):
+        label = int(rng.integers(len(CLASSES)))
+        mask = _draw_mask(rng, label)
+        pixels = np.where(mask[..., None], 0.5 * _texture(rng) + 128 * rng.random(3), pixels)
         visible = [*(other & ~mask for other in visible), mask]
-        drawn.append((label, _box(mask)))
-    canvas += random.normal(0, NOISE, canvas.shape)
-    return canvas.clip(0, 255).astype(np.uint8), list(_shown(drawn, visible))
+        label_boxes.append((label, _bounding_box(mask)))
+    pixels += rng.normal(0, NOISE_STD, pixels.shape)
+    return pixels.clip(0, 255).astype(np.uint8), list(_visible_shapes(label_boxes, visible))
 
 
-def _shown(drawn: list[tuple[int, tuple[int, int, int, int]]], visible: list[NDArray[np.bool_]]) -> Iterator[Shape]:
-    for (label, box), mask in zip(drawn, visible, strict=True):
+def _visible_shapes(
+    label_boxes: list[tuple[int, tuple[int, int, int, int]]], visible: list[NDArray[np.bool_]]
+) -> Iterator[Shape]:
+    for (label, box), mask in zip(label_boxes, visible, strict=True):
         area = int(mask.sum())
-        if area > VISIBLE_SHARE * (box[2] - box[0]) * (box[3] - box[1]):
+        if area > MIN_VISIBLE_FRACTION * (box[2] - box[0]) * (box[3] - box[1]):
             yield Shape(label, box, area)
 
 
-def _texture(random: np.random.Generator) -> NDArray[np.float64]:
+def _texture(rng: np.random.Generator) -> NDArray[np.float64]:
     """[SIDE, SIDE, 3], 0 … 255: a few random colours in a grid, sharp or blurred."""
-    cells = int(random.integers(2, 9))
-    grid = (255 * random.random((cells, cells, 3))).astype(np.uint8)
-    how = RESAMPLING[random.integers(len(RESAMPLING))]
-    return np.asarray(Image.fromarray(grid).resize((SIDE, SIDE), how), np.float64)
+    cells = int(rng.integers(2, 9))
+    grid = (255 * rng.random((cells, cells, 3))).astype(np.uint8)
+    resample = RESAMPLING_MODES[rng.integers(len(RESAMPLING_MODES))]
+    return np.asarray(Image.fromarray(grid).resize((IMAGE_SIDE, IMAGE_SIDE), resample), np.float64)
 
 
-def _mask(random: np.random.Generator, label: int) -> NDArray[np.bool_]:
+def _draw_mask(rng: np.random.Generator, label: int) -> NDArray[np.bool_]:
     """[SIDE, SIDE], the pixels of a shape of random size, place and angle, wholly inside the picture."""
-    radius = random.uniform(*RADIUS)
-    x, y = random.uniform(radius, SIDE - radius, 2)
-    angle = random.uniform(0, 2 * math.pi)
-    picture = Image.new("L", (SIDE, SIDE))
-    draw = ImageDraw.Draw(picture)
+    radius = rng.uniform(*RADIUS_RANGE)
+    x, y = rng.uniform(radius, IMAGE_SIDE - radius, 2)
+    angle = rng.uniform(0, 2 * math.pi)
+    mask_image = Image.new("L", (IMAGE_SIDE, IMAGE_SIDE))
+    draw = ImageDraw.Draw(mask_image)
     name = CLASSES[label]
     if name in ("circle", "ring"):
         draw.circle((x, y), radius, fill=255)
         if name == "ring":
             draw.circle((x, y), 0.55 * radius, fill=0)
     else:
-        turn = complex(math.cos(angle), math.sin(angle)) * radius
-        corners = [complex(x, y) + turn * corner for corner in OUTLINES[name]]
+        rotation = complex(math.cos(angle), math.sin(angle)) * radius
+        corners = [complex(x, y) + rotation * corner for corner in OUTLINES[name]]
         draw.polygon([(corner.real, corner.imag) for corner in corners], fill=255)
-    return np.asarray(picture) > 0
+    return np.asarray(mask_image) > 0
 
 
-def _regular(corners: int, *radii: float) -> tuple[complex, ...]:
+def _regular_polygon(num_corners: int, *radii: float) -> tuple[complex, ...]:
     """Corners at equal angles, at the given distances from the centre in turn."""
-    angles = [2 * math.pi * i / corners for i in range(corners)]
+    angles = [2 * math.pi * i / num_corners for i in range(num_corners)]
     return tuple(radii[i % len(radii)] * complex(math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles))
 
 
 _ARM = tuple(corner / abs(1 + 0.33j) for corner in (0.33 + 1j, 0.33 + 0.33j, 1 + 0.33j))
 """A quarter of the cross: the right side of its upper arm, and on."""
 OUTLINES = {
-    "square": _regular(4, 1.0),
-    "triangle": _regular(3, 1.0),
-    "star": _regular(10, 1.0, 0.45),
+    "square": _regular_polygon(4, 1.0),
+    "triangle": _regular_polygon(3, 1.0),
+    "star": _regular_polygon(10, 1.0, 0.45),
     "cross": tuple(corner * quarter for quarter in (1, -1j, -1, 1j) for corner in _ARM),
 }
 """Corners around the origin as complex numbers; a turn is a multiplication."""
 
 
-def _box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
-    columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
-    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+def _bounding_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
+    xs, ys = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+    return int(xs[0]), int(ys[0]), int(xs[-1]) + 1, int(ys[-1]) + 1

@@ -19,21 +19,27 @@ from numpy.typing import NDArray
 
 from stoker.data import index_cache
 from stoker.data.formats import names as picture_names
-from stoker.data.formats.detect import FORMATS, endings_of_files, find_data
-from stoker.data.formats.tables import ANNOTATION_FOLDERS, PICTURE_ENDINGS, SPLITS, by_folder
+from stoker.data.formats.detect import FORMATS, data_file_suffixes, detect_layout
+from stoker.data.formats.tables import ANNOTATION_DIRS, IMAGE_SUFFIXES, SPLITS, group_by_folder
 from stoker.data.images import source as places
 from stoker.data.validation import clean
-from stoker.data.validation.problems import FEW, MAX_BAD, Problem, Problems, tolerated
+from stoker.data.validation.problems import (
+    DEFAULT_MAX_BAD_FRACTION,
+    MAX_EXAMPLES,
+    Problem,
+    ProblemCollector,
+    max_bad_images,
+)
 from stoker.errors import ConfigError, DataError
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 if TYPE_CHECKING:
     from stoker.storage.store import Store
 
-__all__ = ["Index", "Problem", "missing_pictures", "open_index", "require_pictures", "unnamed_pictures"]
+__all__ = ["Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
 
-VAL_FRACTION = 0.1
-FEW_FILES = 64
+DEFAULT_VAL_FRACTION = 0.1
+MAX_FILES_TO_STAT = 64
 """Pictures of a folder up to which a stat for each is cheaper than listing the folder."""
 
 
@@ -51,7 +57,7 @@ class Index:
     """The source's own id of each class; Pascal VOC has none: 0 … C-1."""
     splits: tuple[str, ...]
     """Those of "train", "val", "test" that have pictures."""
-    size: NDArray[np.int32]
+    original_size: NDArray[np.int32]
     """[R, 2], height and width in pixels; 0 where the source does not say."""
     image_id: NDArray[np.int64]
     """[R], the source's id (COCO; unique within a split only), else the row."""
@@ -68,10 +74,10 @@ class Index:
     notes: tuple[str, ...]
     """What was chosen, in words."""
     _folders: tuple[str, ...] = field(repr=False)
-    _folder: NDArray[np.int32] = field(repr=False)
-    _names: pa.Array = field(repr=False)
-    _split: NDArray[np.int8] = field(repr=False)
-    _span: NDArray[np.int64] = field(repr=False)
+    _folder_index: NDArray[np.int32] = field(repr=False)
+    _file_names: pa.Array = field(repr=False)
+    _split_index: NDArray[np.int8] = field(repr=False)
+    _byte_range: NDArray[np.int64] = field(repr=False)
     _in_bucket: bool = field(repr=False)
     _stores: "dict[int, Store]" = field(repr=False, default_factory=dict)
     """The bucket's, by process: one that was opened before a fork is of no use after it."""
@@ -79,74 +85,74 @@ class Index:
     @property
     def source(self) -> str:
         """The root as people know it: its path or its address."""
-        return places.shown(self.root)
+        return places.display_path(self.root)
 
     def __len__(self) -> int:
-        return len(self._split)
+        return len(self._split_index)
 
-    def rows(self, split: str) -> NDArray[np.int64]:
+    def image_indices(self, split: str) -> NDArray[np.int64]:
         """[N], the rows of a split in the source's order. Raises DataError when the data set has no such split."""
         if split not in self.splits:
             raise DataError(
                 f"The data set has no {split!r} split.",
-                place=self.source,
+                location=self.source,
                 choices=self.splits,
                 fix="name the folder above, if the split lies beside this one; or use one of those it has",
             )
-        return np.flatnonzero(self._split == SPLITS.index(split))
+        return np.flatnonzero(self._split_index == SPLITS.index(split))
 
-    def path(self, row: int) -> Path:
+    def path(self, image_index: int) -> Path:
         """The file of a picture; for one inside another file, that file with the picture's name behind it. Of a picture
         in a bucket it is a placeholder: `read`, `remote` and `place` know better."""
-        name: str = self._names[int(row)].as_py()
-        return self.root / self._folders[int(self._folder[row])] / name
+        name: str = self._file_names[int(image_index)].as_py()
+        return self.root / self._folders[int(self._folder_index[image_index])] / name
 
-    def holds(self, file: Path) -> bool:
+    def contains_file(self, file: Path) -> bool:
         """Whether a file lies in the data set's folder, or in one of its folders of pictures elsewhere."""
-        place = file.resolve()
+        resolved = file.resolve()
         folders = {(self.root / folder).resolve() for folder in self._folders}
-        return place.is_relative_to(self.root.resolve()) or place.parent in folders
+        return resolved.is_relative_to(self.root.resolve()) or resolved.parent in folders
 
-    def span(self, row: int) -> tuple[int, int] | None:
+    def byte_range(self, image_index: int) -> tuple[int, int] | None:
         """First byte and number of bytes of a picture inside another file; None for one that is a file of its own."""
-        start, count = self._span[row].tolist()
-        return (start, count) if count else None
+        start, length = self._byte_range[image_index].tolist()
+        return (start, length) if length else None
 
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Changes with anything that decides which picture is which row, and its size as far as it is known."""
         digest = blake2b(f"{self.root}\0{self._folders!r}".encode("utf-8", "surrogateescape"), digest_size=16)
-        for column in (self._folder, self._span, self.size):
+        for column in (self._folder_index, self._byte_range, self.original_size):
             digest.update(np.ascontiguousarray(column).data)
-        for buffer in self._names.buffers()[1:]:
+        for buffer in self._file_names.buffers()[1:]:
             digest.update(buffer)
         return digest.hexdigest()
 
-    def place(self, row: int) -> str:
+    def display_source(self, image_index: int) -> str:
         """What messages call a picture: its path, or its address."""
-        return places.shown(self.path(row))
+        return places.display_path(self.path(image_index))
 
-    def remote(self, row: int) -> "tuple[Store, str, int, int | None] | None":
+    def remote_object(self, image_index: int) -> "tuple[Store, str, int, int | None] | None":
         """Where the bytes of a picture in a bucket are: store, key, first byte and their number (None: all of the
         object). None for a picture that is on the local disk, also for one in a shard that was copied there."""
-        if not self._in_bucket or self.span(row) is not None:
+        if not self._in_bucket or self.byte_range(image_index) is not None:
             return None
-        path, process = self.path(row), os.getpid()
-        if process not in self._stores and (found := places.remote(path)) is not None:
-            self._stores[process] = found.store
-        address = places.object_of(path)
-        return None if address is None else (self._stores[process], address.key, 0, None)
+        path, pid = self.path(image_index), os.getpid()
+        if pid not in self._stores and (remote_image := places.find_remote(path)) is not None:
+            self._stores[pid] = remote_image.store
+        uri = places.resolve_stub(path)
+        return None if uri is None else (self._stores[pid], uri.key, 0, None)
 
-    def read(self, row: int) -> bytes:
+    def read(self, image_index: int) -> bytes:
         """The encoded picture, as it is stored, from wherever it is. Raises OSError, of buckets StorageError too."""
-        span, path = self.span(row), self.path(row)
+        byte_range, path = self.byte_range(image_index), self.path(image_index)
         if self._in_bucket:
-            return places.read(path, span)
-        with (path if span is None else path.parent).open("rb", buffering=0) as file:
-            if span is None:
+            return places.read(path, byte_range)
+        with (path if byte_range is None else path.parent).open("rb", buffering=0) as file:
+            if byte_range is None:
                 return file.read()
-            start, count = span
+            start, length = byte_range
             file.seek(start)
-            return file.read(count)
+            return file.read(length)
 
 
 def open_index(
@@ -155,7 +161,7 @@ def open_index(
     format: str | None = None,
     val_fraction: float | None = None,
     classes: Sequence[str] = (),
-    problems: Problems | None = None,
+    problems: ProblemCollector | None = None,
 ) -> Index:
     """The index of a data set, from the cache where its source has not changed.
 
@@ -170,7 +176,7 @@ def open_index(
     Raises DataError when there is no data set or a file of it is wrong, naming the place; ConfigError for a variable
     that is not set, StorageError where a bucket cannot be read.
     """
-    fraction = VAL_FRACTION if val_fraction is None else val_fraction
+    fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
     if not 0 < fraction < 1:
         raise ConfigError(
             f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
@@ -178,145 +184,154 @@ def open_index(
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
     try:
-        asked, only = val_fraction is not None, tuple(classes)
+        user_set, class_filter = val_fraction is not None, tuple(classes)
         if data == "demo":
-            return _open(_demo(), format, fraction, asked, only, problems)
-        text = expand(os.fspath(data))
-        if not is_address(text):
-            return _open(Path(text), format, fraction, asked, only, problems)
+            return _open_layout(_demo_folder(), format, fraction, user_set, class_filter, problems)
+        location = expand_variables(os.fspath(data))
+        if not is_uri(location):
+            return _open_layout(Path(location), format, fraction, user_set, class_filter, problems)
         from stoker.data.remote import bucket  # only needed, as what it imports, where there are buckets
 
-        mirror = bucket.place_of(parse(text), endings_of_files(format))
-        with bucket.addresses_in_errors(mirror.root):
-            index = _open(mirror.place, format, fraction, asked, only, problems)
-        return _with_addresses(index, mirror.root, mirror.notes)
+        resolved = bucket.resolve_dataset(parse_uri(location), data_file_suffixes(format))
+        with bucket.uris_in_errors(resolved.root):
+            index = _open_layout(resolved.path, format, fraction, user_set, class_filter, problems)
+        return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:
         raise DataError(
             "The data set cannot be read.",
-            place=error.filename or data,
+            location=error.filename or data,
             cause=error.strerror or str(error),
             fix="check the permissions of the folder and that its disk is there",
         ) from error
 
 
-def _with_addresses(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
+def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
     """An index whose words name objects rather than files of the mirror, with notes about that."""
 
-    def named(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(places.in_words(text, mirror) for text in texts)
+    def replace_paths(messages: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(places.paths_to_uris(message, mirror) for message in messages)
 
-    found = tuple(replace(problem, examples=named(problem.examples)) for problem in index.problems)
-    return replace(index, notes=(*named(index.notes), *notes), problems=found)
+    problems = tuple(replace(problem, examples=replace_paths(problem.examples)) for problem in index.problems)
+    return replace(index, notes=(*replace_paths(index.notes), *notes), problems=problems)
 
 
-def _open(
-    data: Path, format: str | None, fraction: float, asked: bool, classes: tuple[str, ...], problems: Problems | None
+def _open_layout(
+    data: Path,
+    format: str | None,
+    fraction: float,
+    user_set: bool,
+    classes: tuple[str, ...],
+    problems: ProblemCollector | None,
 ) -> Index:
-    found = find_data(data, format)
-    only = found.parts[0].annotations if len(found.parts) == 1 else found.root
-    path = index_cache.index_path(only, found.format, fraction, classes, found.descriptions)
-    stamp = index_cache.fingerprint(found, fraction)
-    content = None if problems is not None else index_cache.read(path, stamp)
-    if content is None:
-        problems = Problems() if problems is None else problems
-        columns = FORMATS[found.format].read(found, problems)
-        picture_names.mend(columns, found.root, problems)
-        columns = clean.drop_degenerate(clean.keep_classes(columns, classes), problems)
-        columns = clean.divide(columns, fraction, asked=asked)
-        clean.check(columns, problems)
-        columns.notes.insert(0, f"{found.layout}, from {places.shown(found.root)}")
-        index_cache.write(path, columns, problems.found(FEW), found, stamp)
-        content = index_cache.read(path, stamp)
-        if content is None:
+    layout = detect_layout(data, format)
+    cache_key_path = layout.parts[0].annotations if len(layout.parts) == 1 else layout.root
+    cache_path = index_cache.index_path(cache_key_path, layout.format, fraction, classes, layout.metadata_files)
+    source_stamp = index_cache.source_fingerprint(layout, fraction)
+    cached = None if problems is not None else index_cache.read(cache_path, source_stamp)
+    if cached is None:
+        problems = ProblemCollector() if problems is None else problems
+        table = FORMATS[layout.format].read(layout, problems)
+        picture_names.repair_names(table, layout.root, problems)
+        table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
+        table = clean.assign_splits(table, fraction, user_set=user_set)
+        clean.check_splits_and_classes(table, problems)
+        table.notes.insert(0, f"{layout.description}, from {places.display_path(layout.root)}")
+        index_cache.write(cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp)
+        cached = index_cache.read(cache_path, source_stamp)
+        if cached is None:
             raise DataError(
                 "The index was written but cannot be read back.",
-                place=path,
+                location=cache_path,
                 cause="another process may be building it from other files at the same time",
                 fix="try again; delete the file if that does not help",
             )
-    return _view(*content)
+    return _make_index(*cached)
 
 
-def _demo() -> Path:
+def _demo_folder() -> Path:
     from stoker.data.demo import ensure_demo  # Pillow is only needed to draw
 
     return ensure_demo()
 
 
-def _view(batch: pa.RecordBatch, meta: index_cache.Meta) -> Index:
-    boxes = batch["boxes"]
+def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
+    boxes = record_batch["boxes"]
     return Index(
-        root=Path(meta.root),
-        format=meta.format,
-        class_names=meta.class_names,
-        category_ids=meta.category_ids,
-        splits=meta.splits,
-        size=_numpy(batch["size"].values).reshape(-1, 2),
-        image_id=_numpy(batch["image_id"]),
-        offsets=_numpy(boxes.offsets),
-        boxes=_numpy(boxes.values.values).reshape(-1, 4),
-        labels=_numpy(batch["labels"].values),
-        crowd=_numpy(batch["crowd"].values).view(np.bool_),
-        area=_numpy(batch["area"].values),
-        problems=meta.problems,
-        notes=meta.notes,
-        _folders=meta.folders,
-        _folder=_numpy(batch["folder"]),
-        _names=batch["name"],
-        _split=_numpy(batch["split"]),
-        _span=_numpy(batch["span"].values).reshape(-1, 2),
-        _in_bucket=places.address_of(Path(meta.root)) is not None,
+        root=Path(metadata.root),
+        format=metadata.format,
+        class_names=metadata.class_names,
+        category_ids=metadata.category_ids,
+        splits=metadata.splits,
+        original_size=_to_numpy(record_batch["size"].values).reshape(-1, 2),
+        image_id=_to_numpy(record_batch["image_id"]),
+        offsets=_to_numpy(boxes.offsets),
+        boxes=_to_numpy(boxes.values.values).reshape(-1, 4),
+        labels=_to_numpy(record_batch["labels"].values),
+        crowd=_to_numpy(record_batch["crowd"].values).view(np.bool_),
+        area=_to_numpy(record_batch["area"].values),
+        problems=metadata.problems,
+        notes=metadata.notes,
+        _folders=metadata.folders,
+        _folder_index=_to_numpy(record_batch["folder"]),
+        _file_names=record_batch["name"],
+        _split_index=_to_numpy(record_batch["split"]),
+        _byte_range=_to_numpy(record_batch["span"].values).reshape(-1, 2),
+        _in_bucket=places.path_to_uri(Path(metadata.root)) is not None,
     )
 
 
-def _numpy(array: pa.Array) -> NDArray[Any]:
+def _to_numpy(array: pa.Array) -> NDArray[Any]:
     values: NDArray[Any] = array.to_numpy(zero_copy_only=True)
     return values
 
 
-def missing_pictures(index: Index, rows: Iterable[int] | None = None) -> list[int]:
+def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> list[int]:
     """The rows, of those given or of all, whose picture is not there, ascending. One listing per folder instead of a
     look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
-    wanted = np.arange(len(index)) if rows is None else np.unique(np.fromiter(rows, np.int64))
-    wanted = wanted[index._span[wanted, 1] == 0]  # those inside other files were there when these were read
-    everything = index._names.to_pylist()
+    to_check = np.arange(len(index)) if image_indices is None else np.unique(np.fromiter(image_indices, np.int64))
+    to_check = to_check[index._byte_range[to_check, 1] == 0]  # those inside other files were there when these were read
+    file_names = index._file_names.to_pylist()
     missing: list[int] = []
-    for number, inside in by_folder(index._folder, wanted):
-        place = index.root / index._folders[number]
-        names = [everything[row] for row in inside.tolist()]
-        present = _files_in(place) if len(names) > FEW_FILES else set()
+    for folder_index, in_folder in group_by_folder(index._folder_index, to_check):
+        folder = index.root / index._folders[folder_index]
+        names = [file_names[image_index] for image_index in in_folder.tolist()]
+        present = _list_files(folder) if len(names) > MAX_FILES_TO_STAT else set()
         # the second look settles what a listing cannot: names in another case or Unicode form on macOS
         missing += [
-            row
-            for row, name in zip(inside.tolist(), names, strict=True)
-            if name not in present and not (place / name).is_file()
+            image_index
+            for image_index, name in zip(in_folder.tolist(), names, strict=True)
+            if name not in present and not (folder / name).is_file()
         ]
     return sorted(missing)
 
 
-def unnamed_pictures(index: Index) -> list[Path]:
+def unlisted_images(index: Index) -> list[Path]:
     """The picture files, by name, that lie among the pictures of the index without being one of them."""
-    names = index._names.to_pylist()
-    found: list[Path] = []
-    for number, rows in by_folder(index._folder, np.flatnonzero(index._span[:, 1] == 0)):
-        place = index.root / index._folders[number]
-        known = {names[row] for row in rows.tolist()}
-        found += [
-            place / name
-            for name in sorted(_files_in(place) - known)
-            if name.lower().endswith(PICTURE_ENDINGS) and not name.startswith(".")
+    names = index._file_names.to_pylist()
+    unlisted: list[Path] = []
+    for folder_index, image_indices in group_by_folder(
+        index._folder_index, np.flatnonzero(index._byte_range[:, 1] == 0)
+    ):
+        folder = index.root / index._folders[folder_index]
+        listed_names = {names[image_index] for image_index in image_indices.tolist()}
+        unlisted += [
+            folder / name
+            for name in sorted(_list_files(folder) - listed_names)
+            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
         ]
-    return found
+    return unlisted
 
 
-def _files_in(folder: Path) -> set[str]:
+def _list_files(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if entry.is_file()}
 
 
-def require_pictures(index: Index, splits: Iterable[str] | None = None, *, max_bad: float | None = None) -> list[int]:
+def require_images(
+    index: Index, splits: Iterable[str] | None = None, *, max_bad_fraction: float | None = None
+) -> list[int]:
     """The rows whose picture is absent, where they are few enough to do without; the loader will quarantine them.
 
     splits: those to look at, default all. max_bad: share of a split's pictures that may be absent, and of all pictures
@@ -324,56 +339,59 @@ def require_pictures(index: Index, splits: Iterable[str] | None = None, *, max_b
 
     Raises DataError when there are more, with names and with where they seem to be.
     """
-    share = MAX_BAD if max_bad is None else max_bad
-    _require_annotations(index, share)
-    wanted = index.splits if splits is None else tuple(splits)
-    missing = missing_pictures(index, np.concatenate([index.rows(split) for split in wanted]).tolist())
-    absent = np.zeros(len(index), np.bool_)
-    absent[missing] = True
-    for split in wanted:
-        rows = index.rows(split)
-        gone = rows[absent[rows]]
-        if gone.size > tolerated(share, rows.size) or gone.size == rows.size:
-            examples = [index.place(row) for row in gone[:3].tolist()]
+    allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
+    _require_annotations(index, allowed_fraction)
+    required_splits = index.splits if splits is None else tuple(splits)
+    missing = missing_images(index, np.concatenate([index.image_indices(split) for split in required_splits]).tolist())
+    is_missing = np.zeros(len(index), np.bool_)
+    is_missing[missing] = True
+    for split in required_splits:
+        image_indices = index.image_indices(split)
+        missing_in_split = image_indices[is_missing[image_indices]]
+        if (
+            missing_in_split.size > max_bad_images(allowed_fraction, image_indices.size)
+            or missing_in_split.size == image_indices.size
+        ):
+            examples = [index.display_source(image_index) for image_index in missing_in_split[:3].tolist()]
             raise DataError(
-                f"{gone.size:,} of the {rows.size:,} pictures of the {split} split do not exist.",
-                place=", ".join(examples) + (", …" if gone.size > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; up to {share:.3g} of them may be missing"
+                f"{missing_in_split.size:,} of the {image_indices.size:,} pictures of the {split} split do not exist.",
+                location=", ".join(examples) + (", …" if missing_in_split.size > len(examples) else ""),
+                cause=f"the annotations in {index.source} name them; up to {allowed_fraction:.3g} of them may be missing"
                 f" (--max-bad); `stoker data check {index.source}` names all",
-                fix=where_instead(index.root, index.path(gone[0])),
+                fix=suggest_location(index.root, index.path(missing_in_split[0])),
             )
     return missing
 
 
-def _require_annotations(index: Index, share: float) -> None:
-    lost = [problem for problem in index.problems if problem.loses_pictures]
-    count = sum(problem.count for problem in lost)
-    if count > tolerated(share, len(index) + count):
+def _require_annotations(index: Index, allowed_fraction: float) -> None:
+    dropping_problems = [problem for problem in index.problems if problem.drops_images]
+    num_dropped = sum(problem.count for problem in dropping_problems)
+    if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
         raise DataError(
-            f"{count:,} of the {len(index) + count:,} pictures are left out for their annotations.",
-            place=index.source,
-            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in lost),
-            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than {share:.3g} of"
+            f"{num_dropped:,} of the {len(index) + num_dropped:,} pictures are left out for their annotations.",
+            location=index.source,
+            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
+            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than {allowed_fraction:.3g} of"
             " the pictures with --max-bad",
         )
 
 
-def where_instead(root: Path, picture: Path) -> str:
+def suggest_location(root: Path, image_path: Path) -> str:
     """What to do about a missing picture, which is looked for under another ending and in folders near the root."""
-    return places.in_words(_where_instead(root, picture), root)
+    return places.paths_to_uris(_suggest_location(root, image_path), root)
 
 
-def _where_instead(root: Path, picture: Path) -> str:
-    if picture.parent.is_dir():
-        with os.scandir(picture.parent) as entries:
-            stem = picture.stem.casefold()
-            like = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[0].casefold() == stem)
-        if pictures := [name for name in like if not name.endswith((".xml", ".json", ".txt"))]:
-            return f"{picture.parent / pictures[0]} exists: correct the file names in the annotations"
+def _suggest_location(root: Path, image_path: Path) -> str:
+    if image_path.parent.is_dir():
+        with os.scandir(image_path.parent) as entries:
+            stem = image_path.stem.casefold()
+            same_stem = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[0].casefold() == stem)
+        if image_names := [name for name in same_stem if not name.endswith((".xml", ".json", ".txt"))]:
+            return f"{image_path.parent / image_names[0]} exists: correct the file names in the annotations"
     for pattern in ("*", "*/*", "../*"):
-        for folder in sorted(Path(os.path.normpath(found)) for found in root.glob(pattern)):
-            if folder.is_dir() and (folder / picture.name).is_file():
-                if root.name.lower() in ANNOTATION_FOLDERS and not folder.is_relative_to(root):
-                    return f"{picture.name} lies in {folder}: name the folder above both, {root.parent}"
-                return f"{picture.name} lies in {folder}: move those pictures to {picture.parent}, or link the folder"
-    return f"put the pictures into {picture.parent}, or name the folder that has both annotations and pictures"
+        for folder in sorted(Path(os.path.normpath(candidate)) for candidate in root.glob(pattern)):
+            if folder.is_dir() and (folder / image_path.name).is_file():
+                if root.name.lower() in ANNOTATION_DIRS and not folder.is_relative_to(root):
+                    return f"{image_path.name} lies in {folder}: name the folder above both, {root.parent}"
+                return f"{image_path.name} lies in {folder}: move those pictures to {image_path.parent}, or link the folder"
+    return f"put the pictures into {image_path.parent}, or name the folder that has both annotations and pictures"

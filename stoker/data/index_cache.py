@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data.formats.tables import SPLITS, Columns, Found, annotation_files
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, iter_annotation_files
 from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError
-from stoker.storage.local_files import cache_folder, write_whole
+from stoker.storage.local_files import cache_folder, write_atomic
 
 VERSION = 9
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
@@ -37,15 +37,15 @@ SCHEMA = pa.schema(
         ("area", pa.large_list(pa.float64())),
     ]
 )
-META, DIGEST = b"stoker", b"stoker-digest"
-LOOKED_AT = 64
+METADATA_KEY, DIGEST_KEY = b"stoker", b"stoker-digest"
+NUM_STAT_SAMPLES = 64
 """Pictures that tell whether the pictures, whose sizes are in the index, were written anew under their old names."""
 
 
-class Meta(msgspec.Struct, kw_only=True):
+class IndexMetadata(msgspec.Struct, kw_only=True):
     """What the index file says besides its columns."""
 
-    fingerprint: str
+    source_fingerprint: str
     root: str
     format: str
     class_names: tuple[str, ...]
@@ -54,9 +54,9 @@ class Meta(msgspec.Struct, kw_only=True):
     folders: tuple[str, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
-    folders_changed: tuple[int, ...]
+    folder_mtimes_ns: tuple[int, ...]
     """When each of `folders` was changed last, ns; names are matched with what is in them."""
-    measured: str
+    image_files_stamp: str
     """Of the files of some pictures (`_pictures_stamp`), where sizes were read from them; else empty."""
 
 
@@ -65,164 +65,182 @@ def index_path(
 ) -> Path:
     """The cache file of a data set: of its resolved path, so a data set that was moved gets another. One folder can be
     several data sets, by the files that describe it."""
-    described = [str(path) for path in descriptions]
-    key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{described!r}".encode("utf-8", "surrogateescape")
+    description_paths = [str(path) for path in descriptions]
+    key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{description_paths!r}".encode("utf-8", "surrogateescape")
     return cache_folder() / "index" / f"{data.stem[:40]}-{blake2b(key, digest_size=8).hexdigest()}.arrow"
 
 
-def fingerprint(found: Found, val_fraction: float) -> str:
+def source_fingerprint(layout: DatasetLayout, val_fraction: float) -> str:
     """Changes when the index must be built again. Looks at names, sizes and times only: a stat per annotation file.
 
     Picture folders count by their time of change, since their content decides which picture an annotation is about.
     """
-    digest = blake2b(f"{VERSION}\0{found!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
-    files = [*found.descriptions, *(part.annotations for part in found.parts)]
-    files += [part.listing for part in found.parts if part.listing is not None]
-    for line in (line for file in dict.fromkeys(files) for line in _stamps(file)):
+    digest = blake2b(f"{VERSION}\0{layout!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
+    files = [*layout.metadata_files, *(split_files.annotations for split_files in layout.parts)]
+    files += [split_files.image_list for split_files in layout.parts if split_files.image_list is not None]
+    for line in (line for file in dict.fromkeys(files) for line in _file_stamps(file)):
         digest.update(line.encode("utf-8", "surrogateescape"))
-    for part in found.parts:
-        for folder in part.pictures:
-            changed = folder.stat().st_mtime_ns if folder.exists() else None
-            digest.update(f"{folder}\0{changed}\n".encode("utf-8", "surrogateescape"))
+    for split_files in layout.parts:
+        for folder in split_files.image_dirs:
+            mtime_ns = folder.stat().st_mtime_ns if folder.exists() else None
+            digest.update(f"{folder}\0{mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _stamps(path: Path) -> Iterator[str]:
+def _file_stamps(path: Path) -> Iterator[str]:
     """A line for a file, or for every annotation file of a folder; none for a folder of labels that is not there."""
     if not path.exists():
         return
-    for file in annotation_files(path, (".xml", ".txt")) if path.is_dir() else [os.fspath(path)]:
+    for file in iter_annotation_files(path, (".xml", ".txt")) if path.is_dir() else [os.fspath(path)]:
         stat = os.stat(file)
         yield f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 
-def write(path: Path, columns: Columns, problems: tuple[Problem, ...], found: Found, stamp: str) -> None:
+def write(
+    path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str
+) -> None:
     """Writes the index file of a cleaned and divided data set. Raises PreflightError where it cannot be written."""
-    rows = len(columns.names)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(columns.row, minlength=rows))]).astype(np.int64))
+    num_images = len(table.file_names)
+    offsets = pa.array(
+        np.concatenate([[0], np.cumsum(np.bincount(table.image_index, minlength=num_images))]).astype(np.int64)
+    )
 
-    def per_picture(values: pa.Array) -> pa.Array:
+    def per_image(values: pa.Array) -> pa.Array:
         return pa.LargeListArray.from_arrays(offsets, values)
 
-    meta = Meta(
-        fingerprint=stamp,
-        root=str(found.root),
-        format=found.format,
-        class_names=tuple(columns.class_names),
-        category_ids=tuple(columns.category_ids),
-        splits=tuple(name for number, name in enumerate(SPLITS) if (columns.split == number).any()),
-        folders=tuple(columns.folders),
+    metadata = IndexMetadata(
+        source_fingerprint=source_stamp,
+        root=str(layout.root),
+        format=layout.format,
+        class_names=tuple(table.class_names),
+        category_ids=tuple(table.category_ids),
+        splits=tuple(name for split_index, name in enumerate(SPLITS) if (table.split == split_index).any()),
+        folders=tuple(table.folders),
         problems=problems,
-        notes=tuple(columns.notes),
-        folders_changed=_folders_changed(found.root, columns.folders),
-        measured=""
-        if not columns.measured
-        else _pictures_stamp(
-            found.root / columns.folders[columns.folder[row]] / columns.names[row] for row in _some(rows)
+        notes=tuple(table.notes),
+        folder_mtimes_ns=_folder_mtimes_ns(layout.root, table.folders),
+        image_files_stamp=""
+        if not table.sizes_from_headers
+        else _image_files_stamp(
+            layout.root / table.folders[table.folder_index[image_index]] / table.file_names[image_index]
+            for image_index in _sample_indices(num_images)
         ),
     )
     try:
-        names, text = pa.array(columns.names, pa.large_string()), msgspec.json.encode(meta)
+        names, metadata_json = pa.array(table.file_names, pa.large_string()), msgspec.json.encode(metadata)
     except UnicodeEncodeError as error:
         raise DataError(
             "A file or folder name is not valid Unicode.",
-            place=repr(error.object),
+            location=repr(error.object),
             cause=f"its bytes are not UTF-8: {error.reason}",
             fix="rename it",
         ) from error
-    batch = pa.record_batch(
+    record_batch = pa.record_batch(
         [
             names,
-            pa.array(columns.folder),
-            pa.array(columns.split),
-            pa.array(columns.image_id),
-            _rows(np.zeros((rows, 2), np.int64) if columns.span is None else columns.span),
-            _rows(columns.size),
-            per_picture(_rows(columns.boxes.astype(np.float32))),
-            per_picture(pa.array(columns.labels)),
-            per_picture(pa.array(columns.crowd.view(np.uint8))),
-            per_picture(pa.array(columns.area)),
+            pa.array(table.folder_index),
+            pa.array(table.split),
+            pa.array(table.image_id),
+            _fixed_size_lists(np.zeros((num_images, 2), np.int64) if table.byte_range is None else table.byte_range),
+            _fixed_size_lists(table.original_size),
+            per_image(_fixed_size_lists(table.boxes.astype(np.float32))),
+            per_image(pa.array(table.labels)),
+            per_image(pa.array(table.crowd.view(np.uint8))),
+            per_image(pa.array(table.area)),
         ],
-        schema=SCHEMA.with_metadata({META: text, DIGEST: _digest(text)}),
+        schema=SCHEMA.with_metadata({METADATA_KEY: metadata_json, DIGEST_KEY: _hash_text(metadata_json)}),
     )
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    with pa.ipc.new_file(sink, record_batch.schema) as writer:
+        writer.write_batch(record_batch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, sink.getvalue().to_pybytes())
+        write_atomic(path, sink.getvalue().to_pybytes())
     except OSError as error:
         raise PreflightError(
             "The index of the annotations cannot be written.",
-            place=path,
+            location=path,
             cause=str(error),
             fix="make room, or set STOKER_CACHE_DIR to a folder that can be written",
         ) from error
 
 
-def _digest(text: bytes) -> bytes:
+def _hash_text(text: bytes) -> bytes:
     return blake2b(text, digest_size=8).hexdigest().encode()
 
 
-def _rows(values: NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]) -> pa.Array:
+def _fixed_size_lists(values: NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]) -> pa.Array:
     """[N, n] as N lists of n."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def read(path: Path, stamp: str) -> tuple[pa.RecordBatch, Meta] | None:
+def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] | None:
     """Maps an index file; None when it is absent, out of date or damaged, and is to be built (again).
 
     Everything that later code relies on to stay inside its arrays is checked, so a damaged file cannot crash a run.
     """
     try:
         with pa.ipc.open_file(pa.memory_map(os.fspath(path))) as reader:
-            text = reader.schema.metadata[META]
-            if reader.schema.metadata[DIGEST] != _digest(text):
+            metadata_json = reader.schema.metadata[METADATA_KEY]
+            if reader.schema.metadata[DIGEST_KEY] != _hash_text(metadata_json):
                 return None
-            meta = msgspec.json.decode(text, type=Meta)
-            if meta.fingerprint != stamp or not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+            metadata = msgspec.json.decode(metadata_json, type=IndexMetadata)
+            if (
+                metadata.source_fingerprint != source_stamp
+                or not reader.schema.equals(SCHEMA)
+                or reader.num_record_batches != 1
+            ):
                 return None
-            batch = reader.get_batch(0)
-        batch.validate(full=True)
+            record_batch = reader.get_batch(0)
+        record_batch.validate(full=True)
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, msgspec.MsgspecError):
         return None
-    labels, folder, split = (np.asarray(column) for column in (batch["labels"].values, batch["folder"], batch["split"]))
-    offsets = [batch[name].offsets for name in ("boxes", "labels", "crowd", "area")]
-    sound = (
+    labels, folder_index, split_index = (
+        np.asarray(column) for column in (record_batch["labels"].values, record_batch["folder"], record_batch["split"])
+    )
+    offsets = [record_batch[name].offsets for name in ("boxes", "labels", "crowd", "area")]
+    is_valid = (
         all(other.equals(offsets[0]) for other in offsets[1:])
         and len(labels) == offsets[0][-1].as_py()
-        and _within(labels, len(meta.class_names))
-        and _within(folder, len(meta.folders))
-        and _within(split, len(SPLITS))
-        and _spans_fit(batch, folder, meta)
+        and _in_range(labels, len(metadata.class_names))
+        and _in_range(folder_index, len(metadata.folders))
+        and _in_range(split_index, len(SPLITS))
+        and _byte_ranges_fit(record_batch, folder_index, metadata)
     )
-    return (batch, meta) if sound and _unchanged(batch, folder, meta) else None
+    return (record_batch, metadata) if is_valid and _is_unchanged(record_batch, folder_index, metadata) else None
 
 
-def _unchanged(batch: pa.RecordBatch, folder: NDArray[np.int32], meta: Meta) -> bool:
+def _is_unchanged(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:
     """Whether the pictures are those that the index was made of, as far as their folders and some of them tell."""
-    root = Path(meta.root)
-    if meta.folders_changed != _folders_changed(root, meta.folders):
+    root = Path(metadata.root)
+    if metadata.folder_mtimes_ns != _folder_mtimes_ns(root, metadata.folders):
         return False
-    some = (root / meta.folders[folder[row]] / batch["name"][row].as_py() for row in _some(len(folder)))
-    return not meta.measured or meta.measured == _pictures_stamp(some)
+    sample_paths = (
+        root / metadata.folders[folder_index[image_index]] / record_batch["name"][image_index].as_py()
+        for image_index in _sample_indices(len(folder_index))
+    )
+    return not metadata.image_files_stamp or metadata.image_files_stamp == _image_files_stamp(sample_paths)
 
 
-def _folders_changed(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
-    return tuple(_stat(root / folder)[1] for folder in folders)
+def _folder_mtimes_ns(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
+    return tuple(_size_and_mtime_ns(root / folder)[1] for folder in folders)
 
 
-def _some(rows: int) -> list[int]:
+def _sample_indices(num_images: int) -> list[int]:
     """Rows from the first to the last, evenly."""
-    found: list[int] = np.unique(np.linspace(0, rows - 1, LOOKED_AT).astype(np.int64)).tolist() if rows else []
-    return found
+    indices: list[int] = (
+        np.unique(np.linspace(0, num_images - 1, NUM_STAT_SAMPLES).astype(np.int64)).tolist() if num_images else []
+    )
+    return indices
 
 
-def _pictures_stamp(pictures: Iterable[Path]) -> str:
-    return blake2b(repr([_stat(picture) for picture in pictures]).encode(), digest_size=8).hexdigest()
+def _image_files_stamp(image_paths: Iterable[Path]) -> str:
+    return blake2b(
+        repr([_size_and_mtime_ns(image_path) for image_path in image_paths]).encode(), digest_size=8
+    ).hexdigest()
 
 
-def _stat(path: Path) -> tuple[int, int]:
+def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
     """Bytes and time of the last change, ns; -1 where there is nothing that can be looked at."""
     try:
         stat = path.stat()
@@ -231,19 +249,19 @@ def _stat(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _within(values: NDArray[np.int32], count: int) -> bool:
+def _in_range(values: NDArray[np.int32], count: int) -> bool:
     return values.size == 0 or (values.min() >= 0 and values.max() < count)
 
 
-def _spans_fit(batch: pa.RecordBatch, folder: NDArray[np.int32], meta: Meta) -> bool:
+def _byte_ranges_fit(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:
     """Whether the files that pictures lie inside are there and long enough; one unpacked into the cache may be gone."""
-    start, count = np.asarray(batch["span"].values).reshape(-1, 2).T
-    inside = np.flatnonzero(count)
-    needed = np.zeros(len(meta.folders), np.int64)
-    np.maximum.at(needed, folder[inside], (start + count)[inside])
-    for number in np.unique(folder[inside]).tolist():
+    start, length = np.asarray(record_batch["span"].values).reshape(-1, 2).T
+    embedded = np.flatnonzero(length)
+    required_bytes = np.zeros(len(metadata.folders), np.int64)
+    np.maximum.at(required_bytes, folder_index[embedded], (start + length)[embedded])
+    for i in np.unique(folder_index[embedded]).tolist():
         try:
-            if (Path(meta.root) / meta.folders[number]).stat().st_size < needed[number]:
+            if (Path(metadata.root) / metadata.folders[i]).stat().st_size < required_bytes[i]:
                 return False
         except OSError:  # built anew, which says what is wrong with the file
             return False

@@ -16,9 +16,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment.device import GROUP, augment_batch, factor
-from stoker.data.batch import Batch, Draw
-from stoker.data.loading.loader import Loader, Quarantine, box_slots
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, jitter_factor
+from stoker.data.batch import Batch, RandSlot
+from stoker.data.loading.loader import Loader, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Detections
 from stoker.hardware.device import Device
@@ -27,150 +27,162 @@ from stoker.inference.draw import draw_boxes
 if TYPE_CHECKING:
     from stoker.data.index import Index
 
-CELL = 320
+CELL_SIZE = 320
 """Longer side of a picture on the sheet, pixels."""
-PAIRS = 3
+PAIRS_PER_ROW = 3
 """Pictures in a row, each twice."""
-MOST = 400
+MAX_IMAGES = 400
 """Pictures on a sheet at most: a JPEG has at most 65,535 rows of pixels."""
-_GAP, _FONT = 8, 11
+_GAP, _FONT_SIZE = 8, 11
 
 
-def preview(
+def make_preview(
     index: "Index",
-    rows: NDArray[np.int64],
+    image_indices: NDArray[np.int64],
     settings: DataSettings,
     *,
     seed: int,
-    count: int,
-    threads: int,
-    on_quarantine: Callable[[Quarantine], None] | None = None,
+    num_images: int,
+    workers: int,
+    on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Image.Image:
     """The first `count` pictures that a training over `rows` would see, as a sheet. `settings` has no open field.
 
     Raises UsageError for a count that cannot be, DataError when too many pictures cannot be used.
     """
-    if not 1 <= count <= MOST:
-        raise UsageError(f"--count {count} is out of range.", choices=[f"1 … {MOST}"])
-    plain = dataclasses.replace(settings, crop=0.0)
+    if not 1 <= num_images <= MAX_IMAGES:
+        raise UsageError(f"--count {num_images} is out of range.", choices=[f"1 … {MAX_IMAGES}"])
+    plain_settings = dataclasses.replace(settings, crop=0.0)
     pairs: list[Image.Image] = []
     with (
-        _loader(index, rows, plain, seed, threads, None) as before,
-        _loader(index, rows, settings, seed, threads, on_quarantine) as after,
+        _make_loader(index, image_indices, plain_settings, seed, workers, None) as plain_loader,
+        _make_loader(index, image_indices, settings, seed, workers, on_quarantine) as augmented_loader,
     ):
-        while len(pairs) < count:
-            batch, loaded = next(before), next(after)
-            seen = augment_batch(loaded, settings, 0.0)
-            single = augment_batch(loaded, dataclasses.replace(settings, mosaic=0.0), 0.0)
-            changed = (seen.images != single.images).flatten(1).any(1)
-            for k in range(min(GROUP, count - len(pairs))):
-                name = index.path(int(batch.image_id[k])).name
-                done = describe(batch, loaded, k, settings, mosaic=bool(changed[k]))
-                pairs.append(_pair(batch, seen, k, index.class_names, [name], done))
-    return _sheet(pairs)
+        while len(pairs) < num_images:
+            plain_batch, loaded_batch = next(plain_loader), next(augmented_loader)
+            augmented = augment_batch(loaded_batch, settings, 0.0)
+            without_mosaic = augment_batch(loaded_batch, dataclasses.replace(settings, mosaic=0.0), 0.0)
+            has_mosaic = (augmented.images != without_mosaic.images).flatten(1).any(1)
+            for k in range(min(MOSAIC_GROUP_SIZE, num_images - len(pairs))):
+                name = index.path(int(plain_batch.image_index[k])).name
+                description = describe_augmentation(plain_batch, loaded_batch, k, settings, mosaic=bool(has_mosaic[k]))
+                pairs.append(_make_pair(plain_batch, augmented, k, index.class_names, [name], description))
+    return _make_sheet(pairs)
 
 
-def _loader(
-    index: "Index", rows: NDArray[np.int64], settings: DataSettings, seed: int, threads: int,
-    on_quarantine: Callable[[Quarantine], None] | None,
+def _make_loader(
+    index: "Index", image_indices: NDArray[np.int64], settings: DataSettings, seed: int, workers: int,
+    on_quarantine: Callable[[QuarantinedImage], None] | None,
 ) -> Loader:  # fmt: skip
     return Loader(
         index,
-        rows,
+        image_indices,
         device=Device(torch.device("cpu")),
-        batch=GROUP,
-        canvas=settings.canvas,
+        batch_size=MOSAIC_GROUP_SIZE,
+        image_size=settings.image_size,
         resize=settings.resize,
-        crop=settings.crop,
-        zoom=settings.zoom,
-        overlap=settings.overlap,
-        boxes=box_slots(index, rows, mosaic=settings.mosaic),
+        scale_jitter_prob=settings.scale_jitter_prob,
+        scale_range=settings.scale_range,
+        min_object_covered=settings.min_object_covered,
+        max_boxes=compute_max_boxes(index, image_indices, mosaic=settings.mosaic),
         seed=seed,
-        threads=threads,
-        max_bad=settings.max_bad,
+        workers=workers,
+        max_bad_fraction=settings.max_bad_fraction,
         on_quarantine=on_quarantine,
     )
 
 
-def describe(plain: Batch, loaded: Batch, k: int, settings: DataSettings, *, mosaic: bool) -> list[str]:
+def describe_augmentation(
+    plain_batch: Batch, loaded_batch: Batch, k: int, settings: DataSettings, *, mosaic: bool
+) -> list[str]:
     """What was drawn for picture k, in words: where things lie, and their colours.
 
     plain, loaded: the picture without and with crop and zoom, both before `augment_batch`.
     """
-    draw = loaded.draw[k]
-    moved = []
-    if float(draw[Draw.FLIP]) < settings.flip:
-        moved.append("flip")
-    zoom = float(loaded.scale[k, 0] / plain.scale[k, 0])
+    rand = loaded_batch.rand[k]
+    geometry_changes = []
+    if float(rand[RandSlot.FLIP]) < settings.hflip:
+        geometry_changes.append("flip")
+    zoom = float(loaded_batch.scale[k, 0] / plain_batch.scale[k, 0])
     if abs(zoom - 1) > 0.01:
-        moved.append(f"zoom {zoom:.2f}")
+        geometry_changes.append(f"zoom {zoom:.2f}")
     if mosaic:
-        moved.append("mosaic")
-    colours = [
-        f"{name} {float(factor(draw[entry], strength)):.2f}"
-        for name, entry, strength in (
-            ("brightness", Draw.BRIGHTNESS, settings.brightness),
-            ("contrast", Draw.CONTRAST, settings.contrast),
-            ("saturation", Draw.SATURATION, settings.saturation),
+        geometry_changes.append("mosaic")
+    color_changes = [
+        f"{name} {float(jitter_factor(rand[rand_slot], strength)):.2f}"
+        for name, rand_slot, strength in (
+            ("brightness", RandSlot.BRIGHTNESS, settings.brightness),
+            ("contrast", RandSlot.CONTRAST, settings.contrast),
+            ("saturation", RandSlot.SATURATION, settings.saturation),
         )
         if strength > 0
     ]
     if settings.hue > 0:
-        colours.append(f"hue {360 * settings.hue * (2 * float(draw[Draw.HUE]) - 1):+.0f}°")
-    lines = [", ".join(words) for words in (moved, colours) if words]
+        color_changes.append(f"hue {360 * settings.hue * (2 * float(rand[RandSlot.HUE]) - 1):+.0f}°")
+    lines = [", ".join(words) for words in (geometry_changes, color_changes) if words]
     return lines or ["as it is"]
 
 
-def _pair(
-    plain: Batch, seen: Batch, k: int, class_names: tuple[str, ...], left: list[str], right: list[str]
+def _make_pair(
+    plain_batch: Batch,
+    augmented: Batch,
+    k: int,
+    class_names: tuple[str, ...],
+    left_lines: list[str],
+    right_lines: list[str],
 ) -> Image.Image:
     """Picture k without and with augmentation, side by side, each with up to two lines of text below."""
-    pictures = [_picture(batch, k, class_names) for batch in (plain, seen)]
-    width, height = pictures[0].size
-    pair = Image.new("RGB", (2 * width + 2, height + 2 * (_FONT + 4)), "white")
-    pen, font = ImageDraw.Draw(pair), ImageFont.load_default(size=_FONT)
-    for x, picture, lines in ((0, pictures[0], left), (width + 2, pictures[1], right)):
-        pair.paste(picture, (x, 0))
+    images = [_render_image(batch, k, class_names) for batch in (plain_batch, augmented)]
+    width, height = images[0].size
+    pair = Image.new("RGB", (2 * width + 2, height + 2 * (_FONT_SIZE + 4)), "white")
+    draw, font = ImageDraw.Draw(pair), ImageFont.load_default(size=_FONT_SIZE)
+    for x, image, lines in ((0, images[0], left_lines), (width + 2, images[1], right_lines)):
+        pair.paste(image, (x, 0))
         for n, line in enumerate(lines):
-            pen.text((x + 1, height + 1 + n * (_FONT + 3)), _fitting(line, width - 2, font), fill="black", font=font)
+            draw.text(
+                (x + 1, height + 1 + n * (_FONT_SIZE + 3)),
+                _truncate_text(line, width - 2, font),
+                fill="black",
+                font=font,
+            )
     return pair
 
 
-def _fitting(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def _truncate_text(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """The text, or as much of it as `width` pixels hold, with dots."""
-    kept = text
-    while kept and font.getlength(kept if kept == text else kept + "…") > width:
-        kept = kept[:-1]
-    return kept if kept == text else kept + "…"
+    truncated = text
+    while truncated and font.getlength(truncated if truncated == text else truncated + "…") > width:
+        truncated = truncated[:-1]
+    return truncated if truncated == text else truncated + "…"
 
 
-def _picture(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.Image:
+def _render_image(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.Image:
     """Picture k of a batch with its boxes, the whole canvas, its longer side CELL pixels."""
     image = Image.fromarray(batch.images[k].permute(1, 2, 0).contiguous().numpy())
-    scale = CELL / max(image.size)
-    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    per_side = torch.tensor([size[0] / image.width, size[1] / image.height] * 2)
+    scale = CELL_SIZE / max(image.size)
+    resized = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    xyxy_scale = torch.tensor([resized[0] / image.width, resized[1] / image.height] * 2)
     valid = batch.valid[k]
-    boxes = _as_detections(batch.boxes[k][valid] * per_side, batch.labels[k][valid])
-    how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR
-    return draw_boxes(image.resize(size, how), boxes, class_names, scores=False)
+    boxes = _as_detections(batch.boxes[k][valid] * xyxy_scale, batch.labels[k][valid])
+    resample = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR
+    return draw_boxes(image.resize(resized, resample), boxes, class_names, scores=False)
 
 
 def _as_detections(boxes: Tensor, labels: Tensor) -> Detections:
-    count = len(boxes)
+    num_boxes = len(boxes)
     return Detections(
-        row=np.zeros(count, np.int64),
+        image_index=np.zeros(num_boxes, np.int64),
         boxes=boxes.numpy(),
-        score=np.ones(count, np.float32),
+        score=np.ones(num_boxes, np.float32),
         label=labels.numpy(),
-        pictures=np.zeros(1, np.int64),
+        image_indices=np.zeros(1, np.int64),
     )
 
 
-def _sheet(pairs: list[Image.Image]) -> Image.Image:
+def _make_sheet(pairs: list[Image.Image]) -> Image.Image:
     """All pairs in rows of PAIRS, white between them."""
     width, height = pairs[0].width + _GAP, pairs[0].height + _GAP
-    columns = min(PAIRS, len(pairs))
+    columns = min(PAIRS_PER_ROW, len(pairs))
     sheet = Image.new("RGB", (columns * width + _GAP, -(-len(pairs) // columns) * height + _GAP), "white")
     for n, pair in enumerate(pairs):
         sheet.paste(pair, (_GAP + n % columns * width, _GAP + n // columns * height))

@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING
 
 from stoker.runs.records import EVENTS, locked, read_lines
 from stoker.runs.schemas import Event
-from stoker.storage.run_uri import LEASE
+from stoker.storage.run_uri import LEASE_FILE
 
 if TYPE_CHECKING:
-    from stoker.storage.lease import Holder
+    from stoker.storage.lease import LeaseHolder
 
 
-def is_held(run: Path) -> bool | None:
+def is_held(run_dir: Path) -> bool | None:
     """Whether a living process of this machine trains the run; None where the lock cannot be tried."""
-    if not (run / ".lock").exists():
+    if not (run_dir / ".lock").exists():
         return False
-    with contextlib.suppress(OSError), locked(run) as free:  # a read-only copy of a run, or no locks there
-        return not free or _job_lives(run)
+    with contextlib.suppress(OSError), locked(run_dir) as acquired:  # a read-only copy of a run, or no locks there
+        return not acquired or _attached_job_is_running(run_dir)
     return None
 
 
-def lease_holder(run: Path) -> "Holder | None":
+def lease_holder(run_dir: Path) -> "LeaseHolder | None":
     """Who trains a run in a bucket, or did within the time of a lease; from the copy of its lease."""
-    if not (run / LEASE).exists():
+    if not (run_dir / LEASE_FILE).exists():
         return None
-    from stoker.storage.lease import read_file  # loads obstore, which folders do not need
+    from stoker.storage.lease import read_lease_file  # loads obstore, which folders do not need
 
-    holder = read_file(run / LEASE)
-    return holder if holder is not None and holder.left_s() > 0 else None
+    holder = read_lease_file(run_dir / LEASE_FILE)
+    return holder if holder is not None and holder.remaining_s() > 0 else None
 
 
 def boot_id() -> str:
@@ -38,16 +38,16 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _job_lives(run: Path) -> bool:
+def _attached_job_is_running(run_dir: Path) -> bool:
     """Whether the job that `stoker watch --pid` was attached to lives on, and is watched no more. A process is known by
     its number, its start and the boot: numbers are given again."""
-    began = [event.data["job"] for event in read_lines(run, EVENTS, Event) if event.kind in ("started", "resumed")
+    job_entries = [event.data["job"] for event in read_lines(run_dir, EVENTS, Event) if event.kind in ("started", "resumed")
              and "job" in event.data]  # fmt: skip
-    if not began or began[-1].get("boot") != boot_id():
+    if not job_entries or job_entries[-1].get("boot") != boot_id():
         return False
     try:
-        text = Path(f"/proc/{began[-1]['pid']}/stat").read_text(errors="replace")
+        stat_line = Path(f"/proc/{job_entries[-1]['pid']}/stat").read_text(errors="replace")
     except OSError:  # it ended
         return False
-    words = text.rpartition(")")[2].split()
-    return words[0] not in "ZX" and int(words[19]) == began[-1]["began"]
+    fields = stat_line.rpartition(")")[2].split()
+    return fields[0] not in "ZX" and int(fields[19]) == job_entries[-1]["began"]

@@ -13,318 +13,329 @@ import msgspec
 from stoker.diagnosis.catalogue import Reason
 
 
-class Sign(msgspec.Struct, frozen=True):
+class LogPattern(msgspec.Struct, frozen=True):
     """A line of output. The pattern also finds its line in a text of many. source: letters of R, B and I."""
 
-    pattern: re.Pattern[str]
-    source: str
+    regex: re.Pattern[str]
+    origins: str
     harmless: bool = False
     """Jobs that go on print it as well: never a verdict by itself."""
-    ends: re.Pattern[str] | None = None
+    traceback_end: re.Pattern[str] | None = None
     """The line stands in a traceback, and this is in the traceback's last line."""
 
 
-class Death(msgspec.Struct, frozen=True, kw_only=True):
+class FailureSignature(msgspec.Struct, frozen=True, kw_only=True):
     """A row: a way to die. One without signs is known by other things than its output."""
 
     id: str
     title: str
     reason: Reason
-    signs: tuple[Sign, ...] = ()
+    log_patterns: tuple[LogPattern, ...] = ()
     severity: Literal["critical", "warning", "info"] = "critical"
     fix: str
 
 
-def _says(pattern: str, source: str, *, harmless: bool = False, ends: str | None = None) -> Sign:
-    return Sign(re.compile(pattern, re.MULTILINE), source, harmless, None if ends is None else re.compile(ends))
+def _log_pattern(pattern: str, origins: str, *, harmless: bool = False, traceback_end: str | None = None) -> LogPattern:
+    return LogPattern(
+        re.compile(pattern, re.MULTILINE),
+        origins,
+        harmless,
+        None if traceback_end is None else re.compile(traceback_end),
+    )
 
 
-_DEATHS = (
-    Death(
+_FAILURE_SIGNATURES = (
+    FailureSignature(
         id="shared_memory_full",
         title="/dev/shm, the memory that processes share, was full",
         reason="dies: shared memory",
-        signs=(
-            _says(r"insufficient shared memory \(shm\)", "B"),
-            _says(r"workers are out of shared memory", "B"),
-            _says(r"No space left on device.*(/dev/shm|/torch_)", "I"),
-            _says(r"killed by signal: Bus error", "B"),
+        log_patterns=(
+            _log_pattern(r"insufficient shared memory \(shm\)", "B"),
+            _log_pattern(r"workers are out of shared memory", "B"),
+            _log_pattern(r"No space left on device.*(/dev/shm|/torch_)", "I"),
+            _log_pattern(r"killed by signal: Bus error", "B"),
             # Locks, queues and events of multiprocessing lie there, too.
-            _says(r"_multiprocessing\.SemLock\(", "R", ends=r"No space left on device"),
-            _says(r"unable to (write to|mmap|resize) file </torch_", "I"),
-            _says(r"unable to allocate shared memory\(shm\) for file </torch_", "R"),
+            _log_pattern(r"_multiprocessing\.SemLock\(", "R", traceback_end=r"No space left on device"),
+            _log_pattern(r"unable to (write to|mmap|resize) file </torch_", "I"),
+            _log_pattern(r"unable to allocate shared memory\(shm\) for file </torch_", "R"),
         ),
         fix="More shared memory: `docker run --shm-size 8g` or `--ipc host`, in Kubernetes an emptyDir of medium "
         "Memory at /dev/shm; or fewer loader processes",
     ),
-    Death(
+    FailureSignature(
         id="loader_worker_killed",
         title="A DataLoader worker process was killed",
         reason="dies: host memory",
-        signs=(
-            _says(r"DataLoader worker \(pid \S+\) is killed by signal", "B"),
-            _says(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly", "B"),
+        log_patterns=(
+            _log_pattern(r"DataLoader worker \(pid \S+\) is killed by signal", "B"),
+            _log_pattern(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly", "B"),
         ),
         fix="Most often the host's memory: fewer workers, smaller prefetch, a higher memory limit. The worker's own "
         "message, where it has one, stands above",
     ),
-    Death(
+    FailureSignature(
         id="diverged",
         title="The loss became NaN: nothing was learnt from there on",
         reason="dies: divergence",
-        signs=(
-            _says(r"Loss NaN/Inf detected", "B"),
-            _says(r"(?i)loss is (nan|inf), stopping training", "B"),
-            _says(r"gradients that are not finite", "B"),
-            _says(r"LossTensor is inf or nan|Model diverged with loss = NaN", "I"),
+        log_patterns=(
+            _log_pattern(r"Loss NaN/Inf detected", "B"),
+            _log_pattern(r"(?i)loss is (nan|inf), stopping training", "B"),
+            _log_pattern(r"gradients that are not finite", "B"),
+            _log_pattern(r"LossTensor is inf or nan|Model diverged with loss = NaN", "I"),
         ),
         fix="A lower learning rate, a longer warm-up, gradient clipping; then look for boxes without area, and try "
         "bf16 instead of fp16",
     ),
-    Death(
+    FailureSignature(
         id="collective_timeout",
         title="Ranks waited for each other until the limit was over",
         reason="dies: hang",
-        signs=(
-            _says(r"Watchdog caught collective operation timeout", "BI"),
-            _says(r"Timed out waiting \d+ms for (recv|send) operation to complete", "I"),
+        log_patterns=(
+            _log_pattern(r"Watchdog caught collective operation timeout", "BI"),
+            _log_pattern(r"Timed out waiting \d+ms for (recv|send) operation to complete", "I"),
         ),
         fix="The ranks that report it are those that waited: look for one that is missing among them or whose last "
         "sequence number (SeqNum, last enqueued work) is lower, and in its output for what it did then",
     ),
-    Death(
+    FailureSignature(
         id="ddp_unused_parameters",
         title="Parameters that took no part in the loss, under DistributedDataParallel",
         reason="dies: hang",
-        signs=(_says(r"Expected to have finished reduction in the prior iteration", "B"),),
+        log_patterns=(_log_pattern(r"Expected to have finished reduction in the prior iteration", "B"),),
         fix="Let every parameter take part, or DistributedDataParallel(find_unused_parameters=True)",
     ),
-    Death(
+    FailureSignature(
         id="rendezvous_failed",
         title="The processes of the job did not find each other",
         reason="communication",
-        signs=(
-            _says(r"client socket has timed out", "B"),
-            _says(r"Rendezvous(Timeout|Connection|Closed)Error", "B"),
-            _says(r"(?i)(EADDRINUSE|Address already in use)", "R"),
+        log_patterns=(
+            _log_pattern(r"client socket has timed out", "B"),
+            _log_pattern(r"Rendezvous(Timeout|Connection|Closed)Error", "B"),
+            _log_pattern(r"(?i)(EADDRINUSE|Address already in use)", "R"),
         ),
         fix="MASTER_ADDR and MASTER_PORT: the same on all, reachable from each (firewall, container network), and the "
         "port free; and start as many processes as WORLD_SIZE says",
     ),
-    Death(
+    FailureSignature(
         id="gpu_taken",
         title="Another process holds the GPU's memory",
         reason="dies: GPU memory",
-        signs=(_says(r"failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY", "I"),),
+        log_patterns=(_log_pattern(r"failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY", "I"),),
         fix="End the other process (nvidia-smi names it), or let TensorFlow take memory as it needs it "
         "(TF_FORCE_GPU_ALLOW_GROWTH=true)",
     ),
-    Death(
+    FailureSignature(
         id="host_memory_exhausted",
         title="The host's memory did not suffice",
         reason="dies: host memory",
-        signs=(
-            _says(r"OOM when allocating tensor with shape.* by allocator (mkl)?cpu", "R"),
-            _says(r"DefaultCPUAllocator: (can't allocate|not enough) memory", "R"),
-            _says(r"Unable to allocate .* for an array with shape", "R"),
-            _says(r"\[Errno 12\]|(?<!\()Cannot allocate memory|std::bad_alloc", "R"),
-            _says(r"^MemoryError\b", "R"),
-            _says(r"Out of host memory", "R"),
-            _says(r"RESOURCE_EXHAUSTED: Out of memory allocating \d+ bytes", "RB"),  # XLA's client of the CPU
+        log_patterns=(
+            _log_pattern(r"OOM when allocating tensor with shape.* by allocator (mkl)?cpu", "R"),
+            _log_pattern(r"DefaultCPUAllocator: (can't allocate|not enough) memory", "R"),
+            _log_pattern(r"Unable to allocate .* for an array with shape", "R"),
+            _log_pattern(r"\[Errno 12\]|(?<!\()Cannot allocate memory|std::bad_alloc", "R"),
+            _log_pattern(r"^MemoryError\b", "R"),
+            _log_pattern(r"Out of host memory", "R"),
+            _log_pattern(r"RESOURCE_EXHAUSTED: Out of memory allocating \d+ bytes", "RB"),  # XLA's client of the CPU
         ),
         fix="A smaller batch or picture, fewer loader processes, a higher memory limit of the container",
     ),
-    Death(
+    FailureSignature(
         id="gpu_out_of_memory",
         title="The GPU's memory did not suffice",
         reason="dies: GPU memory",
-        signs=(
-            _says(r"CUDA out of memory\. Tried to allocate|torch\.(cuda\.)?OutOfMemoryError", "B"),
-            _says(r"OOM when allocating tensor with shape.* by allocator GPU_\d", "RI"),
-            _says(r"RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "I"),
-            _says(r"Dst tensor is not initialized", "I"),
-            _says(r"fit the memory of", "R"),
-            _says(r"CUDA(_ERROR_OUT_OF_MEMORY| error: out of memory)", "I"),
-            _says(r"(?i)could not create cudnn handle", "I"),
-            _says(r"Allocator \(GPU_\d+_bfc\) ran out of memory trying to allocate", "I", harmless=True),
-            _says(r"Reducing to batch=\d+ and retrying", "B", harmless=True),
+        log_patterns=(
+            _log_pattern(r"CUDA out of memory\. Tried to allocate|torch\.(cuda\.)?OutOfMemoryError", "B"),
+            _log_pattern(r"OOM when allocating tensor with shape.* by allocator GPU_\d", "RI"),
+            _log_pattern(r"RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "I"),
+            _log_pattern(r"Dst tensor is not initialized", "I"),
+            _log_pattern(r"fit the memory of", "R"),
+            _log_pattern(r"CUDA(_ERROR_OUT_OF_MEMORY| error: out of memory)", "I"),
+            _log_pattern(r"(?i)could not create cudnn handle", "I"),
+            _log_pattern(r"Allocator \(GPU_\d+_bfc\) ran out of memory trying to allocate", "I", harmless=True),
+            _log_pattern(r"Reducing to batch=\d+ and retrying", "B", harmless=True),
         ),
         fix="A smaller batch or picture, mixed precision, gradients of several parts added up; and nothing else on the "
         "GPU",
     ),
-    Death(
+    FailureSignature(
         id="device_assert",
         title="A kernel on the GPU found an index out of range",
         reason="dies: bad records",
-        signs=(_says(r"device-side assert triggered|\.cu:\d+: .*Assertion", "I"),),
+        log_patterns=(_log_pattern(r"device-side assert triggered|\.cu:\d+: .*Assertion", "I"),),
         fix="Most often a label that is not below the number of classes; once more with CUDA_LAUNCH_BLOCKING=1, or on "
         "the CPU, names the line",
     ),
-    Death(
+    FailureSignature(
         id="gpu_fault",
         title="The GPU or its driver reported a fault",
         reason="dies: driver or library mismatch",
-        signs=(
-            _says(r"NVRM: Xid \(", "I"),
-            _says(r"(?i)uncorrectable ECC error|GPU has fallen off the bus|Unable to determine the device handle", "I"),
-            _says(r"an illegal memory access was encountered", "I"),
+        log_patterns=(
+            _log_pattern(r"NVRM: Xid \(", "I"),
+            _log_pattern(
+                r"(?i)uncorrectable ECC error|GPU has fallen off the bus|Unable to determine the device handle", "I"
+            ),
+            _log_pattern(r"an illegal memory access was encountered", "I"),
         ),
         fix="NVIDIA's list of Xid errors says what the number means: 13, 31 and 43 are mostly the program's, 48, 74, "
         "79, 94 and 95 the machine's (another machine, and report this one)",
     ),
-    Death(
+    FailureSignature(
         id="version_mismatch",
         title="Driver, CUDA, cuDNN and the program were not made for each other",
         reason="dies: driver or library mismatch",
-        signs=(
-            _says(r"Loaded runtime CuDNN library: .* but source was compiled with", "I"),
-            _says(r"NVIDIA driver on your system is too old", "B"),
-            _says(r"no kernel image is available for execution", "I"),
-            _says(r"CUDA driver version is insufficient for CUDA runtime version", "I"),
-            _says(r"with CUDA capability sm_\w+ is not compatible", "B", harmless=True),
+        log_patterns=(
+            _log_pattern(r"Loaded runtime CuDNN library: .* but source was compiled with", "I"),
+            _log_pattern(r"NVIDIA driver on your system is too old", "B"),
+            _log_pattern(r"no kernel image is available for execution", "I"),
+            _log_pattern(r"CUDA driver version is insufficient for CUDA runtime version", "I"),
+            _log_pattern(r"with CUDA capability sm_\w+ is not compatible", "B", harmless=True),
         ),
         fix="A build for this driver and this GPU (`nvidia-smi` names the newest CUDA that the driver knows), or a "
         "newer driver",
     ),
-    Death(
+    FailureSignature(
         id="packages_too_new",
         title="protobuf, Keras or Python are newer than this program can use",
         reason="dies: paths or environment",
-        signs=(
-            _says(r"Descriptors cannot be created directly", "R"),
-            _says(r"No module named 'keras\.layers\.preprocessing'", "R"),
-            _says(r"mutable default .* use default_factory", "R"),
+        log_patterns=(
+            _log_pattern(r"Descriptors cannot be created directly", "R"),
+            _log_pattern(r"No module named 'keras\.layers\.preprocessing'", "R"),
+            _log_pattern(r"mutable default .* use default_factory", "R"),
         ),
         fix="The versions the program was written for: protobuf < 3.21, Keras 2 (TF_USE_LEGACY_KERAS=1 with tf_keras), "
         "Python 3.10 or older",
     ),
-    Death(
+    FailureSignature(
         id="library_missing",
         title="A library or package is not there",
         reason="dies: paths or environment",
-        signs=(
-            _says(r"Could not load library lib\S+", "I"),
-            _says(r"cannot open shared object file: No such file or directory", "R"),
-            _says(r"ModuleNotFoundError: No module named", "R"),
-            _says(r"Could not load dynamic library '", "IB", harmless=True),
+        log_patterns=(
+            _log_pattern(r"Could not load library lib\S+", "I"),
+            _log_pattern(r"cannot open shared object file: No such file or directory", "R"),
+            _log_pattern(r"ModuleNotFoundError: No module named", "R"),
+            _log_pattern(r"Could not load dynamic library '", "IB", harmless=True),
         ),
         fix="Install what the line names, or put its folder into LD_LIBRARY_PATH (of a Python package: use the "
         "environment that has it)",
     ),
-    Death(
+    FailureSignature(
         id="damaged_record",
         title="A record file is damaged",
         reason="dies: bad records",
-        signs=(
-            _says(r"(corrupted|truncated) record at \d+", "R"),
-            _says(r"\bDataLossError\b", "R"),
+        log_patterns=(
+            _log_pattern(r"(corrupted|truncated) record at \d+", "R"),
+            _log_pattern(r"\bDataLossError\b", "R"),
         ),
         fix="Copy or make the shard again; a size that differs from its source's names it",
     ),
-    Death(
+    FailureSignature(
         id="bad_records",
         title="Pictures or records of the data cannot be read",
         reason="dies: bad records",
-        signs=(
-            _says(r"[\d,]+ of [\d,]+ pictures cannot be used", "R"),
-            _says(r"None of the [\d,]+ pictures tried can be used", "R"),
-            _says(r"cannot identify image file", "B"),
-            _says(r"OSError: image file is truncated", "B"),
+        log_patterns=(
+            _log_pattern(r"[\d,]+ of [\d,]+ pictures cannot be used", "R"),
+            _log_pattern(r"None of the [\d,]+ pictures tried can be used", "R"),
+            _log_pattern(r"cannot identify image file", "B"),
+            _log_pattern(r"OSError: image file is truncated", "B"),
         ),
         fix="Copy or download the named files again, or take them out of the annotations; `stoker data check DATA` "
         "names all that cannot be read",
     ),
-    Death(
+    FailureSignature(
         id="config_typo",
         title="The configuration has a name that does not exist",
         reason="dies: paths or environment",
-        signs=(_says(r"has no field named", "R"),),
+        log_patterns=(_log_pattern(r"has no field named", "R"),),
         fix="Correct the name at the line and column that the message gives",
     ),
-    Death(
+    FailureSignature(
         id="path_wrong",
         title="A path leads nowhere",
         reason="dies: paths or environment",
-        signs=(
-            _says(r"Did not find any input files matching the glob pattern", "R"),
-            _says(r"Failed to find any matching files for", "R"),
-            _says(r"No labels found in", "BR"),
-            _says(r"^(FileNotFoundError|NotADirectoryError|IsADirectoryError): ", "R"),
-            _says(r"(?i)\b(dataset|file|path|folder|directory)\b.{0,200}\bdoes not exist", "BR"),
+        log_patterns=(
+            _log_pattern(r"Did not find any input files matching the glob pattern", "R"),
+            _log_pattern(r"Failed to find any matching files for", "R"),
+            _log_pattern(r"No labels found in", "BR"),
+            _log_pattern(r"^(FileNotFoundError|NotADirectoryError|IsADirectoryError): ", "R"),
+            _log_pattern(r"(?i)\b(dataset|file|path|folder|directory)\b.{0,200}\bdoes not exist", "BR"),
         ),
         fix="Correct the path or pattern; in a container, look whether the volume is mounted there",
     ),
-    Death(
+    FailureSignature(
         id="bucket_refused",
         title="The bucket refused: no permission, or credentials that are not valid there",
         reason="dies: storage",
-        signs=(
-            _says(r"(?i)HTTP response code 40[13]|\b40[13]\b.{0,20}(Forbidden|Unauthorized)", "RI"),
-            _says(r"AccessDenied|does not have storage\.\w+\.\w+ access|InvalidAccessKeyId|SignatureDoesNotMatch", "I"),
+        log_patterns=(
+            _log_pattern(r"(?i)HTTP response code 40[13]|\b40[13]\b.{0,20}(Forbidden|Unauthorized)", "RI"),
+            _log_pattern(
+                r"AccessDenied|does not have storage\.\w+\.\w+ access|InvalidAccessKeyId|SignatureDoesNotMatch", "I"
+            ),
         ),
         fix="Give this identity the right to read and list (write for outputs), or name the identity that has it",
     ),
-    Death(
+    FailureSignature(
         id="bucket_object_missing",
         title="The bucket has no such object, or there is no such bucket",
         reason="dies: storage",
-        signs=(_says(r"(?i)HTTP response code 404|\b404\b.{0,20}Not Found|\bNoSuch(Key|Bucket)\b", "RI"),),
+        log_patterns=(
+            _log_pattern(r"(?i)HTTP response code 404|\b404\b.{0,20}Not Found|\bNoSuch(Key|Bucket)\b", "RI"),
+        ),
         fix="Correct the address; names tell capital letters from small ones",
     ),
-    Death(
+    FailureSignature(
         id="bucket_unreachable",
         title="The bucket did not answer",
         reason="dies: storage",
-        signs=(_says(r"Error executing an HTTP request", "R"),),
+        log_patterns=(_log_pattern(r"Error executing an HTTP request", "R"),),
         fix="Network, name service, proxy, and credentials (the metadata server is asked over HTTP too)",
     ),
-    Death(
+    FailureSignature(
         id="disk_full",
         title="A disk was full",
         reason="dies: storage",
-        signs=(
-            _says(r"No space left on device|Disk quota exceeded", "R"),
+        log_patterns=(
+            _log_pattern(r"No space left on device|Disk quota exceeded", "R"),
             # torch.save does not say why a write has failed.
-            _says(r"enforce fail at inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+", "R"),
-            _says(r"PytorchStreamWriter failed writing file", "I"),
-            _says(r"basic_ios::clear: iostream error", "R"),
+            _log_pattern(r"enforce fail at inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+", "R"),
+            _log_pattern(r"PytorchStreamWriter failed writing file", "I"),
+            _log_pattern(r"basic_ios::clear: iostream error", "R"),
         ),
         fix="Make room, keep fewer checkpoints, or write to another disk; a quota, or no inodes left, say the same",
     ),
-    Death(
+    FailureSignature(
         id="trained_on_cpu",
         title="No GPU was used, and nobody said so loudly",
         reason="blindness",
-        signs=(
-            _says(r"Could not find cuda drivers on your machine", "I", harmless=True),
-            _says(r"Cannot dlopen some GPU libraries", "I", harmless=True),
-            _says(r"There are non-GPU devices in `?tf\.distribute\.Strategy", "R", harmless=True),
+        log_patterns=(
+            _log_pattern(r"Could not find cuda drivers on your machine", "I", harmless=True),
+            _log_pattern(r"Cannot dlopen some GPU libraries", "I", harmless=True),
+            _log_pattern(r"There are non-GPU devices in `?tf\.distribute\.Strategy", "R", harmless=True),
         ),
         severity="warning",
         fix="Driver, container runtime (`docker run --gpus all`) and the framework's CUDA libraries; where the "
         "CPU was meant, nothing is wrong",
     ),
-    Death(
+    FailureSignature(
         id="host_memory_killed",
         title="The kernel killed it because memory was full",
         reason="dies: host memory",
         fix="A higher memory limit of the container, fewer loader threads or processes, a smaller batch, smaller "
         "caches",
     ),
-    Death(
+    FailureSignature(
         id="empty_shard",
         title="It was killed while it read an input file of zero bytes",
         reason="dies: bad records",
         fix="Make or copy the file again; TensorFlow's record reader is known to spin on it without a word",
     ),
-    Death(
+    FailureSignature(
         id="hang",
         title="It stood still until it was stopped",
         reason="dies: hang",
         fix="The evidence says where it stood. In a collective: look for the rank that is not there. At a file or a "
         "bucket: try to read it by hand. While it stands again, `py-spy dump --pid N` shows every thread",
     ),
-    Death(
+    FailureSignature(
         id="preempted",
         title="It was asked to stop (SIGTERM)",
         reason="dies: preemption",
@@ -332,41 +343,41 @@ _DEATHS = (
         fix="Start it again; it goes on from its last checkpoint. A machine that is taken away, a time limit of the "
         "scheduler, or a person: its log says which",
     ),
-    Death(
+    FailureSignature(
         id="interrupted",
         title="It was interrupted from the keyboard (SIGINT)",
         reason="dies: preemption",
         severity="info",
         fix="Start it again where that was not meant",
     ),
-    Death(
+    FailureSignature(
         id="killed",
         title="It was killed (SIGKILL), and what is known does not say by whom",
         reason="unknown",
         fix="Look at the kernel's log (`dmesg -T | grep -i oom`), at the container's state (OOMKilled) and at the "
         "scheduler's log",
     ),
-    Death(
+    FailureSignature(
         id="crashed",
         title="It crashed in native code",
         reason="unknown",
         fix="Once more with PYTHONFAULTHANDLER=1, which prints where; a crash at the import is most often two builds "
         "that do not fit",
     ),
-    Death(
+    FailureSignature(
         id="ended_by_error",
         title="It ended with an error that the catalogue does not know",
         reason="unknown",
         fix="Set right what the message names",
     ),
-    Death(
+    FailureSignature(
         id="end_not_told",
         title="It ended, and nobody could know with which exit code",
         reason="unknown",
         severity="info",
         fix="Kernels from 6.15 on tell it of a job that somebody else started; `stoker watch -- CMD` starts it itself",
     ),
-    Death(
+    FailureSignature(
         id="no_last_word",
         title="Its end is not recorded: it was killed, crashed, or lost its machine",
         reason="unknown",
@@ -375,12 +386,12 @@ _DEATHS = (
     ),
 )
 
-DEATHS: dict[str, Death] = {death.id: death for death in _DEATHS}
+FAILURE_SIGNATURES: dict[str, FailureSignature] = {failure.id: failure for failure in _FAILURE_SIGNATURES}
 
 UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "no_last_word", "end_not_told"})
 """Rows that say how it ended and abstain from why."""
 
-CONSEQUENCES = re.compile(
+SECONDARY_ERRORS = re.compile(
     r"ChildFailedError|CalledProcessError|Connection (reset|closed) by peer|ConnectionResetError|BrokenPipeError|"
     r"DistBackendError|NCCL (error|communicator)|exited unexpectedly|EOFError"
 )

@@ -11,246 +11,296 @@ import itertools
 import re
 import signal
 
-from stoker.diagnosis.failure_signatures import CONSEQUENCES, DEATHS, Death, Sign
-from stoker.diagnosis.output import Line, bare, last_losses_nan, tracebacks
-from stoker.diagnosis.termination import Ended, of_run
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, SECONDARY_ERRORS, FailureSignature, LogPattern
+from stoker.diagnosis.output import LogLine, find_nan_losses, find_tracebacks, strip_rank_prefix
+from stoker.diagnosis.termination import Termination, read_termination
 from stoker.runs.schemas import Evidence, Finding
 
-__all__ = ["Ended", "explain", "of_run"]
+__all__ = ["Termination", "explain", "read_termination"]
 
-NEARLY_FULL = 0.95
+NEARLY_FULL_FRACTION = 0.95
 """Share of a memory's limit in the last sample from which a kill without a word is laid to it. Our judgment: samples
 are a second old at most, and what is left is a batch or two."""
-_QUOTED = 500
+_MAX_QUOTED_CHARS = 500
 """Characters of a line that are quoted."""
-_LINES = 3
+_MAX_QUOTED_LINES = 3
 """Lines that a finding quotes of a sign at most."""
-_LAST_WORDS = 5
+_NUM_LAST_LINES = 5
 """Lines that it quotes where nothing is known: an error of stoker has as many."""
 _SIGKILL, _SIGTERM, _SIGINT = 9, 15, 2
-_PREEMPTED = 75
+_PREEMPTED_EXIT_CODE = 75
 """What stoker's own runs end with when they were asked to stop (errors.Preempted)."""
-HANG_S = 300.0
+MIN_HANG_S = 300.0
 """Stillness before a kill from which on it is what was wrong. Our judgment: longer than any batch, shorter than the
 limits of collectives (10 to 30 minutes); a silent download looks alike, which is why the evidence says where it was."""
-STILL_CORES = 0.05
+MAX_HANG_CORES = 0.05
 """Processor-seconds per second of the whole job below which nothing moved; an idle interpreter takes less."""
-SPINS_S = 30.0
+MIN_SILENT_S = 30.0
 """Time without a word before a kill from which on an empty input file is what was wrong."""
-_CONSEQUENT_XIDS = re.compile(r"\bXid 4[35]\b")
+_SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
 """What the driver says of a program that ended or failed by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Match:
-    death: Death
-    sign: Sign
-    line: Line
-    index: int
+    failure: FailureSignature
+    log_pattern: LogPattern
+    line: LogLine
+    line_index: int
     """Of the line in the output."""
 
 
-def explain(ended: Ended) -> list[Finding]:
+def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then what else its output says. Nothing for one that ended well and silently."""
-    matches = _matches(ended.output)
-    nan = last_losses_nan(ended.output)
-    verdict: Finding | None = _by_force(ended, matches)
-    if verdict is None and ended.exit_code != 0:
-        verdict = _by_output(ended, matches, nan)
-    found = [verdict] if verdict is not None else []
-    if nan and all(finding.cause != "diverged" for finding in found):
-        found.append(_finding("diverged", [_quote(line) for line in nan[:_LINES]]))
-    if not ended.gpu_used:
-        on_cpu = [match.line for match in matches if match.death.id == "trained_on_cpu"]
-        if on_cpu:
-            found.append(_finding("trained_on_cpu", [_quote(line) for line in on_cpu[:_LINES]]))
-    if ended.exit_code != 0:
-        found += _also(ended, matches, {finding.cause for finding in found})
-    return found
+    matches = _find_matches(termination.output)
+    nan_losses = find_nan_losses(termination.output)
+    verdict: Finding | None = _explain_signal(termination, matches)
+    if verdict is None and termination.exit_code != 0:
+        verdict = _explain_output(termination, matches, nan_losses)
+    findings = [verdict] if verdict is not None else []
+    if nan_losses and all(finding.cause != "diverged" for finding in findings):
+        findings.append(_make_finding("diverged", [_quote(line) for line in nan_losses[:_MAX_QUOTED_LINES]]))
+    if not termination.gpu_used:
+        cpu_lines = [match.line for match in matches if match.failure.id == "trained_on_cpu"]
+        if cpu_lines:
+            findings.append(_make_finding("trained_on_cpu", [_quote(line) for line in cpu_lines[:_MAX_QUOTED_LINES]]))
+    if termination.exit_code != 0:
+        findings += _other_findings(termination, matches, {finding.cause for finding in findings})
+    return findings
 
 
-def _by_force(ended: Ended, matches: list[_Match]) -> Finding | None:
+def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding | None:
     """The verdict where a signal ended the job: from outside, it has no last words that say so."""
-    number = ended.signal
-    told = _told(ended)
-    oom = [line for line in ended.kernel if (pid := _killed_pid(line.text)) is not None and pid in ended.pids]
-    if oom:
-        return _finding("host_memory_killed", [_quote(line) for line in oom[:_LINES]] + told)
-    if number == _SIGKILL and ended.oom_kills:
-        text = f"the kernel killed {ended.oom_kills} processes of the job's cgroup for memory"
-        evidence = [Evidence(text=text, value=float(ended.oom_kills), place="memory.events: oom_kill"), *told]
-        return _finding("host_memory_killed", evidence)
-    wordless = number == _SIGKILL or (ended.exit_code is None and not ended.output)
-    if wordless and ended.oom_kills is None and (full := _was_filling(ended)):
+    signal_number = termination.signal
+    end_evidence = _end_evidence(termination)
+    oom_lines = [
+        line
+        for line in termination.kernel_log
+        if (pid := _killed_pid(line.text)) is not None and pid in termination.pids
+    ]
+    if oom_lines:
+        return _make_finding(
+            "host_memory_killed", [_quote(line) for line in oom_lines[:_MAX_QUOTED_LINES]] + end_evidence
+        )
+    if signal_number == _SIGKILL and termination.oom_kills:
+        text = f"the kernel killed {termination.oom_kills} processes of the job's cgroup for memory"
+        evidence = [
+            Evidence(text=text, value=float(termination.oom_kills), source="memory.events: oom_kill"),
+            *end_evidence,
+        ]
+        return _make_finding("host_memory_killed", evidence)
+    ended_silently = signal_number == _SIGKILL or (termination.exit_code is None and not termination.output)
+    if ended_silently and termination.oom_kills is None and (memory_evidence := _memory_full_evidence(termination)):
         unproved = Evidence(text="not proved: nobody counted the kernel's kills (memory.events: oom_kill)")
-        return _finding("host_memory_killed", [*full, *told, unproved], severity="warning")
-    asked = number in (_SIGKILL, _SIGTERM, _SIGINT)
-    silent = ended.still.seconds if ended.still is not None else None
-    if ended.empty_inputs and asked and (number == _SIGKILL if silent is None else silent >= SPINS_S):
-        return _finding("empty_shard", [*_empty(ended), *_stood(ended), *told])
-    if asked and _hangs(ended):
-        return _finding("hang", [*_stood(ended), *told])
-    if number == _SIGKILL:
+        return _make_finding("host_memory_killed", [*memory_evidence, *end_evidence, unproved], severity="warning")
+    was_stopped = signal_number in (_SIGKILL, _SIGTERM, _SIGINT)
+    silent_s = termination.hang.duration_s if termination.hang is not None else None
+    if (
+        termination.empty_inputs
+        and was_stopped
+        and (signal_number == _SIGKILL if silent_s is None else silent_s >= MIN_SILENT_S)
+    ):
+        return _make_finding(
+            "empty_shard", [*_empty_input_evidence(termination), *_hang_evidence(termination), *end_evidence]
+        )
+    if was_stopped and _was_hanging(termination):
+        return _make_finding("hang", [*_hang_evidence(termination), *end_evidence])
+    if signal_number == _SIGKILL:
         not_memory = "the kernel counted no kill for memory in the job's cgroup: somebody else sent it"
-        counted = [Evidence(text=not_memory, value=0.0, place=ended.place)] if ended.oom_kills == 0 else []
-        return _finding("killed", told + counted + _unknown(ended, matches))
-    if number == _SIGTERM or ended.exit_code == _PREEMPTED:
-        return _finding("preempted", told)
-    if number == _SIGINT:
-        return _finding("interrupted", told)
-    bus_error = number == signal.SIGBUS and ended.shm_share is not None and ended.shm_share >= NEARLY_FULL
-    return _finding("shared_memory_full", told) if bus_error else None
+        counted = (
+            [Evidence(text=not_memory, value=0.0, source=termination.source)] if termination.oom_kills == 0 else []
+        )
+        return _make_finding("killed", end_evidence + counted + _unknown_evidence(termination, matches))
+    if signal_number == _SIGTERM or termination.exit_code == _PREEMPTED_EXIT_CODE:
+        return _make_finding("preempted", end_evidence)
+    if signal_number == _SIGINT:
+        return _make_finding("interrupted", end_evidence)
+    shm_was_full = (
+        signal_number == signal.SIGBUS
+        and termination.shm_fraction is not None
+        and termination.shm_fraction >= NEARLY_FULL_FRACTION
+    )
+    return _make_finding("shared_memory_full", end_evidence) if shm_was_full else None
 
 
-def _was_filling(ended: Ended) -> list[Evidence]:
+def _memory_full_evidence(termination: Termination) -> list[Evidence]:
     """That the host's memory was full or would have been before the next sample; else nothing."""
-    share, growth = ended.memory_share, ended.memory_growth
-    if share is None or (share < NEARLY_FULL and share + growth < 1):
+    fraction, growth = termination.memory_fraction, termination.memory_growth
+    if fraction is None or (fraction < NEARLY_FULL_FRACTION and fraction + growth < 1):
         return []
-    if share >= NEARLY_FULL:
-        return [Evidence(text="it ended when the host's memory was full", value=share, place=ended.samples_place)]
+    if fraction >= NEARLY_FULL_FRACTION:
+        return [
+            Evidence(text="it ended when the host's memory was full", value=fraction, source=termination.samples_source)
+        ]
     text = (
-        f"the host's memory was {100 * share:.0f} % full in the last sample, {100 * growth:.0f} points more than in "
+        f"the host's memory was {100 * fraction:.0f} % full in the last sample, {100 * growth:.0f} points more than in "
         "the one before: it was full before there was another"
     )
-    return [Evidence(text=text, value=share, place=ended.samples_place)]
+    return [Evidence(text=text, value=fraction, source=termination.samples_source)]
 
 
-def _by_output(ended: Ended, matches: list[_Match], nan: list[Line]) -> Finding:
+def _explain_output(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> Finding:
     """The verdict from the last words: what stands after the last traceback, then the tracebacks from the last one on,
     then all that was said. An error that only reports another one's end passes the question on."""
-    told, fatal = _told(ended), [match for match in matches if not match.sign.harmless]
-    lines, end = ended.output, len(ended.output)
-    for start, last in reversed(tracebacks(lines)):
+    end_evidence, fatal_matches = (
+        _end_evidence(termination),
+        [match for match in matches if not match.log_pattern.harmless],
+    )
+    lines, end = termination.output, len(termination.output)
+    for start, last in reversed(find_tracebacks(lines)):
         for begin, stop in ((last + 1, end), (start, last + 1)):
-            said = [match for match in fatal if begin <= match.index < stop]
-            if said:
-                return _of_matches(ended, said, matches)
-        if not CONSEQUENCES.search(lines[last].text):
-            if ended.exit_code == -signal.SIGINT or lines[last].text.startswith("KeyboardInterrupt"):
-                return _finding("interrupted", [_quote(lines[last]), *told])
-            return _finding("ended_by_error", [_quote(lines[last]), *told, *_unknown(ended, matches)])
+            failure_matches = [match for match in fatal_matches if begin <= match.line_index < stop]
+            if failure_matches:
+                return _finding_from_matches(termination, failure_matches, matches)
+        if not SECONDARY_ERRORS.search(lines[last].text):
+            if termination.exit_code == -signal.SIGINT or lines[last].text.startswith("KeyboardInterrupt"):
+                return _make_finding("interrupted", [_quote(lines[last]), *end_evidence])
+            return _make_finding(
+                "ended_by_error", [_quote(lines[last]), *end_evidence, *_unknown_evidence(termination, matches)]
+            )
         end = start
-    if fatal:
-        return _of_matches(ended, fatal, matches)
-    if nan:
-        return _finding("diverged", [_quote(line) for line in nan[:_LINES]] + told)
-    if ended.signal is not None:
-        return _finding("crashed", told + _unknown(ended, matches))
-    spoken = [line for line in lines if line.text.strip()]
-    quoted = [_quote(line) for line in spoken[-_LAST_WORDS:]]
-    if ended.exit_code is None and ended.place:
-        seen = Evidence(text="its end was seen, its exit code was not", place=ended.place)
-        return _finding("end_not_told", [seen, *quoted])
-    if ended.exit_code is None:
-        return _finding("no_last_word", told + quoted + _unknown(ended, matches))
-    return _finding("ended_by_error", quoted + told + _unknown(ended, matches))
+    if fatal_matches:
+        return _finding_from_matches(termination, fatal_matches, matches)
+    if nan_losses:
+        return _make_finding("diverged", [_quote(line) for line in nan_losses[:_MAX_QUOTED_LINES]] + end_evidence)
+    if termination.signal is not None:
+        return _make_finding("crashed", end_evidence + _unknown_evidence(termination, matches))
+    nonempty_lines = [line for line in lines if line.text.strip()]
+    quoted = [_quote(line) for line in nonempty_lines[-_NUM_LAST_LINES:]]
+    if termination.exit_code is None and termination.source:
+        end_line = Evidence(text="its end was seen, its exit code was not", source=termination.source)
+        return _make_finding("end_not_told", [end_line, *quoted])
+    if termination.exit_code is None:
+        return _make_finding("no_last_word", end_evidence + quoted + _unknown_evidence(termination, matches))
+    return _make_finding("ended_by_error", quoted + end_evidence + _unknown_evidence(termination, matches))
 
 
-def _of_matches(ended: Ended, said: list[_Match], matches: list[_Match]) -> Finding:
+def _finding_from_matches(termination: Termination, failure_matches: list[_Match], matches: list[_Match]) -> Finding:
     """The most specific cause of those said, the newest line of it first."""
-    order = list(DEATHS)
-    death = min((match.death for match in said), key=lambda death: order.index(death.id))
-    newest = [match.line for match in reversed(said) if match.death is death]
-    lines = list(dict.fromkeys([*newest, *(match.line for match in matches if match.death is death)]))
-    evidence = [_quote(line) for line in lines[:_LINES]]
-    if death.id == "collective_timeout":
-        evidence += _ranks(lines)
-    return _finding(death.id, evidence + _told(ended))
+    failure_ids = list(FAILURE_SIGNATURES)
+    failure = min((match.failure for match in failure_matches), key=lambda failure: failure_ids.index(failure.id))
+    newest_lines = [match.line for match in reversed(failure_matches) if match.failure is failure]
+    lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.failure is failure)]))
+    evidence = [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
+    if failure.id == "collective_timeout":
+        evidence += _rank_evidence(lines)
+    return _make_finding(failure.id, evidence + _end_evidence(termination))
 
 
-def _hangs(ended: Ended) -> bool:
-    still = ended.still
-    if still is None or still.seconds < HANG_S:
+def _was_hanging(termination: Termination) -> bool:
+    hang = termination.hang
+    if hang is None or hang.duration_s < MIN_HANG_S:
         return False
-    return still.waits_in == "comm" or (still.cores is not None and still.cores < STILL_CORES)
+    return hang.main_thread_state == "comm" or (hang.cpu_cores is not None and hang.cpu_cores < MAX_HANG_CORES)
 
 
-def _stood(ended: Ended) -> list[Evidence]:
+def _hang_evidence(termination: Termination) -> list[Evidence]:
     """Where it stood, and for how long."""
-    still = ended.still
-    if still is None:
+    hang = termination.hang
+    if hang is None:
         return []
-    found = [Evidence(text=f"no step and no line of output in its last {still.seconds:.0f} s", value=still.seconds,
-                      place=still.place)]  # fmt: skip
-    if still.cores is not None:
-        text = f"its processes used {still.cores:.2f} cores meanwhile"
-        found.append(Evidence(text=text, value=still.cores, place=ended.samples_place))
-    if still.frame:
-        found.append(Evidence(text=f"the main thread was in {still.frame}", place=still.stacks_place))
-    return found
+    evidence = [Evidence(text=f"no step and no line of output in its last {hang.duration_s:.0f} s", value=hang.duration_s,
+                      source=hang.source)]  # fmt: skip
+    if hang.cpu_cores is not None:
+        text = f"its processes used {hang.cpu_cores:.2f} cores meanwhile"
+        evidence.append(Evidence(text=text, value=hang.cpu_cores, source=termination.samples_source))
+    if hang.frame:
+        evidence.append(Evidence(text=f"the main thread was in {hang.frame}", source=hang.stacks_source))
+    return evidence
 
 
-def _also(ended: Ended, matches: list[_Match], known: set[str]) -> list[Finding]:
+def _other_findings(termination: Termination, matches: list[_Match], reported_ids: set[str]) -> list[Finding]:
     """Other causes that were named, of which the verdict took none: by how specific they are."""
-    found = []
-    for death in DEATHS.values():
-        lines = [m.line for m in matches if m.death is death and not m.sign.harmless]
-        if lines and death.id not in known:
-            said = Evidence(text="said in the output; not what ended it, as far as the end shows")
-            found.append(_finding(death.id, [*(_quote(line) for line in lines[-_LINES:]), said], severity="info"))
-    faults = [line for line in ended.kernel if _xid(line.text) is not None]
-    if faults and "gpu_fault" not in known:
-        mine = any(_xid(line.text) in ended.pids for line in faults)
-        evidence = [_quote(line) for line in faults[-_LINES:]]
-        if not mine:
+    findings = []
+    for failure in FAILURE_SIGNATURES.values():
+        lines = [match.line for match in matches if match.failure is failure and not match.log_pattern.harmless]
+        if lines and failure.id not in reported_ids:
+            note = Evidence(text="said in the output; not what ended it, as far as the end shows")
+            findings.append(
+                _make_finding(
+                    failure.id, [*(_quote(line) for line in lines[-_MAX_QUOTED_LINES:]), note], severity="info"
+                )
+            )
+    fault_lines = [line for line in termination.kernel_log if _xid_pid(line.text) is not None]
+    if fault_lines and "gpu_fault" not in reported_ids:
+        names_this_job = any(_xid_pid(line.text) in termination.pids for line in fault_lines)
+        evidence = [_quote(line) for line in fault_lines[-_MAX_QUOTED_LINES:]]
+        if not names_this_job:
             evidence.append(Evidence(text="not known: whether it was this job's; the lines name no process of it"))
-        found.insert(0, _finding("gpu_fault", evidence, severity="critical" if mine else "warning"))
-    elif "gpu_fault" not in known:
-        told = [line for line in ended.xids if not _CONSEQUENT_XIDS.search(line.text)]
-        if told:
-            found.insert(0, _finding("gpu_fault", [_quote(line) for line in told[-_LINES:]]))
-    return found
+        findings.insert(0, _make_finding("gpu_fault", evidence, severity="critical" if names_this_job else "warning"))
+    elif "gpu_fault" not in reported_ids:
+        xid_lines = [line for line in termination.xids if not _SECONDARY_XIDS.search(line.text)]
+        if xid_lines:
+            findings.insert(0, _make_finding("gpu_fault", [_quote(line) for line in xid_lines[-_MAX_QUOTED_LINES:]]))
+    return findings
 
 
-def _matches(lines: tuple[Line, ...]) -> list[_Match]:
+def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
     """Each line counts for the most specific row that knows it."""
-    texts = [bare(line.text) for line in lines]
-    found = []
-    for index in sorted(_candidates(texts)):
-        for death in DEATHS.values():
-            sign = next((sign for sign in death.signs if sign.pattern.search(texts[index])), None)
-            if sign is not None:
-                found.append(_Match(death, sign, lines[index], index))
+    stripped_lines = [strip_rank_prefix(line.text) for line in lines]
+    matches = []
+    for index in sorted(_candidate_line_indices(stripped_lines)):
+        for failure in FAILURE_SIGNATURES.values():
+            log_pattern = next(
+                (
+                    log_pattern
+                    for log_pattern in failure.log_patterns
+                    if log_pattern.regex.search(stripped_lines[index])
+                ),
+                None,
+            )
+            if log_pattern is not None:
+                matches.append(_Match(failure, log_pattern, lines[index], index))
                 break
-    return _with_ends(found, lines) if any(match.sign.ends is not None for match in found) else found
+    return (
+        _check_traceback_ends(matches, lines)
+        if any(match.log_pattern.traceback_end is not None for match in matches)
+        else matches
+    )
 
 
-def _with_ends(found: list[_Match], lines: tuple[Line, ...]) -> list[_Match]:
+def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> list[_Match]:
     """Those whose traceback has to end in some way stay where it does, and have its last line, too."""
-    ends = {
+    confirmed = {
         last: match
-        for match in found
-        if match.sign.ends is not None
-        for start, last in tracebacks(lines)
-        if start <= match.index <= last and match.sign.ends.search(lines[last].text) is not None
+        for match in matches
+        if match.log_pattern.traceback_end is not None
+        for start, last in find_tracebacks(lines)
+        if start <= match.line_index <= last and match.log_pattern.traceback_end.search(lines[last].text) is not None
     }
-    kept = [match for match in found if match.index not in ends and (match.sign.ends is None or match in ends.values())]
-    kept += [dataclasses.replace(match, line=lines[last], index=last) for last, match in ends.items()]
-    return sorted(kept, key=lambda match: match.index)
+    retained = [
+        match
+        for match in matches
+        if match.line_index not in confirmed
+        and (match.log_pattern.traceback_end is None or match in confirmed.values())
+    ]
+    retained += [dataclasses.replace(match, line=lines[last], line_index=last) for last, match in confirmed.items()]
+    return sorted(retained, key=lambda match: match.line_index)
 
 
-def _candidates(texts: list[str]) -> set[int]:
+def _candidate_line_indices(stripped_lines: list[str]) -> set[int]:
     """Places of the lines that any sign may know, and of few others: each sign looks through all lines as one text,
     which most are not in, ten times as fast as through one line after the other."""
-    whole = "\n".join(texts)
-    ends = list(itertools.accumulate(len(text) + 1 for text in texts))
-    found: set[int] = set()
-    for death in DEATHS.values():
-        for sign in death.signs:
-            match = sign.pattern.search(whole)
+    joined = "\n".join(stripped_lines)
+    line_ends = list(itertools.accumulate(len(text) + 1 for text in stripped_lines))
+    indices: set[int] = set()
+    for failure in FAILURE_SIGNATURES.values():
+        for log_pattern in failure.log_patterns:
+            match = log_pattern.regex.search(joined)
             while match is not None:
-                index = bisect.bisect_right(ends, match.start())
-                found.add(index)  # where it also matches across lines, the line alone decides
-                match = sign.pattern.search(whole, ends[index])
-    return found
+                index = bisect.bisect_right(line_ends, match.start())
+                indices.add(index)  # where it also matches across lines, the line alone decides
+                match = log_pattern.regex.search(joined, line_ends[index])
+    return indices
 
 
-_RANK = re.compile(r"\brank\s?(\d+)", re.IGNORECASE)
+_RANK_PATTERN = re.compile(r"\brank\s?(\d+)", re.IGNORECASE)
 
 
-def _ranks(lines: list[Line]) -> list[Evidence]:
-    ranks = sorted({int(match[1]) for line in lines if (match := _RANK.search(line.text)) and len(match[1]) < 10})
+def _rank_evidence(lines: list[LogLine]) -> list[Evidence]:
+    ranks = sorted(
+        {int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text)) and len(match[1]) < 10}
+    )
     if not ranks:
         return [Evidence(text="not known: which rank waited; the lines do not say")]
     return [Evidence(text=f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]
@@ -262,7 +312,7 @@ def _killed_pid(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _xid(text: str) -> int | None:
+def _xid_pid(text: str) -> int | None:
     """The process that an Xid line names, 0 where it names none; None: no such line."""
     if not re.search(r"NVRM: Xid \(", text):
         return None
@@ -270,54 +320,59 @@ def _xid(text: str) -> int | None:
     return int(match[1]) if match else 0
 
 
-def _told(ended: Ended) -> list[Evidence]:
+def _end_evidence(termination: Termination) -> list[Evidence]:
     """The numbers that are known of its end."""
-    found = []
-    number = ended.signal
-    if number is not None:
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        found.append(Evidence(text=f"ended by {name}", value=float(number), place=ended.place))
-    elif ended.exit_code is not None:
-        text = f"ended with exit code {ended.exit_code}"
-        found.append(Evidence(text=text, value=float(ended.exit_code), place=ended.place))
-    for what, share in (
-        ("host memory", ended.memory_share), ("GPU memory", ended.gpu_memory_share), ("/dev/shm", ended.shm_share),
+    evidence = []
+    signal_number = termination.signal
+    if signal_number is not None:
+        name = signal.Signals(signal_number).name if signal_number in set(signal.Signals) else f"signal {signal_number}"
+        evidence.append(Evidence(text=f"ended by {name}", value=float(signal_number), source=termination.source))
+    elif termination.exit_code is not None:
+        text = f"ended with exit code {termination.exit_code}"
+        evidence.append(Evidence(text=text, value=float(termination.exit_code), source=termination.source))
+    for description, fraction in (
+        ("host memory", termination.memory_fraction), ("GPU memory", termination.gpu_memory_fraction), ("/dev/shm", termination.shm_fraction),
     ):  # fmt: skip
-        if share is not None and share >= NEARLY_FULL:
-            text = f"{what} was {100 * share:.0f} % full in the last sample"
-            found.append(Evidence(text=text, value=share, place=ended.samples_place))
-    return found
+        if fraction is not None and fraction >= NEARLY_FULL_FRACTION:
+            text = f"{description} was {100 * fraction:.0f} % full in the last sample"
+            evidence.append(Evidence(text=text, value=fraction, source=termination.samples_source))
+    return evidence
 
 
-def _unknown(ended: Ended, matches: list[_Match]) -> list[Evidence]:
+def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[Evidence]:
     """What an abstaining finding lacks, and the lines that may be harmless."""
-    hints = [match.line for match in matches if match.sign.harmless and match.death.id != "trained_on_cpu"]
-    found = [_quote(line, "may be harmless: ") for line in hints[-_LINES:]]
-    lacks = [
+    hints = [match.line for match in matches if match.log_pattern.harmless and match.failure.id != "trained_on_cpu"]
+    evidence = [_quote(line, "may be harmless: ") for line in hints[-_MAX_QUOTED_LINES:]]
+    unknown_names = [
         name
         for name, missing in (
-            ("its exit code or signal", ended.exit_code is None),
-            ("its output", not ended.output),
-            ("whether the kernel killed it for memory", ended.oom_kills is None and ended.signal in (None, _SIGKILL)),
+            ("its exit code or signal", termination.exit_code is None),
+            ("its output", not termination.output),
+            (
+                "whether the kernel killed it for memory",
+                termination.oom_kills is None and termination.signal in (None, _SIGKILL),
+            ),
         )
         if missing
     ]
-    if lacks and (ended.signal is not None or ended.exit_code is None):
-        found.append(Evidence(text="not known: " + ", ".join(lacks)))
-    return found
+    if unknown_names and (termination.signal is not None or termination.exit_code is None):
+        evidence.append(Evidence(text="not known: " + ", ".join(unknown_names)))
+    return evidence
 
 
-def _empty(ended: Ended) -> list[Evidence]:
-    return [Evidence(text="0 bytes", value=0.0, place=path) for path in ended.empty_inputs[:_LINES]]
+def _empty_input_evidence(termination: Termination) -> list[Evidence]:
+    return [Evidence(text="0 bytes", value=0.0, source=path) for path in termination.empty_inputs[:_MAX_QUOTED_LINES]]
 
 
-def _quote(line: Line, before: str = "") -> Evidence:
+def _quote(line: LogLine, prefix: str = "") -> Evidence:
     text = line.text.strip()
-    return Evidence(text=before + (text if len(text) <= _QUOTED else text[:_QUOTED] + " …"), place=line.place)
+    return Evidence(
+        text=prefix + (text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + " …"), source=line.source
+    )
 
 
-def _finding(cause: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
-    death = DEATHS[cause]
+def _make_finding(failure_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
+    failure = FAILURE_SIGNATURES[failure_id]
     return Finding(
-        cause=cause, severity=severity or death.severity, title=death.title, evidence=evidence, fix=death.fix
+        cause=failure_id, severity=severity or failure.severity, title=failure.title, evidence=evidence, fix=failure.fix
     )

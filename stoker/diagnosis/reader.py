@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.diagnosis import postmortem
-from stoker.diagnosis.catalogue import CATALOGUE, common
-from stoker.diagnosis.run_data import Gpu, Records, Silence
+from stoker.diagnosis.catalogue import CATALOG, common_threshold
+from stoker.diagnosis.run_data import GpuStats, ProgressGap, RunRecords
 from stoker.runs import records
 from stoker.runs.schemas import (
     DeviceSample,
@@ -25,354 +25,386 @@ from stoker.runs.schemas import (
     TraceWindow,
 )
 from stoker.runs.totals import folders, totals
-from stoker.storage.uri import is_address
+from stoker.storage.uri import is_uri
 
-SHOWN = 3
+MAX_EXAMPLES = 3
 """Names and lines that are kept of many."""
-FRAMES = 64
+MAX_FRAMES = 64
 """Frames of stacks that are counted; a loop has a few."""
 
-_HOT = 0x08 | 0x20 | 0x40
-_CAPPED = 0x04 | 0x80
-_SET = 0x02
+_THERMAL_BITS = 0x08 | 0x20 | 0x40
+_POWER_BITS = 0x04 | 0x80
+_APP_CLOCK_BIT = 0x02
 """NVML's bits of why a clock is low: hardware, software and hardware thermal slowdown; software power cap and power
 brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
 
-_START = ("startup", "compile")
+_STARTUP_PHASES = ("startup", "compile")
 """Phases that a window with steps may begin with."""
-_WAITING = 1000
+_MAX_PENDING_WINDOWS = 1000
 """Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at
 least."""
 
-_ENDS = ("finished", "failed", "preempted")
+_END_KINDS = ("finished", "failed", "preempted")
 
 
-def read(run: Path, price: float | None = None) -> Records:
+def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRecords:
     """The records of a run, live, dead or finished. price: money per device-hour; None: as the run was told."""
-    tables = records.read_settings(run) or {}  # without their schema: a run of another version has them there too
+    tables = records.read_settings(run_dir) or {}  # without their schema: a run of another version has them there too
     reasons = tables.pop("reasons", {})
     settings: dict[str, Any] = {}
     for table in tables.values():
         settings |= table if isinstance(table, dict) else {}
-    seen = Records(
-        totals=totals(run),
-        price=records.price_of(run) if price is None else price,
+    run_records = RunRecords(
+        totals=totals(run_dir),
+        price_per_device_hour=records.recorded_price(run_dir)
+        if price_per_device_hour is None
+        else price_per_device_hour,
         settings=settings,
-        reasons=frozenset(reasons),
-        from_bucket=is_address(str(settings.get("data", ""))),
-        ours=bool(settings),
-        ended=postmortem.of_run(run),
+        auto_settings=frozenset(reasons),
+        from_bucket=is_uri(str(settings.get("data", ""))),
+        is_native_run=bool(settings),
+        termination=postmortem.read_termination(run_dir),
     )
-    newest = _read_events(run, seen)
-    stretches = _read_steps(run, seen, newest)
-    _read_devices(run, seen, stretches)
+    end_event = _read_events(run_dir, run_records)
+    steady_spans = _read_steps(run_dir, run_records, end_event)
+    _read_devices(run_dir, run_records, steady_spans)
     paths: set[str] = set()
-    for line in records.read_lines(run, records.QUARANTINE, Quarantined):
-        paths.add(line.path)
-        if len(seen.quarantined) < SHOWN:
-            seen.quarantined.setdefault(line.path, line.error)
-    seen.quarantined_count = len(paths)
-    ranks = folders(run)
-    seen.ranks = len(ranks)
-    for trace in records.read_lines(run, records.TRACES, TraceWindow):
-        _add_trace(seen, trace)
-    for folder in ranks.values():
-        for stack in records.read_lines(folder, records.STACKS, StackWindow):
-            _add_stacks(seen, stack, stretches.get(stack.attempt))
-    for probe in records.read_lines(run, records.PROBES, Probe):
+    for quarantined in records.read_lines(run_dir, records.QUARANTINE, Quarantined):
+        paths.add(quarantined.path)
+        if len(run_records.quarantined) < MAX_EXAMPLES:
+            run_records.quarantined.setdefault(quarantined.path, quarantined.error)
+    run_records.num_quarantined = len(paths)
+    ranks = folders(run_dir)
+    run_records.num_ranks = len(ranks)
+    for trace in records.read_lines(run_dir, records.TRACES, TraceWindow):
+        _add_trace(run_records, trace)
+    for rank_dir in ranks.values():
+        for stack in records.read_lines(rank_dir, records.STACKS, StackWindow):
+            _add_stacks(run_records, stack, steady_spans.get(stack.attempt))
+    for probe in records.read_lines(run_dir, records.PROBES, Probe):
         if not probe.reason and probe.ratio > 0:
-            seen.probes[probe.what] = probe
-    return seen
+            run_records.probes[probe.probe] = probe
+    return run_records
 
 
-def _read_events(run: Path, seen: Records) -> Event | None:
+def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
     """The end of the newest attempt, where it has one."""
-    end: Event | None = None
-    learning = seen.learning
-    for event in records.read_lines(run, records.EVENTS, Event):
+    end_event: Event | None = None
+    learning = run_records.learning
+    for event in records.read_lines(run_dir, records.EVENTS, Event):
         if event.kind in ("started", "resumed"):
-            end = None
-            seen.empty_inputs = []
-            seen.watched |= "watched" in event.data
-        elif event.kind in _ENDS:
-            end = event
+            end_event = None
+            run_records.empty_inputs = []
+            run_records.is_external |= "watched" in event.data
+        elif event.kind in _END_KINDS:
+            end_event = event
         elif event.kind == "checkpoint":
-            seen.checkpoints += 1
+            run_records.num_checkpoints += 1
         elif event.kind == "checkpoint_failed":
-            seen.checkpoint_failures.append(event.text)
+            run_records.checkpoint_failures.append(event.text)
         elif event.kind == "gpu_fault":
-            seen.gpu_faults.append(event)
-        elif event.kind in records.LEARNING_KINDS:
+            run_records.gpu_faults.append(event)
+        elif event.kind in records.STABILITY_KINDS:
             learning.events.setdefault(event.kind, []).append(event)
         elif event.kind == "evaluated":
-            _add_evaluation(seen, event)
+            _add_evaluation(run_records, event)
         elif event.kind == "warning":
             if "not_finite" in event.data:
-                learning.not_finite = event
-            empty = event.data.get("empty_inputs")
-            if isinstance(empty, list):
-                seen.empty_inputs = [str(path) for path in empty]
+                learning.non_finite_event = event
+            empty_inputs = event.data.get("empty_inputs")
+            if isinstance(empty_inputs, list):
+                run_records.empty_inputs = [str(path) for path in empty_inputs]
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
-                seen.storage_warnings.append(event.text)
+                run_records.storage_warnings.append(event.text)
         if event.kind == "note" and isinstance(event.data.get("facts"), dict):
-            seen.facts |= event.data["facts"]
+            run_records.facts |= event.data["facts"]
         workers = event.data.get("workers")
         if isinstance(workers, int):
-            seen.facts["workers"] = workers
-    return end
+            run_records.facts["workers"] = workers
+    return end_event
 
 
-def _add_evaluation(seen: Records, event: Event) -> None:
-    learning = seen.learning
-    learning.evaluations += 1
+def _add_evaluation(run_records: RunRecords, event: Event) -> None:
+    learning = run_records.learning
+    learning.num_evaluations += 1
     metrics = event.data.get("metrics")
     ap = metrics.get("ap") if isinstance(metrics, dict) else None
     if not isinstance(ap, int | float):
         return
     learning.newest_ap = float(ap)
-    boxes = metrics.get("boxes") if isinstance(metrics, dict) else None
-    learning.boxes = boxes if isinstance(boxes, int) else None
+    num_gt_boxes = metrics.get("boxes") if isinstance(metrics, dict) else None
+    learning.num_gt_boxes = num_gt_boxes if isinstance(num_gt_boxes, int) else None
     if learning.best is None or ap > learning.best[1]:
-        learning.best, learning.evaluations_since_best = (event.t, float(ap), event.step), 0
+        learning.best, learning.evals_since_best = (event.t, float(ap), event.step), 0
     else:
-        learning.evaluations_since_best += 1
+        learning.evals_since_best += 1
 
 
-class _Stretch(NamedTuple):
+class _SteadySpan(NamedTuple):
     """The steady time of an attempt, Unix seconds: after its start, up to its last window with steps. In that window it
     may end, and free what it had."""
 
-    begin_t: float
+    start_t: float
     end_t: float
 
-    def holds(self, t: float) -> bool:
-        return self.begin_t < t < self.end_t
+    def contains(self, t: float) -> bool:
+        return self.start_t < t < self.end_t
 
-    def outside(self, begin_t: float, end_t: float) -> float:
+    def outside_fraction(self, start_t: float, end_t: float) -> float:
         """Share of a time that does not lie in it."""
-        inside_s = max(0.0, min(end_t, self.end_t) - max(begin_t, self.begin_t))
-        return 1 - inside_s / (end_t - begin_t) if end_t > begin_t else 0.0
+        inside_s = max(0.0, min(end_t, self.end_t) - max(start_t, self.start_t))
+        return 1 - inside_s / (end_t - start_t) if end_t > start_t else 0.0
 
 
-def _read_steps(run: Path, seen: Records, end: Event | None) -> dict[int, _Stretch]:
+def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None) -> dict[int, _SteadySpan]:
     """Attempt → its steady time."""
-    stretches: dict[int, _Stretch] = {}
+    steady_spans: dict[int, _SteadySpan] = {}
     last_t: float | None = None
-    longest_s, attempt = 0.0, 0
-    fetch_s, pictures, wanted = 0.0, 0, seen.facts.get("pictures")
-    waiting: list[StepWindow] = []
+    max_gap_s, attempt = 0.0, 0
+    total_fetch_s, images_seen, dataset_size = 0.0, 0, run_records.facts.get("pictures")
+    pending_windows: list[StepWindow] = []
     """Windows without steps, which are of the end unless steps follow."""
-    for window in records.read_lines(run, records.STEPS, StepWindow):
-        learning = seen.learning
+    for window in records.read_lines(run_dir, records.STEPS, StepWindow):
+        learning = run_records.learning
         if window.attempt != attempt:
-            _add_end(seen, waiting)
-            attempt, last_t, longest_s = window.attempt, None, 0.0
+            _add_trailing_windows(run_records, pending_windows)
+            attempt, last_t, max_gap_s = window.attempt, None, 0.0
         if window.memory_peak_bytes is not None:
-            seen.memory_peak_bytes = max(seen.memory_peak_bytes or 0, window.memory_peak_bytes)
-        if window.starved is not None:
-            seen.starved += window.starved
-            seen.starved_of += window.steps
-        _add_learning(seen, window)
+            run_records.memory_peak_bytes = max(run_records.memory_peak_bytes or 0, window.memory_peak_bytes)
+        if window.host_bound_steps is not None:
+            run_records.host_bound_steps += window.host_bound_steps
+            run_records.host_bound_checked_steps += window.window_steps
+        _add_learning(run_records, window)
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices
-        pictures += window.pictures
-        fetch_s += window.input.get("fetch", 0.0)
-        if isinstance(wanted, int) and seen.first_epoch_fetch_s is None and pictures >= wanted > 0:
-            seen.first_epoch_fetch_s = fetch_s
-        stretch = stretches.get(window.attempt)
-        if window.steps > 0:
-            started_s = sum(window.phases.get(name, 0.0) for name in _START) / max(1, window.devices)
-            longest_s = max(longest_s, window.wall_s - started_s if last_t is None else window.t - last_t)
+        images_seen += window.num_images
+        total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
+        if (
+            isinstance(dataset_size, int)
+            and run_records.first_epoch_fetch_s is None
+            and images_seen >= dataset_size > 0
+        ):
+            run_records.first_epoch_fetch_s = total_fetch_s
+        steady_span = steady_spans.get(window.attempt)
+        if window.window_steps > 0:
+            startup_s = sum(window.phases.get(name, 0.0) for name in _STARTUP_PHASES) / max(1, window.devices)
+            max_gap_s = max(max_gap_s, window.wall_s - startup_s if last_t is None else window.t - last_t)
             last_t = window.t
-            stretches[window.attempt] = _Stretch(
-                window.t if stretch is None else stretch.begin_t, window.t - window.wall_s
+            steady_spans[window.attempt] = _SteadySpan(
+                window.t if steady_span is None else steady_span.start_t, window.t - window.wall_s
             )
-        if stretch is not None and window.steps > 0:
-            for earlier in (*waiting, window):
-                _add_steady(seen, earlier)
-            waiting.clear()
-        elif stretch is not None:
-            waiting.append(window)
-            if len(waiting) > _WAITING:
-                _add_end(seen, waiting)
-        elif window.steps > 0 and window.wall_s > common("first_window_s") and not seen.watched:
-            _add_steady(seen, window, without=_START)
-    _add_end(seen, waiting)
-    if (end is None or end.kind != "finished") and last_t is not None and attempt == seen.totals.attempts:
-        seen.silence = Silence(since_s=0.0, usual_s=longest_s, last_t=last_t)
-    return stretches
+        if steady_span is not None and window.window_steps > 0:
+            for pending in (*pending_windows, window):
+                _add_steady(run_records, pending)
+            pending_windows.clear()
+        elif steady_span is not None:
+            pending_windows.append(window)
+            if len(pending_windows) > _MAX_PENDING_WINDOWS:
+                _add_trailing_windows(run_records, pending_windows)
+        elif (
+            window.window_steps > 0
+            and window.wall_s > common_threshold("first_window_s")
+            and not run_records.is_external
+        ):
+            _add_steady(run_records, window, excluded=_STARTUP_PHASES)
+    _add_trailing_windows(run_records, pending_windows)
+    if (
+        (end_event is None or end_event.kind != "finished")
+        and last_t is not None
+        and attempt == run_records.totals.attempts
+    ):
+        run_records.progress_gap = ProgressGap(gap_s=0.0, max_earlier_gap_s=max_gap_s, last_step_t=last_t)
+    return steady_spans
 
 
-def _add_end(seen: Records, waiting: list[StepWindow]) -> None:
-    for window in waiting:
-        _add_steady(seen, window, without=("unattributed", "host"))
-    waiting.clear()
+def _add_trailing_windows(run_records: RunRecords, pending_windows: list[StepWindow]) -> None:
+    for window in pending_windows:
+        _add_steady(run_records, window, excluded=("unattributed", "host"))
+    pending_windows.clear()
 
 
-def _add_steady(seen: Records, window: StepWindow, *, without: tuple[str, ...] = ()) -> None:
+def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[str, ...] = ()) -> None:
     """without: phases of the window that are of the start or the end."""
-    steady, device_s = seen.steady, window.wall_s * window.devices
-    for name, took_s in window.phases.items():
-        if name in without:
-            device_s -= took_s
+    steady, device_s = run_records.steady, window.wall_s * window.devices
+    for name, duration_s in window.phases.items():
+        if name in excluded:
+            device_s -= duration_s
         else:
-            steady.phases[name] = steady.phases.get(name, 0.0) + took_s
-    for name, took_s in window.input.items():
-        steady.input[name] = steady.input.get(name, 0.0) + took_s
-    for name, took_s in window.cpu.items():
-        if name not in without:
-            steady.cpu[name] = steady.cpu.get(name, 0.0) + took_s
+            steady.phases[name] = steady.phases.get(name, 0.0) + duration_s
+    for name, duration_s in window.input_wait_stages.items():
+        steady.input_wait_stages[name] = steady.input_wait_stages.get(name, 0.0) + duration_s
+    for name, duration_s in window.thread_cpu_s.items():
+        if name not in excluded:
+            steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
-    steady.steps += window.steps
-    if window.pictures:
-        steady.pictures += window.pictures
-        steady.pictured_steps += window.steps
+    steady.steps += window.window_steps
+    if window.num_images:
+        steady.num_images += window.num_images
+        steady.steps_with_image_count += window.window_steps
 
 
-def _add_learning(seen: Records, window: StepWindow) -> None:
-    learning = seen.learning
-    learning.skipped += window.skipped
-    learning.rate.add(window.rate)
-    learning.norm.add(window.t, window.grad_norm)
+def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
+    learning = run_records.learning
+    learning.skipped_steps += window.skipped_steps
+    learning.lr.add(window.lr)
+    learning.grad_norm.add(window.t, window.grad_norm)
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:
         learning.loss.add(window.t, loss)
         if learning.first_step is None:
-            learning.first_step = window.step - window.steps
-    if window.steps:
-        has = loss is not None and math.isfinite(loss)
-        learning.without_loss = 0 if has else learning.without_loss + 1
-        learning.lost_since_s = 0.0 if has else learning.lost_since_s + window.wall_s * window.devices
+            learning.first_step = window.step - window.window_steps
+    if window.window_steps:
+        has_loss = loss is not None and math.isfinite(loss)
+        learning.windows_without_loss = 0 if has_loss else learning.windows_without_loss + 1
+        learning.device_s_without_loss = (
+            0.0 if has_loss else learning.device_s_without_loss + window.wall_s * window.devices
+        )
 
 
-def _read_devices(run: Path, seen: Records, stretches: dict[int, _Stretch]) -> None:
-    silence = seen.silence
-    for sample in records.read_lines(run, records.DEVICES, DeviceSample):
-        seen.samples += 1
-        stretch = stretches.get(sample.attempt)
-        steady = stretch is not None and stretch.holds(sample.t)
-        _add_extremes(seen, sample)
-        if silence is not None and sample.t > silence.last_t:
-            silence.since_s = sample.t - silence.last_t
-            if silence.since_s > silence.usual_s:
-                silence.cpu.add(sample.process_cpu)
+def _read_devices(run_dir: Path, run_records: RunRecords, steady_spans: dict[int, _SteadySpan]) -> None:
+    progress_gap = run_records.progress_gap
+    for sample in records.read_lines(run_dir, records.DEVICES, DeviceSample):
+        run_records.num_samples += 1
+        steady_span = steady_spans.get(sample.attempt)
+        is_steady = steady_span is not None and steady_span.contains(sample.t)
+        _add_extremes(run_records, sample)
+        if progress_gap is not None and sample.t > progress_gap.last_step_t:
+            progress_gap.gap_s = sample.t - progress_gap.last_step_t
+            if progress_gap.gap_s > progress_gap.max_earlier_gap_s:
+                progress_gap.process_cpu.add(sample.process_cpu)
                 for gpu in sample.gpus:
-                    silence.gpu.add(gpu.utilisation)
-        if steady:
-            _add_host(seen, sample)
+                    progress_gap.gpu_utilization.add(gpu.utilization)
+        if is_steady:
+            _add_host(run_records, sample)
         for gpu in sample.gpus:
-            _add_gpu(seen.gpus.setdefault(gpu.index, Gpu()), gpu, sample.t, steady=steady)
+            _add_gpu(run_records.gpus.setdefault(gpu.index, GpuStats()), gpu, sample.t, is_steady=is_steady)
 
 
-def _add_extremes(seen: Records, sample: DeviceSample) -> None:
+def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
     """What counts whenever it was: also a start can fill a disk."""
-    host = seen.host
+    host = run_records.host
     if sample.memory_used_bytes is not None and sample.memory_limit_bytes:
-        host.memory_share = max(host.memory_share or 0.0, sample.memory_used_bytes / sample.memory_limit_bytes)
-        host.memory_free = max(0, sample.memory_limit_bytes - sample.memory_used_bytes)
+        host.max_memory_fraction = max(
+            host.max_memory_fraction or 0.0, sample.memory_used_bytes / sample.memory_limit_bytes
+        )
+        host.memory_free_bytes = max(0, sample.memory_limit_bytes - sample.memory_used_bytes)
     if sample.disk_free_bytes is not None:
-        free = sample.disk_free_bytes
-        host.disk_free = free if host.disk_free is None else min(host.disk_free, free)
+        free_bytes = sample.disk_free_bytes
+        host.min_disk_free_bytes = (
+            free_bytes if host.min_disk_free_bytes is None else min(host.min_disk_free_bytes, free_bytes)
+        )
     if sample.shm_total_bytes:
-        host.shm_bytes = sample.shm_total_bytes
+        host.shm_total_bytes = sample.shm_total_bytes
         if sample.shm_used_bytes is not None:
-            host.shm = max(host.shm or 0.0, sample.shm_used_bytes / sample.shm_total_bytes)
+            host.max_shm_fraction = max(host.max_shm_fraction or 0.0, sample.shm_used_bytes / sample.shm_total_bytes)
     host.oom_kills += sample.oom_kills or 0
-    host.cores = sample.cores if sample.cores is not None else (float(len(sample.cpu)) if sample.cpu else host.cores)
+    host.cores = (
+        sample.cpu_limit_cores
+        if sample.cpu_limit_cores is not None
+        else (float(len(sample.cpu_core_utilization)) if sample.cpu_core_utilization else host.cores)
+    )
 
 
-def _add_host(seen: Records, sample: DeviceSample) -> None:
-    host = seen.host
+def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
+    host = run_records.host
     host.samples += 1
-    if sample.cpu:
-        busy = sum(sample.cpu) / len(sample.cpu)
-        host.busy.add(busy)
+    if sample.cpu_core_utilization:
+        cpu_utilization = sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
+        host.cpu_utilization.add(cpu_utilization)
         if sample.process_cpu is not None:
-            host.others.add(max(0.0, busy - sample.process_cpu / len(sample.cpu)))
+            host.other_processes_cpu.add(
+                max(0.0, cpu_utilization - sample.process_cpu / len(sample.cpu_core_utilization))
+            )
     for mean, value in (
         (host.process_cpu, sample.process_cpu), (host.threads_running, sample.threads_running),
         (host.psi_cpu, sample.psi_cpu), (host.psi_memory, sample.psi_memory), (host.psi_io, sample.psi_io),
-        (host.received, sample.net_received_bytes_s), (host.swap, sample.swap_used_bytes),
+        (host.net_received_bytes_s, sample.net_received_bytes_s), (host.swap, sample.swap_used_bytes),
     ):  # fmt: skip
         mean.add(value)
     host.rss.add(sample.t, sample.rss_bytes)
-    host.handles.add(sample.t, sample.handles)
-    host.handles_limit = sample.handles_limit if sample.handles_limit is not None else host.handles_limit
+    host.open_fds.add(sample.t, sample.open_fds)
+    host.max_fds = sample.max_fds if sample.max_fds is not None else host.max_fds
     if sample.throttled_s is not None and sample.process_cpu is not None:
-        wanted = sample.throttled_s + sample.process_cpu
-        host.withheld.add(sample.throttled_s / wanted if wanted > 0 else 0.0)
+        demanded_s = sample.throttled_s + sample.process_cpu
+        host.throttled.add(sample.throttled_s / demanded_s if demanded_s > 0 else 0.0)
 
 
-def _add_gpu(gpu: Gpu, sample: GpuSample, t: float, *, steady: bool) -> None:
+def _add_gpu(gpu: GpuStats, sample: GpuSample, t: float, *, is_steady: bool) -> None:
     for number in sample.xids:
-        gpu.xids[number] = gpu.xids.get(number, 0) + 1
+        gpu.xid_counts[number] = gpu.xid_counts.get(number, 0) + 1
     if sample.ecc_corrected is not None:
-        gpu.corrected = (gpu.corrected[0] if gpu.corrected else sample.ecc_corrected, sample.ecc_corrected)
+        gpu.ecc_corrected = (gpu.ecc_corrected[0] if gpu.ecc_corrected else sample.ecc_corrected, sample.ecc_corrected)
     if sample.ecc_uncorrected is not None:
-        gpu.uncorrected = (gpu.uncorrected[0] if gpu.uncorrected else sample.ecc_uncorrected, sample.ecc_uncorrected)
+        gpu.ecc_uncorrected = (
+            gpu.ecc_uncorrected[0] if gpu.ecc_uncorrected else sample.ecc_uncorrected,
+            sample.ecc_uncorrected,
+        )
     if sample.memory_total_bytes:
-        gpu.memory_bytes = sample.memory_total_bytes
-    if not steady:
+        gpu.memory_total_bytes = sample.memory_total_bytes
+    if not is_steady:
         return
-    gpu.utilisation.add(sample.utilisation)
+    gpu.utilization.add(sample.utilization)
     if sample.other_processes is not None:
-        gpu.others.add(1.0 if sample.other_processes > 0 else 0.0)
+        gpu.other_processes.add(1.0 if sample.other_processes > 0 else 0.0)
     gpu.memory.add(t, sample.memory_used_bytes)
     if sample.memory_used_bytes is not None:
-        gpu.memory_used = max(gpu.memory_used or 0, sample.memory_used_bytes)
-    if sample.utilisation is None or sample.utilisation < CATALOGUE["gpu_hot"].limit("busy"):
+        gpu.max_memory_used_bytes = max(gpu.max_memory_used_bytes or 0, sample.memory_used_bytes)
+    if sample.utilization is None or sample.utilization < CATALOG["gpu_hot"].threshold("busy"):
         return
-    gpu.busy += 1
+    gpu.busy_samples += 1
     reasons = sample.throttle_reasons or 0
-    gpu.hot += bool(reasons & _HOT)
-    gpu.capped += bool(reasons & _CAPPED)
-    gpu.set_low += bool(reasons & _SET)
+    gpu.thermal_throttled_samples += bool(reasons & _THERMAL_BITS)
+    gpu.power_capped_samples += bool(reasons & _POWER_BITS)
+    gpu.app_clock_samples += bool(reasons & _APP_CLOCK_BIT)
     gpu.temperature.add(sample.temperature_c)
     gpu.sm_active.add(sample.sm_active)
     gpu.tensor_active.add(sample.tensor_active)
     if sample.sm_clock_mhz is not None and sample.sm_clock_max_mhz:
-        gpu.clock_missing.add(max(0.0, 1.0 - sample.sm_clock_mhz / sample.sm_clock_max_mhz))
+        gpu.clock_deficit.add(max(0.0, 1.0 - sample.sm_clock_mhz / sample.sm_clock_max_mhz))
     generation, width = sample.pcie_generation, sample.pcie_width
     if generation and width and sample.pcie_generation_max and sample.pcie_width_max:
-        has = width / sample.pcie_width_max * 2.0 ** (generation - sample.pcie_generation_max)
-        gpu.link_missing.add(max(0.0, 1.0 - has))
-        most = f"generation {sample.pcie_generation_max} x{sample.pcie_width_max}"
-        gpu.link = f"generation {generation} x{width} of {most}"
+        link_fraction = width / sample.pcie_width_max * 2.0 ** (generation - sample.pcie_generation_max)
+        gpu.link_deficit.add(max(0.0, 1.0 - link_fraction))
+        max_link = f"generation {sample.pcie_generation_max} x{sample.pcie_width_max}"
+        gpu.link_description = f"generation {generation} x{width} of {max_link}"
 
 
-def _add_trace(seen: Records, trace: TraceWindow) -> None:
-    found = seen.traces
+def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
+    stats = run_records.traces
     if trace.wall_s <= 0:
         return
-    found.windows += 1
-    found.steps += trace.steps
-    found.wall_s += trace.wall_s
-    found.busy_s += min(trace.busy_s, trace.wall_s)
-    found.comm_s += trace.comm_s
-    found.copy_s += trace.copy_s
-    found.launches += trace.launches
-    found.kernel_s.add(trace.kernel_median_s)
-    found.tensor_cores.add(trace.tensor_core_share)
+    stats.windows += 1
+    stats.steps += trace.window_steps
+    stats.wall_s += trace.wall_s
+    stats.busy_s += min(trace.busy_s, trace.wall_s)
+    stats.comm_s += trace.comm_s
+    stats.copy_s += trace.copy_s
+    stats.launches += trace.launches
+    stats.median_kernel_s.add(trace.kernel_median_s)
+    stats.tensor_core_fraction.add(trace.tensor_core_fraction)
     for gap in trace.gaps[:1]:
-        if found.longest_gap is None or gap.took_s > found.longest_gap[0]:
-            found.longest_gap = (gap.took_s, gap.host)
+        if stats.longest_gap is None or gap.duration_s > stats.longest_gap[0]:
+            stats.longest_gap = (gap.duration_s, gap.host_op)
 
 
-def _add_stacks(seen: Records, window: StackWindow, stretch: _Stretch | None) -> None:
+def _add_stacks(run_records: RunRecords, window: StackWindow, steady_span: _SteadySpan | None) -> None:
     """Of a line that reaches into the start or the end, as many samples of no kind of training are left out as belong
     there."""
-    if stretch is None or window.t - window.wall_s >= stretch.end_t or window.t <= stretch.begin_t:
+    if steady_span is None or window.t - window.wall_s >= steady_span.end_t or window.t <= steady_span.start_t:
         return
-    found, counts = seen.stacks, {kind: share * window.samples for kind, share in window.main.items()}
-    too_many = stretch.outside(window.t - window.wall_s, window.t) * window.samples
+    stats, counts = (
+        run_records.stacks,
+        {kind: fraction * window.samples for kind, fraction in window.main_thread.items()},
+    )
+    excess = steady_span.outside_fraction(window.t - window.wall_s, window.t) * window.samples
     for kind in ("other", "idle"):
-        less = min(too_many, counts.get(kind, 0.0))
-        too_many -= less
-        counts[kind] = counts.get(kind, 0.0) - less
-    found.samples += round(sum(counts.values()))
+        removed = min(excess, counts.get(kind, 0.0))
+        excess -= removed
+        counts[kind] = counts.get(kind, 0.0) - removed
+    stats.samples += round(sum(counts.values()))
     for kind, count in counts.items():
-        found.main[kind] = found.main.get(kind, 0.0) + count
-    for frame, share in window.frames.items():
-        if frame in found.frames or len(found.frames) < FRAMES:
-            found.frames[frame] = found.frames.get(frame, 0.0) + share * window.samples
+        stats.main_thread[kind] = stats.main_thread.get(kind, 0.0) + count
+    for frame, fraction in window.frames.items():
+        if frame in stats.frames or len(stats.frames) < MAX_FRAMES:
+            stats.frames[frame] = stats.frames.get(frame, 0.0) + fraction * window.samples

@@ -14,59 +14,59 @@ class Mean:
 
     total: float = 0.0
     count: int = 0
-    least: float | None = None
-    most: float | None = None
+    min_value: float | None = None
+    max_value: float | None = None
 
     def add(self, value: float | None) -> None:
         if value is None:
             return
         self.total += value
         self.count += 1
-        self.least = value if self.least is None else min(self.least, value)
-        self.most = value if self.most is None else max(self.most, value)
+        self.min_value = value if self.min_value is None else min(self.min_value, value)
+        self.max_value = value if self.max_value is None else max(self.max_value, value)
 
     @property
     def value(self) -> float | None:
         return self.total / self.count if self.count else None
 
 
-POINTS = 256
+MAX_POINTS = 256
 """Of a course, at most: when there are more, neighbours become their mean, so a run of weeks has as many."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class LinearFit:
     """A straight line through some points. slope: per second; straight: the share of the variance that it explains."""
 
     slope: float
-    straight: float
+    r_squared: float
 
 
-class Course:
+class TimeSeries:
     """Values over time, at most POINTS of them, each the mean of equally many in a row."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, float]] = []
-        self._each = 1
-        self._open: list[tuple[float, float]] = []
+        self._points_per_bin = 1
+        self._pending: list[tuple[float, float]] = []
 
     def add(self, t: float, value: float | None) -> None:
         """Passes over what is absent or not finite."""
         if value is None or not math.isfinite(value):
             return
-        self._open.append((t, float(value)))
-        if len(self._open) < self._each:
+        self._pending.append((t, float(value)))
+        if len(self._pending) < self._points_per_bin:
             return
-        self._points.append(_middle(self._open))
-        self._open = []
-        if len(self._points) >= POINTS:
-            self._points = [_middle(self._points[n : n + 2]) for n in range(0, POINTS, 2)]
-            self._each *= 2
+        self._points.append(_centroid(self._pending))
+        self._pending = []
+        if len(self._points) >= MAX_POINTS:
+            self._points = [_centroid(self._points[n : n + 2]) for n in range(0, MAX_POINTS, 2)]
+            self._points_per_bin *= 2
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """(t, value), in the order in which they came."""
-        return self._points + ([_middle(self._open)] if self._open else [])
+        return self._points + ([_centroid(self._pending)] if self._pending else [])
 
     @property
     def values(self) -> list[float]:
@@ -82,36 +82,36 @@ class Course:
         values = self.values
         return values[-1] - values[0] if values else 0.0
 
-    def line(self, first: float = 0.0, last: float = 1.0) -> Line | None:
+    def fit_line(self, start_fraction: float = 0.0, end_fraction: float = 1.0) -> LinearFit | None:
         """Least squares through the part from `first` to `last` (shares of the points); None where that is no line."""
         points = self.points
-        some = points[int(first * len(points)) : math.ceil(last * len(points))]
-        if len(some) < 3:
+        selected = points[int(start_fraction * len(points)) : math.ceil(end_fraction * len(points))]
+        if len(selected) < 3:
             return None
-        t_mean, v_mean = _middle(some)
-        tt = sum((t - t_mean) ** 2 for t, _ in some)
-        vv = sum((v - v_mean) ** 2 for _, v in some)
-        tv = sum((t - t_mean) * (v - v_mean) for t, v in some)
+        t_mean, v_mean = _centroid(selected)
+        tt = sum((t - t_mean) ** 2 for t, _ in selected)
+        vv = sum((v - v_mean) ** 2 for _, v in selected)
+        tv = sum((t - t_mean) * (v - v_mean) for t, v in selected)
         if tt <= 0:
             return None
-        return Line(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
+        return LinearFit(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
 
-    def grows_steadily(
-        self, *, straight: float, goes_on: float, least_span_s: float, least_points: float
-    ) -> Line | None:
+    def fit_steady_growth(
+        self, *, min_r_squared: float, min_slope_ratio: float, min_span_s: float, min_points: float
+    ) -> LinearFit | None:
         """The line of growth that is straight and does not slow down; None where there is no such growth."""
-        if self.span_s < least_span_s or len(self.points) < least_points:
+        if self.span_s < min_span_s or len(self.points) < min_points:
             return None
-        whole, early, late = self.line(), self.line(0.0, 0.5), self.line(0.5, 1.0)
-        if whole is None or early is None or late is None or whole.slope <= 0 or whole.straight < straight:
+        whole, early, late = self.fit_line(), self.fit_line(0.0, 0.5), self.fit_line(0.5, 1.0)
+        if whole is None or early is None or late is None or whole.slope <= 0 or whole.r_squared < min_r_squared:
             return None
-        return late if late.slope > 0 and late.slope >= goes_on * early.slope else None
+        return late if late.slope > 0 and late.slope >= min_slope_ratio * early.slope else None
 
-    def medians(self, group: int) -> list[float]:
+    def running_medians(self, window_size: int) -> list[float]:
         """Running medians of `group` values in a row; empty where there are fewer."""
         values = self.values
-        return [median(values[n : n + group]) for n in range(len(values) - group + 1)]
+        return [median(values[n : n + window_size]) for n in range(len(values) - window_size + 1)]
 
 
-def _middle(points: list[tuple[float, float]]) -> tuple[float, float]:
+def _centroid(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(t for t, _ in points) / len(points), sum(v for _, v in points) / len(points)

@@ -5,30 +5,30 @@ For people: every verdict that `stoker why` can give, what it rests on, and what
 
 from collections.abc import Iterator
 
-from stoker.diagnosis.catalogue import CATALOGUE, COMMON, REASONS, Cause, catalogue_hash
-from stoker.diagnosis.failure_signatures import DEATHS, Death
+from stoker.diagnosis.catalogue import CATALOG, COMMON_THRESHOLDS, REASONS, Cause, catalog_hash
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, FailureSignature
 
-_SOURCES = {
+_PATTERN_ORIGINS = {
     "R": "seen from a job made to die so",
     "B": "it stands in an installed library",
     "I": "in public issue threads",
 }
 
 
-def verdicts() -> str:
+def render_verdicts() -> str:
     """The page."""
-    return "\n".join(_page()) + "\n"
+    return "\n".join(_page_lines()) + "\n"
 
 
-def _page() -> Iterator[str]:
-    losses, deaths = list(CATALOGUE.values()), list(DEATHS.values())
+def _page_lines() -> Iterator[str]:
+    causes, failures = list(CATALOG.values()), list(FAILURE_SIGNATURES.values())
     yield "# Verdicts"
     yield ""
     yield (
-        f"What `stoker why` can say of a run: {len(losses)} causes of lost time, lost quality or a death to come, and "
-        f"{len(deaths)} ways to end. Made of `stoker/diagnose/causes/` and `stoker/diagnosis/failure_signatures.py` by "
+        f"What `stoker why` can say of a run: {len(causes)} causes of lost time, lost quality or a death to come, and "
+        f"{len(failures)} ways to end. Made of `stoker/diagnose/causes/` and `stoker/diagnosis/failure_signatures.py` by "
         "`python -m stoker.diagnosis.verdicts > docs/verdicts.md`; do not edit it here. "
-        f"The catalogue's hash is `{catalogue_hash()}`: equal hashes, equal thresholds."
+        f"The catalogue's hash is `{catalog_hash()}`: equal hashes, equal thresholds."
     )
     yield ""
     yield (
@@ -40,85 +40,93 @@ def _page() -> Iterator[str]:
     yield ""
     yield "| limit of all | | |"
     yield "|---|---|---|"
-    for name, limit in COMMON.items():
-        yield f"| `{name}` | {_number(limit.value)} | {_cell(limit.said)} |"
+    for name, threshold in COMMON_THRESHOLDS.items():
+        yield f"| `{name}` | {_format_number(threshold.value)} | {_escape_cell(threshold.description)} |"
     for reason in REASONS:
-        rows = [cause for cause in losses if cause.reason == reason]
-        ends = [death for death in deaths if death.reason == reason]
-        if not rows and not ends:
+        matching_causes = [cause for cause in causes if cause.reason == reason]
+        matching_failures = [failure for failure in failures if failure.reason == reason]
+        if not matching_causes and not matching_failures:
             continue
         yield ""
         yield f"## {reason[0].upper() + reason[1:]}"
-        for cause in rows:
-            yield from _cause(cause)
-        for death in ends:
-            yield from _death(death)
+        for cause in matching_causes:
+            yield from _cause_section(cause)
+        for failure in matching_failures:
+            yield from _failure_section(failure)
 
 
-def _cause(cause: Cause) -> Iterator[str]:
+def _cause_section(cause: Cause) -> Iterator[str]:
     yield ""
     yield f"### `{cause.id}`: {cause.title}"
     yield ""
-    yield f"*Looks like*: {cause.looks_like}."
+    yield f"*Looks like*: {cause.symptom}."
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| needs | {_cell('; '.join(f'`{need}`' for need in cause.needs))} |"
-    yield f"| measures | {_cell(cause.measure)} |"
-    yield f"| thresholds | {_thresholds(cause)} |"
-    yield f"| their source | {_cell(cause.source)} |"
-    for name, limit in cause.limits.items():
-        yield f"| `{name}` {_number(limit.value)} | {_cell(limit.said)} |"
-    if cause.over:
-        yield f"| stands for | {', '.join(f'`{other}`' for other in cause.over)}, which say the same less exactly |"
+    yield f"| needs | {_escape_cell('; '.join(f'`{need}`' for need in cause.required_records))} |"
+    yield f"| measures | {_escape_cell(cause.metric)} |"
+    yield f"| thresholds | {_format_thresholds(cause)} |"
+    yield f"| their source | {_escape_cell(cause.source)} |"
+    for name, threshold in cause.thresholds.items():
+        yield f"| `{name}` {_format_number(threshold.value)} | {_escape_cell(threshold.description)} |"
+    if cause.supersedes:
+        yield f"| stands for | {', '.join(f'`{other}`' for other in cause.supersedes)}, which say the same less exactly |"
     if cause.probe:
         yield f"| experiment | `{cause.probe}`: faster with it confirms, as fast as before refutes |"
     yield f"| confidence | {100 * cause.confidence:.0f} % |"
-    yield f"| fix | {_cell(cause.fix)} |"
-    if cause.fix_elsewhere:
-        yield f"| fix in other jobs | {_cell(cause.fix_elsewhere)} |"
+    yield f"| fix | {_escape_cell(cause.fix)} |"
+    if cause.external_fix:
+        yield f"| fix in other jobs | {_escape_cell(cause.external_fix)} |"
     if cause.command:
         yield f"| command | `{cause.command}` |"
-    if cause.patch:
-        yield f"| settings | {', '.join(f'`{name} = {_toml(value)}`' for name, value in cause.patch.items())} |"
+    if cause.config_patch:
+        yield f"| settings | {', '.join(f'`{name} = {_to_toml(value)}`' for name, value in cause.config_patch.items())} |"
 
 
-def _death(death: Death) -> Iterator[str]:
+def _failure_section(failure: FailureSignature) -> Iterator[str]:
     yield ""
-    yield f"### `{death.id}`: {death.title}"
+    yield f"### `{failure.id}`: {failure.title}"
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| severity | {death.severity} |"
-    for sign in death.signs:
-        said = ", ".join(_SOURCES[letter] for letter in sign.source)
-        harmless = "; also printed by jobs that go on" if sign.harmless else ""
-        ends = f"; in a traceback that ends in `{_cell(sign.ends.pattern)}`" if sign.ends is not None else ""
-        yield f"| line | `{_cell(sign.pattern.pattern)}` ({said}{harmless}{ends}) |"
-    if not death.signs:
+    yield f"| severity | {failure.severity} |"
+    for log_pattern in failure.log_patterns:
+        origins = ", ".join(_PATTERN_ORIGINS[letter] for letter in log_pattern.origins)
+        harmless = "; also printed by jobs that go on" if log_pattern.harmless else ""
+        traceback_note = (
+            f"; in a traceback that ends in `{_escape_cell(log_pattern.traceback_end.pattern)}`"
+            if log_pattern.traceback_end is not None
+            else ""
+        )
+        yield f"| line | `{_escape_cell(log_pattern.regex.pattern)}` ({origins}{harmless}{traceback_note}) |"
+    if not failure.log_patterns:
         yield "| known by | exit code, signal, counters and files, not by what it printed |"
-    yield f"| fix | {_cell(death.fix)} |"
+    yield f"| fix | {_escape_cell(failure.fix)} |"
 
 
-def _thresholds(cause: Cause) -> str:
-    way = "at most" if cause.below else "from"
-    named = (("info", cause.info_from), ("warning", cause.warn_from), ("critical", cause.critical_from))
-    return ", ".join(f"{name} {way} {_number(value)}" for name, value in named if value is not None)
+def _format_thresholds(cause: Cause) -> str:
+    comparison = "at most" if cause.lower_is_worse else "from"
+    levels = (
+        ("info", cause.info_threshold),
+        ("warning", cause.warning_threshold),
+        ("critical", cause.critical_threshold),
+    )
+    return ", ".join(f"{name} {comparison} {_format_number(value)}" for name, value in levels if value is not None)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
-def _toml(value: object) -> str:
+def _to_toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":
-    print(verdicts(), end="")
+    print(render_verdicts(), end="")

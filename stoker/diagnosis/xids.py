@@ -12,51 +12,51 @@ class Xid(msgspec.Struct, frozen=True):
     """whose: mostly the program's, the machine's, or either."""
 
     meaning: str
-    whose: Literal["program", "machine", "either"]
+    origin: Literal["program", "machine", "either"]
     fix: str
 
 
-_PROGRAM = "look for an index out of range: once more with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer"
-_REPLACE = "another machine, and report this one (nvidia-bug-report.sh)"
-_RESET = "restart the machine or reset the GPU; where it comes again, another machine"
-_LINK = "check NVLink (nvidia-smi nvlink -s); " + _REPLACE
+_FIX_PROGRAM = "look for an index out of range: once more with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer"
+_FIX_REPLACE = "another machine, and report this one (nvidia-bug-report.sh)"
+_FIX_RESET = "restart the machine or reset the GPU; where it comes again, another machine"
+_FIX_LINK = "check NVLink (nvidia-smi nvlink -s); " + _FIX_REPLACE
 
 XIDS: dict[int, Xid] = {
-    8: Xid("the GPU stopped processing", "either", _RESET),
-    13: Xid("a kernel used an address or instruction that it may not", "program", _PROGRAM),
-    31: Xid("a kernel touched memory that is not its own (page fault)", "program", _PROGRAM),
-    32: Xid("the command stream to the GPU is damaged", "machine", _RESET),
+    8: Xid("the GPU stopped processing", "either", _FIX_RESET),
+    13: Xid("a kernel used an address or instruction that it may not", "program", _FIX_PROGRAM),
+    31: Xid("a kernel touched memory that is not its own (page fault)", "program", _FIX_PROGRAM),
+    32: Xid("the command stream to the GPU is damaged", "machine", _FIX_RESET),
     38: Xid("the driver's firmware failed", "machine", "a newer driver"),
-    43: Xid("the program's GPU work was stopped after an error of its own", "program", _PROGRAM),
+    43: Xid("the program's GPU work was stopped after an error of its own", "program", _FIX_PROGRAM),
     45: Xid("the program's GPU work was cleaned up: it was ended, or an error before this one", "program",
             "look for the Xid before it, or for who ended the job"),
-    48: Xid("an uncorrectable memory error (double-bit ECC)", "machine", _RESET),
-    61: Xid("the GPU's micro-controller broke off (old drivers)", "machine", _RESET),
-    62: Xid("the GPU's micro-controller halted (new drivers)", "machine", _RESET),
+    48: Xid("an uncorrectable memory error (double-bit ECC)", "machine", _FIX_RESET),
+    61: Xid("the GPU's micro-controller broke off (old drivers)", "machine", _FIX_RESET),
+    62: Xid("the GPU's micro-controller halted (new drivers)", "machine", _FIX_RESET),
     63: Xid("memory rows were retired or remapped", "machine", "restart the machine soon, which takes effect"),
-    64: Xid("memory rows could not be retired or remapped", "machine", _REPLACE),
+    64: Xid("memory rows could not be retired or remapped", "machine", _FIX_REPLACE),
     68: Xid("the video processor failed", "either", "a newer driver; --decoder host meanwhile"),
-    69: Xid("the graphics engine failed", "either", _RESET),
-    74: Xid("an error of NVLink", "machine", _LINK),
-    79: Xid("the GPU has fallen off the bus", "machine", _REPLACE),
-    92: Xid("many corrected memory errors", "machine", "watch it; where it goes on, " + _REPLACE),
+    69: Xid("the graphics engine failed", "either", _FIX_RESET),
+    74: Xid("an error of NVLink", "machine", _FIX_LINK),
+    79: Xid("the GPU has fallen off the bus", "machine", _FIX_REPLACE),
+    92: Xid("many corrected memory errors", "machine", "watch it; where it goes on, " + _FIX_REPLACE),
     94: Xid("a memory error that was contained in one program", "machine",
             "continue the run from its checkpoint; reset the GPU when it is free"),
-    95: Xid("a memory error that was not contained", "machine", _RESET),
-    109: Xid("a switch of contexts timed out", "either", _RESET),
-    110: Xid("a security fault", "machine", _RESET),
+    95: Xid("a memory error that was not contained", "machine", _FIX_RESET),
+    109: Xid("a switch of contexts timed out", "either", _FIX_RESET),
+    110: Xid("a security fault", "machine", _FIX_RESET),
     119: Xid("the GPU's system processor (GSP) did not answer", "machine",
-             _RESET + "; a newer driver, or GSP switched off (NVreg_EnableGpuFirmware=0)"),
-    120: Xid("the GPU's system processor (GSP) failed", "machine", _RESET + "; a newer driver"),
-    121: Xid("the link to the processor (C2C) had errors", "machine", _RESET),
-    137: Xid("a fault in NVLink traffic, from an error of another GPU or of the program", "either", _LINK),
-    140: Xid("an unrecovered memory error", "machine", _RESET),
-    143: Xid("the GPU could not be started", "machine", _REPLACE),
-    144: Xid("an error of NVLink (link)", "machine", _LINK),
-    145: Xid("an error of NVLink (link)", "machine", _LINK),
-    149: Xid("an error of NVLink (link control)", "machine", _LINK),
+             _FIX_RESET + "; a newer driver, or GSP switched off (NVreg_EnableGpuFirmware=0)"),
+    120: Xid("the GPU's system processor (GSP) failed", "machine", _FIX_RESET + "; a newer driver"),
+    121: Xid("the link to the processor (C2C) had errors", "machine", _FIX_RESET),
+    137: Xid("a fault in NVLink traffic, from an error of another GPU or of the program", "either", _FIX_LINK),
+    140: Xid("an unrecovered memory error", "machine", _FIX_RESET),
+    143: Xid("the GPU could not be started", "machine", _FIX_REPLACE),
+    144: Xid("an error of NVLink (link)", "machine", _FIX_LINK),
+    145: Xid("an error of NVLink (link)", "machine", _FIX_LINK),
+    149: Xid("an error of NVLink (link control)", "machine", _FIX_LINK),
     154: Xid("the driver asks for a recovery: reset, restart or a check of the machine", "machine",
              "do what the kernel's log says behind the number"),
 }  # fmt: skip
 
-UNKNOWN = Xid("NVIDIA's list of Xid errors says what it means", "either", _RESET)
+UNKNOWN_XID = Xid("NVIDIA's list of Xid errors says what it means", "either", _FIX_RESET)

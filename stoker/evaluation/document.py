@@ -13,11 +13,11 @@ from stoker.errors import UsageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import EVALUATION
 
-RECALLS = 101
+NUM_RECALL_POINTS = 101
 """A precision-recall curve has a value at each recall of 0, 0.01, …, 1, as COCO's."""
-BINS = 20
+HISTOGRAM_BINS = 20
 """A histogram of scores has this many equal bins of 0 … 1."""
-MISTAKES = ("localisation", "class", "both", "duplicate", "background", "missed")
+ERROR_TYPES = ("localisation", "class", "both", "duplicate", "background", "missed")
 """What can be wrong, after TIDE (Bolya et al., ECCV 2020); `error_analysis.py` says when it is which."""
 
 
@@ -43,65 +43,65 @@ class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     f1: float | None
     precision: float | None
     recall: float | None
-    right: int
-    mistakes: dict[str, int]
+    tp: int
+    error_types: dict[str, int]
     """Kind → count; one of MISTAKES; a kind that is absent did not occur."""
-    right_scores: list[int]
+    tp_scores: list[int]
     """Histogram of the scores of all detections, also below the threshold, that are right at IoU 0.5."""
-    wrong_scores: list[int]
+    fp_scores: list[int]
     """The same of those that are wrong."""
     curves: Curves | None
     """None where the data set has so many classes that only the most frequent have theirs."""
 
 
-class Confusion(msgspec.Struct, frozen=True, kw_only=True):
+class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
     """How often a box of one class was found as another; labels 0 … C-1."""
 
-    true: int
-    found: int
+    gt_label: int
+    pred_label: int
     count: int
 
 
-class TrueBox(msgspec.Struct, frozen=True, kw_only=True):
+class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
     """A true box of a picture."""
 
     box: tuple[float, float, float, float]
     """xyxy in pixels of the original picture."""
     label: int
     crowd: bool
-    found: bool
+    detected: bool
     """Whether a detection above its class's threshold is right about it."""
 
 
-class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
+class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
     """A detection above its class's threshold."""
 
     box: tuple[float, float, float, float]
     label: int
     score: float
-    mistake: str
+    error_type: str
     """One of MISTAKES; empty when it is right; "crowd" when it lies in a crowd region and does not count."""
 
 
-class PictureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """A picture with what is in it and what was found in it."""
 
-    row: int
+    image_index: int
     """Of the index."""
     path: str
     """Its file; for one inside another file, that file with the picture's name behind it."""
-    span: tuple[int, int] | None
+    byte_range: tuple[int, int] | None
     """Where it lies in that other file: first byte and number of bytes."""
     size: tuple[int, int] | None
     """Height and width in pixels; None where the annotations do not say."""
     f1: float
     """2 right / (2 right + wrong + not found), at IoU 0.5 and the classes' thresholds."""
-    right: int
-    wrong: int
-    not_found: int
-    true_boxes: list[TrueBox]
-    found_boxes: list[FoundBox]
-    left_out: int = 0
+    tp: int
+    fp: int
+    fn: int
+    gt_boxes: list[GroundTruthBox]
+    detections: list[DetectionBox]
+    truncated_boxes: int = 0
     """Boxes beyond the most that are kept of a picture."""
 
 
@@ -115,11 +115,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     curves: Curves
     """Mean over the classes."""
     classes: list[ClassEvaluation]
-    confusions: list[Confusion]
+    confusions: list[ConfusionPair]
     """The most frequent first."""
-    worst: list[PictureEvaluation]
+    worst: list[ImageEvaluation]
     """Lowest F1 first; of equal ones, the one with more mistakes."""
-    best: list[PictureEvaluation]
+    best: list[ImageEvaluation]
     """Highest F1 first; of equal ones, the one with more boxes."""
 
 
@@ -133,7 +133,7 @@ def read_evaluation(run: Path) -> Evaluation | None:
     except msgspec.DecodeError as error:
         raise UsageError(
             "The run's evaluation is not what this stoker writes.",
-            place=path,
+            location=path,
             cause=str(error),
             fix="read the run with the version of stoker that environment.json beside it names, or delete the file",
         ) from error

@@ -20,171 +20,178 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.evaluation.coco import Matches
-from stoker.evaluation.document import BINS, MISTAKES
+from stoker.evaluation.coco import CocoMatches
+from stoker.evaluation.document import ERROR_TYPES, HISTOGRAM_BINS
 from stoker.evaluation.metrics import Detections, GroundTruth
 
-IOU = 0.5
+FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
 
-RIGHT, CROWD = "", "crowd"
+TRUE_POSITIVE, CROWD = "", "crowd"
 """What a detection is that is no mistake."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfClass:
+class ClassErrorStats:
     """What matching says of a class; the fields are those of `evaluation.ClassEvaluation`."""
 
     threshold: float | None
     f1: float | None
     precision: float | None
     recall: float | None
-    right_scores: list[int]
-    wrong_scores: list[int]
+    tp_scores: list[int]
+    fp_scores: list[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judged:
+class ErrorAnalysis:
     """Everything above its class's threshold, judged."""
 
-    places: NDArray[np.int64]
+    detection_index: NDArray[np.int64]
     """[M], indices into the detections."""
-    truth: NDArray[np.int64]
+    gt_index: NDArray[np.int64]
     """[M], as in Matches."""
-    kind: list[str]
+    error_type: list[str]
     """[M], RIGHT, CROWD or one of MISTAKES."""
-    about: NDArray[np.int64]
+    related_gt: NDArray[np.int64]
     """[M], the true box that a mistake of place or class is about; -1: none."""
-    is_found: NDArray[np.bool_]
+    is_detected: NDArray[np.bool_]
     """[K], of each true box, whether a detection is right about it."""
     is_missed: NDArray[np.bool_]
     """[K], whether none is even wrong about it by place or class alone."""
 
 
-def by_class(truth: GroundTruth, found: Detections, matches: Matches) -> list[OfClass]:
+def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassErrorStats]:
     """The best threshold of each class, and its histograms of scores."""
-    best_first = matches.by_class[matches.truth[matches.by_class] != -2]
-    label, score = found.label[matches.order[best_first]], found.score[matches.order[best_first]]
-    is_right = matches.truth[best_first] >= 0
-    ends = np.searchsorted(label, np.arange(len(truth.class_names)), "right").tolist()
-    counts = np.bincount(truth.label[~truth.crowd], minlength=len(truth.class_names))
-    answers, start = [], 0
-    for number, end in enumerate(ends):
-        right, scores = is_right[start:end], score[start:end]
+    best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
+    label, score = detections.label[matches.order[best_first]], detections.score[matches.order[best_first]]
+    is_tp = matches.gt_index[best_first] >= 0
+    ends = np.searchsorted(label, np.arange(len(gt.class_names)), "right").tolist()
+    counts = np.bincount(gt.label[~gt.crowd], minlength=len(gt.class_names))
+    stats, start = [], 0
+    for class_index, end in enumerate(ends):
+        tp, scores = is_tp[start:end], score[start:end]
         start = end
-        histograms = [np.histogram(scores[of], BINS, (0, 1))[0].tolist() for of in (right, ~right)]
+        histograms = [np.histogram(scores[mask], HISTOGRAM_BINS, (0, 1))[0].tolist() for mask in (tp, ~tp)]
         threshold = f1 = precision = recall = None
-        if right.any():
-            hits = np.cumsum(right)
-            f1s = 2 * hits / (np.arange(1, len(hits) + 1) + counts[number])
+        if tp.any():
+            hits = np.cumsum(tp)
+            f1s = 2 * hits / (np.arange(1, len(hits) + 1) + counts[class_index])
             f1s[:-1][scores[1:] == scores[:-1]] = -1.0  # a threshold cannot part equal scores
             best = int(f1s.argmax())
             threshold, f1 = float(scores[best]), float(f1s[best])
-            precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[number])
-        answers.append(
-            OfClass(
-                threshold=threshold, f1=f1, precision=precision, recall=recall, right_scores=histograms[0],
-                wrong_scores=histograms[1],
+            precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[class_index])
+        stats.append(
+            ClassErrorStats(
+                threshold=threshold, f1=f1, precision=precision, recall=recall, tp_scores=histograms[0],
+                fp_scores=histograms[1],
             )
         )  # fmt: skip
-    return answers
+    return stats
 
 
-def judge(truth: GroundTruth, found: Detections, matches: Matches, classes: list[OfClass]) -> Judged:
+def classify_errors(
+    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassErrorStats]
+) -> ErrorAnalysis:
     """Sorts what is above the thresholds into right and kinds of mistakes. A class without a threshold has none."""
-    thresholds = np.array([np.inf if of.threshold is None else of.threshold for of in classes], np.float64)
-    score, label = found.score[matches.order], found.label[matches.order]
+    thresholds = np.array(
+        [np.inf if class_stats.threshold is None else class_stats.threshold for class_stats in classes], np.float64
+    )
+    score, label = detections.score[matches.order], detections.label[matches.order]
     above = np.flatnonzero(score.astype(np.float64) >= thresholds[label])
-    places = above[np.argsort(-score[above], kind="stable")]
-    matched = matches.truth[places]
-    ours, our_overlap = _nearest(truth, label, matches, places, same=True)
-    others, other_overlap = _nearest(truth, label, matches, places, same=False)
-    kind = np.select(
+    positions = above[np.argsort(-score[above], kind="stable")]
+    matched_gt = matches.gt_index[positions]
+    same_class_gt, same_class_iou = _nearest(gt, label, matches, positions, same=True)
+    other_class_gt, other_class_iou = _nearest(gt, label, matches, positions, same=False)
+    error_type = np.select(
         [
-            matched >= 0,
-            matched == -2,
-            (ours < 0) & (others < 0),
-            our_overlap >= IOU,
-            (ours >= 0) & (our_overlap >= other_overlap),
-            other_overlap >= IOU,
+            matched_gt >= 0,
+            matched_gt == -2,
+            (same_class_gt < 0) & (other_class_gt < 0),
+            same_class_iou >= FOREGROUND_IOU,
+            (same_class_gt >= 0) & (same_class_iou >= other_class_iou),
+            other_class_iou >= FOREGROUND_IOU,
         ],
-        [RIGHT, CROWD, "background", "duplicate", "localisation", "class"],
+        [TRUE_POSITIVE, CROWD, "background", "duplicate", "localisation", "class"],
         "both",
     )
-    wrong = matched == -1
-    about = np.where(np.isin(kind, ["duplicate", "localisation"]), ours, others)
-    about[~wrong] = -1
-    is_found = np.zeros(len(truth.row), np.bool_)
-    is_found[matched[matched >= 0]] = True
-    touched = is_found.copy()
-    touched[about[np.isin(kind, ["localisation", "class"])]] = True
-    return Judged(
-        places=matches.order[places], truth=matched, kind=kind.tolist(), about=about, is_found=is_found,
-        is_missed=~touched & ~truth.crowd,
+    is_fp = matched_gt == -1
+    related_gt = np.where(np.isin(error_type, ["duplicate", "localisation"]), same_class_gt, other_class_gt)
+    related_gt[~is_fp] = -1
+    is_detected = np.zeros(len(gt.image_index), np.bool_)
+    is_detected[matched_gt[matched_gt >= 0]] = True
+    is_explained = is_detected.copy()
+    is_explained[related_gt[np.isin(error_type, ["localisation", "class"])]] = True
+    return ErrorAnalysis(
+        detection_index=matches.order[positions], gt_index=matched_gt, error_type=error_type.tolist(), related_gt=related_gt, is_detected=is_detected,
+        is_missed=~is_explained & ~gt.crowd,
     )  # fmt: skip
 
 
 def _nearest(
-    truth: GroundTruth, label: NDArray[np.int64], matches: Matches, places: NDArray[np.int64], *, same: bool
+    gt: GroundTruth, label: NDArray[np.int64], matches: CocoMatches, positions: NDArray[np.int64], *, same: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Of each of the places [M] the true box of its class, or of another, that it overlaps most (of equal ones the
     later), and by how much; -1 and 0 where it overlaps none. Crowd regions are none."""
-    asked = ~truth.crowd[matches.pair_truth] & ((label[matches.pair_found] == truth.label[matches.pair_truth]) == same)
-    found, box, overlap = matches.pair_found[asked], matches.pair_truth[asked], matches.overlaps[asked]
-    last = np.lexsort((box, overlap, found))  # of what is written to one place, the last stays
-    nearest, by = np.full(len(label), -1, np.int64), np.zeros(len(label))
-    nearest[found[last]], by[found[last]] = box[last], overlap[last]
-    return nearest[places], by[places]
+    mask = ~gt.crowd[matches.pair_gt] & ((label[matches.pair_detection] == gt.label[matches.pair_gt]) == same)
+    det_index, gt_index, pair_iou = matches.pair_detection[mask], matches.pair_gt[mask], matches.pair_iou[mask]
+    last = np.lexsort((gt_index, pair_iou, det_index))  # of what is written to one place, the last stays
+    nearest, nearest_iou = np.full(len(label), -1, np.int64), np.zeros(len(label))
+    nearest[det_index[last]], nearest_iou[det_index[last]] = gt_index[last], pair_iou[last]
+    return nearest[positions], nearest_iou[positions]
 
 
-def count_mistakes(truth: GroundTruth, found: Detections, judged: Judged) -> list[dict[str, int]]:
+def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis) -> list[dict[str, int]]:
     """Kind → count, of each class: of a detection its own, of a missed box the true one."""
-    counts: list[dict[str, int]] = [{} for _ in truth.class_names]
-    labels = found.label[judged.places].tolist()
-    said = [*zip(labels, judged.kind, strict=True), *((n, "missed") for n in truth.label[judged.is_missed].tolist())]
-    for label, kind in said:
-        if kind in MISTAKES:
-            counts[label][kind] = counts[label].get(kind, 0) + 1
+    counts: list[dict[str, int]] = [{} for _ in gt.class_names]
+    labels = detections.label[analysis.detection_index].tolist()
+    label_and_type = [
+        *zip(labels, analysis.error_type, strict=True),
+        *((n, "missed") for n in gt.label[analysis.is_missed].tolist()),
+    ]
+    for label, error_type in label_and_type:
+        if error_type in ERROR_TYPES:
+            counts[label][error_type] = counts[label].get(error_type, 0) + 1
     return counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PictureScore:
+class ImageF1:
     """What is right and wrong in a picture."""
 
-    row: int
+    image_index: int
     f1: float
-    right: int
-    wrong: int
-    not_found: int
+    tp: int
+    fp: int
+    fn: int
 
 
 def worst_and_best(
-    truth: GroundTruth, found: Detections, judged: Judged, pictures: NDArray[np.int64], most: int
-) -> tuple[list[PictureScore], list[PictureScore]]:
+    gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, image_indices: NDArray[np.int64], max_images: int
+) -> tuple[list[ImageF1], list[ImageF1]]:
     """At most `most` of the pictures each: lowest F1 first (of equal ones the one with more mistakes), and highest
     first (of equal ones the one with more boxes). None is in both; a perfect one is no worst, one without a right box
     no best; a picture without true boxes in which nothing is found is neither."""
-    place = {row: n for n, row in enumerate(pictures.tolist())}
-    right, wrong, not_found = (np.zeros(len(pictures), np.int64) for _ in range(3))
-    rows = found.row[judged.places].tolist()
-    for row, kind in zip(rows, judged.kind, strict=True):
-        if kind == RIGHT:
-            right[place[row]] += 1
-        elif kind != CROWD:
-            wrong[place[row]] += 1
-    for row in truth.row[~judged.is_found & ~truth.crowd].tolist():
-        if row in place:
-            not_found[place[row]] += 1
-    mistakes = wrong + not_found
-    f1 = np.divide(2 * right, 2 * right + mistakes, out=np.ones(len(pictures)), where=right + mistakes > 0)
-    lowest = [n for n in np.lexsort((-mistakes, f1)).tolist() if mistakes[n]][:most]
-    highest = [n for n in np.lexsort((-right, -f1)).tolist() if right[n]][:most]
-    shared = set(lowest) & set(highest)  # few pictures: each goes where its F1 says
-    lowest = [n for n in lowest if n not in shared or f1[n] < 0.5]
-    highest = [n for n in highest if n not in shared or f1[n] >= 0.5]
+    position = {image_index: n for n, image_index in enumerate(image_indices.tolist())}
+    tp, fp, fn = (np.zeros(len(image_indices), np.int64) for _ in range(3))
+    det_images = detections.image_index[analysis.detection_index].tolist()
+    for image_index, error_type in zip(det_images, analysis.error_type, strict=True):
+        if error_type == TRUE_POSITIVE:
+            tp[position[image_index]] += 1
+        elif error_type != CROWD:
+            fp[position[image_index]] += 1
+    for image_index in gt.image_index[~analysis.is_detected & ~gt.crowd].tolist():
+        if image_index in position:
+            fn[position[image_index]] += 1
+    num_errors = fp + fn
+    f1 = np.divide(2 * tp, 2 * tp + num_errors, out=np.ones(len(image_indices)), where=tp + num_errors > 0)
+    lowest = [n for n in np.lexsort((-num_errors, f1)).tolist() if num_errors[n]][:max_images]
+    highest = [n for n in np.lexsort((-tp, -f1)).tolist() if tp[n]][:max_images]
+    in_both = set(lowest) & set(highest)  # few pictures: each goes where its F1 says
+    lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
+    highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [
-        PictureScore(row=row, f1=float(f1[n]), right=int(right[n]), wrong=int(wrong[n]), not_found=int(not_found[n]))
-        for row, n in place.items()
+        ImageF1(image_index=image_index, f1=float(f1[n]), tp=int(tp[n]), fp=int(fp[n]), fn=int(fn[n]))
+        for image_index, n in position.items()
     ]
     return [scores[n] for n in lowest], [scores[n] for n in highest]

@@ -21,99 +21,99 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
-from stoker.data.loading.loader import Loader, Quarantine, box_slots
-from stoker.data.validation.problems import MAX_BAD
+from stoker.data.loading.loader import Loader, QuarantinedImage, compute_max_boxes
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
-from stoker.evaluation.coco import Scored
+from stoker.evaluation.coco import CocoResult
 from stoker.evaluation.document import (
     ClassEvaluation,
-    Confusion,
+    ConfusionPair,
     Curves,
+    DetectionBox,
     Evaluation,
-    FoundBox,
-    PictureEvaluation,
-    TrueBox,
+    GroundTruthBox,
+    ImageEvaluation,
 )  # fmt: skip
 from stoker.evaluation.error_analysis import (
-    RIGHT,
-    Judged,
-    PictureScore,
-    by_class,
-    count_mistakes,
-    judge,
+    TRUE_POSITIVE,
+    ErrorAnalysis,
+    ImageF1,
+    classify_errors,
+    compute_class_stats,
+    count_error_types,
     worst_and_best,
 )
 from stoker.evaluation.metrics import Detections, GroundTruth, Metrics
-from stoker.hardware.device import Device, Ready
-from stoker.hardware.host_sync import allow_host_wait
-from stoker.inference.draw import Shown
-from stoker.models.layers.postprocess import Finder
+from stoker.hardware.device import Device, ReadyEvent
+from stoker.hardware.host_sync import allow_host_sync
+from stoker.inference.draw import ImageWithBoxes
+from stoker.models.layers.postprocess import DetectorProtocol
 
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
-CURVES_KEPT, CONFUSIONS_KEPT, PICTURES_KEPT, BOXES_KEPT = 100, 50, 12, 100
+MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
 """Most of each that evaluation.json holds: classes with curves of their own, confused pairs, pictures a list, true and
 found boxes a picture. Some 600 kB where everything is at its limit."""
 
 
-def ground_truth(index: Index, rows: NDArray[np.int64]) -> GroundTruth:
+def ground_truth(index: Index, image_indices: NDArray[np.int64]) -> GroundTruth:
     """The true boxes of some rows of an index."""
-    rows = np.asarray(rows, np.int64)
-    starts, counts = index.offsets[rows], index.offsets[rows + 1] - index.offsets[rows]
+    image_indices = np.asarray(image_indices, np.int64)
+    starts, counts = index.offsets[image_indices], index.offsets[image_indices + 1] - index.offsets[image_indices]
     before = np.cumsum(counts) - counts
-    box = np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
+    box_index = np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
     return GroundTruth(
-        pictures=rows,
-        row=np.repeat(rows, counts),
-        boxes=index.boxes[box],
-        label=index.labels[box].astype(np.int64),
-        crowd=index.crowd[box],
-        area=index.area[box],
+        image_indices=image_indices,
+        image_index=np.repeat(image_indices, counts),
+        boxes=index.boxes[box_index],
+        label=index.labels[box_index].astype(np.int64),
+        crowd=index.crowd[box_index],
+        area=index.area[box_index],
         class_names=tuple(index.class_names),
     )
 
 
 def evaluation_loader(
     index: Index,
-    rows: NDArray[np.int64],
+    image_indices: NDArray[np.int64],
     device: Device,
     *,
-    batch: int,
-    canvas: tuple[int, int],
+    batch_size: int,
+    image_size: tuple[int, int],
     resize: str,
-    threads: int,
-    begin: int = 0,
-    max_bad: float = MAX_BAD,
+    workers: int,
+    start_position: int = 0,
+    max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     rank: int = 0,
-    ranks: int = 1,
-    on_quarantine: Callable[[Quarantine], None] | None = None,
+    world_size: int = 1,
+    on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Loader:
     """One pass over some rows of an index, or over a rank's share of them; close it. See `Loader`."""
     return Loader(
         index,
-        rows,
+        image_indices,
         device=device,
-        batch=batch,
-        canvas=canvas,
+        batch_size=batch_size,
+        image_size=image_size,
         resize=resize,
-        boxes=box_slots(index, rows),
+        max_boxes=compute_max_boxes(index, image_indices),
         seed=0,  # nothing is drawn
-        threads=threads,
-        begin=begin,
+        workers=workers,
+        initial_workers=start_position,
         train=False,
-        max_bad=max_bad,
+        max_bad_fraction=max_bad_fraction,
         rank=rank,
-        ranks=ranks,
+        world_size=world_size,
         on_quarantine=on_quarantine,
     )
 
 
 def evaluate(
-    model: Finder,
+    model: DetectorProtocol,
     batches: Iterable[Batch],
     index: Index,
-    rows: NDArray[np.int64],
+    image_indices: NDArray[np.int64],
     device: Device,
     *,
     precision: str,
@@ -124,16 +124,16 @@ def evaluate(
 
     Raises DataError when the rows have no box to score against.
     """
-    truth = ground_truth(index, rows)
-    require_boxes(truth)  # before the device works for nothing
-    found = detect(
+    gt = ground_truth(index, image_indices)
+    require_boxes(gt)  # before the device works for nothing
+    detections = detect(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
-    return score(truth, found)
+    return compute_metrics(gt, detections)
 
 
 def detect(
-    model: Finder,
+    model: DetectorProtocol,
     batches: Iterable[Batch],
     device: Device,
     *,
@@ -142,14 +142,14 @@ def detect(
     iou_threshold: float | None = None,
 ) -> Detections:
     """What the model finds in all the pictures of `batches`; see `detect_batches`."""
-    found = detect_batches(
+    detections = detect_batches(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
-    return Detections.concatenate(list(found))
+    return Detections.concatenate(list(detections))
 
 
 def detect_batches(
-    model: Finder,
+    model: DetectorProtocol,
     batches: Iterable[Batch],
     device: Device,
     *,
@@ -162,29 +162,31 @@ def detect_batches(
     Leaves every module of the model in the mode (training or not) in which it was.
     """
     stream = device.make_stream()
-    pending: tuple[list[Tensor], Ready] | None = None
+    pending: tuple[list[Tensor], ReadyEvent] | None = None
     with in_eval_mode(model):
         for batch in batches:
             # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
             with torch.no_grad(), device.autocast(precision):
-                found = model.decode(
+                detections = model.decode(
                     model(batch.images),
-                    batch.content,
+                    batch.resized_size,
                     batch.scale,
-                    batch.size,
+                    batch.original_size,
                     score_threshold=score_threshold,
                     iou_threshold=iou_threshold,
                 )
-            issued = stream.to_host((found.boxes, found.scores, found.labels, found.valid, batch.image_id))
+            issued = stream.to_host(
+                (detections.boxes, detections.scores, detections.labels, detections.valid, batch.image_index)
+            )
             if pending is not None:
-                yield _read(*pending)
+                yield _read_detections(*pending)
             pending = issued
     if pending is not None:
-        yield _read(*pending)
+        yield _read_detections(*pending)
 
 
 @contextlib.contextmanager
-def in_eval_mode(model: nn.Module | Finder) -> Iterator[None]:
+def in_eval_mode(model: nn.Module | DetectorProtocol) -> Iterator[None]:
     """The whole model in evaluation mode; after it each module is as it was (frozen norms among trained ones)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -195,91 +197,97 @@ def in_eval_mode(model: nn.Module | Finder) -> Iterator[None]:
             module.training = training
 
 
-def _read(tensors: list[Tensor], ready: Ready) -> Detections:
+def _read_detections(tensors: list[Tensor], ready: ReadyEvent) -> Detections:
     """The columns of one batch, once its copies have arrived."""
-    with allow_host_wait("detections"):  # of the batch before the one that the device works on
-        ready.wait()
-        boxes, scores, labels, valid, image_id = (tensor.numpy() for tensor in tensors)
-    valid = valid & (image_id >= 0)[:, None]
+    with allow_host_sync("detections"):  # of the batch before the one that the device works on
+        ready.synchronize()
+        boxes, scores, labels, valid, image_index = (tensor.numpy() for tensor in tensors)
+    valid = valid & (image_index >= 0)[:, None]
     return Detections(
-        row=np.broadcast_to(image_id[:, None], valid.shape)[valid].astype(np.int64),
+        image_index=np.broadcast_to(image_index[:, None], valid.shape)[valid].astype(np.int64),
         boxes=boxes[valid].astype(np.float32, copy=False),
         score=scores[valid].astype(np.float32, copy=False),
         label=labels[valid].astype(np.int64, copy=False),
-        pictures=image_id[image_id >= 0].astype(np.int64),
+        image_indices=image_index[image_index >= 0].astype(np.int64),
     )
 
 
-def score(truth: GroundTruth, found: Detections) -> Metrics:
+def compute_metrics(gt: GroundTruth, detections: Detections) -> Metrics:
     """The twelve COCO numbers, and AP and AP50 of each class. Pictures that the model did not see are left out.
 
     Raises DataError when there is no box to score against.
     """
-    return score_with_matches(truth, found).metrics
+    return compute_coco_result(gt, detections).metrics
 
 
-def score_with_matches(truth: GroundTruth, found: Detections) -> Scored:
+def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
     """As `score`, with the precision-recall curves, and which detection is right about what."""
-    require_boxes(truth)
-    seen, counted = _seen(truth, found)
-    scored = coco.score(seen, counted)
-    missing = len(truth.pictures) - len(seen.pictures)
-    return dataclasses.replace(scored, metrics=msgspec.structs.replace(scored.metrics, missing=missing))
+    require_boxes(gt)
+    evaluated_gt, evaluated_detections = _only_evaluated(gt, detections)
+    result = coco.compute_metrics(evaluated_gt, evaluated_detections)
+    num_missing = len(gt.image_indices) - len(evaluated_gt.image_indices)
+    return dataclasses.replace(result, metrics=msgspec.structs.replace(result.metrics, missing=num_missing))
 
 
-def appraise(scored: Scored, truth: GroundTruth, found: Detections, index: Index, *, step: int) -> Evaluation:
+def build_evaluation(
+    result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
+) -> Evaluation:
     """What evaluation.json says: scores, curves, kinds of mistakes, and the worst and best pictures of the truth's.
 
     scored: `score_with_matches` of the same truth and detections.
     """
-    truth, found = _seen(truth, found)
-    matches = scored.matches
-    classes = by_class(truth, found, matches)
-    judged = judge(truth, found, matches, classes)
-    mistakes = count_mistakes(truth, found, judged)
-    boxes = [of.boxes for of in scored.metrics.per_class]
-    drawn = set(np.argsort([-count for count in boxes], kind="stable")[:CURVES_KEPT].tolist())
-    kinds, labels = np.array(judged.kind, object), found.label[judged.places]
-    right = np.bincount(labels[kinds == RIGHT], minlength=len(classes)).tolist()
-    confused = np.flatnonzero(kinds == "class")
-    pairs, times = np.unique(
-        np.stack([truth.label[judged.about[confused]], labels[confused]], axis=1), axis=0, return_counts=True
+    gt, detections = _only_evaluated(gt, detections)
+    matches = result.matches
+    class_stats = compute_class_stats(gt, detections, matches)
+    analysis = classify_errors(gt, detections, matches, class_stats)
+    error_counts = count_error_types(gt, detections, analysis)
+    num_gt = [stats.boxes for stats in result.metrics.per_class]
+    with_curves = set(np.argsort([-count for count in num_gt], kind="stable")[:MAX_CURVES].tolist())
+    error_types, labels = np.array(analysis.error_type, object), detections.label[analysis.detection_index]
+    num_tp = np.bincount(labels[error_types == TRUE_POSITIVE], minlength=len(class_stats)).tolist()
+    confused_positions = np.flatnonzero(error_types == "class")
+    pairs, pair_counts = np.unique(
+        np.stack([gt.label[analysis.related_gt[confused_positions]], labels[confused_positions]], axis=1),
+        axis=0,
+        return_counts=True,
     )
-    worst, best = worst_and_best(truth, found, judged, truth.pictures, PICTURES_KEPT)
+    worst, best = worst_and_best(gt, detections, analysis, gt.image_indices, MAX_IMAGES)
     return Evaluation(
         step=step,
         split="val",
-        metrics=scored.metrics,
-        curves=_curves(scored.precision),
+        metrics=result.metrics,
+        curves=_curves(result.precision),
         classes=[
             ClassEvaluation(
                 name=metrics.name,
                 boxes=metrics.boxes,
                 ap=metrics.ap,
                 ap50=metrics.ap50,
-                right=right[label],
-                mistakes=mistakes[label],
-                curves=_curves(scored.precision[:, :, label : label + 1]) if label in drawn else None,
-                **vars(of),
+                tp=num_tp[label],
+                error_types=error_counts[label],
+                curves=_curves(result.precision[:, :, label : label + 1]) if label in with_curves else None,
+                **vars(stats),
             )
-            for label, (metrics, of) in enumerate(zip(scored.metrics.per_class, classes, strict=True))
+            for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
         ],
         confusions=[
-            Confusion(true=int(pairs[n, 0]), found=int(pairs[n, 1]), count=int(times[n]))
-            for n in np.argsort(-times, kind="stable")[:CONFUSIONS_KEPT].tolist()
+            ConfusionPair(gt_label=int(pairs[n, 0]), pred_label=int(pairs[n, 1]), count=int(pair_counts[n]))
+            for n in np.argsort(-pair_counts, kind="stable")[:MAX_CONFUSIONS].tolist()
         ],
-        worst=[_picture(one, truth, found, judged, index) for one in worst],
-        best=[_picture(one, truth, found, judged, index) for one in best],
+        worst=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in worst],
+        best=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in best],
     )
 
 
-def _seen(truth: GroundTruth, found: Detections) -> tuple[GroundTruth, Detections]:
+def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
     """Both without the pictures that the model did not see, or of which the truth is not known."""
-    pictures = truth.pictures[np.isin(truth.pictures, found.pictures)]
-    mask = np.isin(truth.row, pictures)
-    columns = {name: getattr(truth, name)[mask] for name in ("row", "boxes", "label", "crowd", "area")}
-    true = GroundTruth(pictures=pictures, class_names=truth.class_names, **columns)
-    return true, dataclasses.replace(found.where(np.isin(found.row, pictures)), pictures=pictures)
+    image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
+    mask = np.isin(gt.image_index, image_indices)
+    columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}
+    evaluated_gt = GroundTruth(image_indices=image_indices, class_names=gt.class_names, **columns)
+    return evaluated_gt, dataclasses.replace(
+        detections.select(np.isin(detections.image_index, image_indices)), image_indices=image_indices
+    )
 
 
 def _curves(precision: NDArray[np.float64]) -> Curves:
@@ -291,71 +299,80 @@ def _curves(precision: NDArray[np.float64]) -> Curves:
     return Curves(iou50=mean[0].tolist(), iou75=mean[5].tolist(), mean=defined.mean(axis=(0, 2)).round(4).tolist())
 
 
-def _picture(
-    one: PictureScore, truth: GroundTruth, found: Detections, judged: Judged, index: Index
-) -> PictureEvaluation:
-    true = np.flatnonzero(truth.row == one.row)
-    mine = np.flatnonzero(found.row[judged.places] == one.row)
-    height, width = index.size[one.row].tolist()
-    return PictureEvaluation(
-        row=one.row,
-        path=index.place(one.row),
-        span=index.span(one.row),
+def _image_evaluation(
+    image_f1: ImageF1, gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, index: Index
+) -> ImageEvaluation:
+    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index)
+    det_positions = np.flatnonzero(detections.image_index[analysis.detection_index] == image_f1.image_index)
+    height, width = index.original_size[image_f1.image_index].tolist()
+    return ImageEvaluation(
+        image_index=image_f1.image_index,
+        path=index.display_source(image_f1.image_index),
+        byte_range=index.byte_range(image_f1.image_index),
         size=(height, width) if height and width else None,
-        f1=round(one.f1, 4),
-        right=one.right,
-        wrong=one.wrong,
-        not_found=one.not_found,
-        true_boxes=[
-            TrueBox(box=_corners(truth.boxes[n]), label=int(truth.label[n]), crowd=bool(truth.crowd[n]),
-                    found=bool(judged.is_found[n]))
-            for n in true[:BOXES_KEPT].tolist()
+        f1=round(image_f1.f1, 4),
+        tp=image_f1.tp,
+        fp=image_f1.fp,
+        fn=image_f1.fn,
+        gt_boxes=[
+            GroundTruthBox(box=_rounded_xyxy(gt.boxes[n]), label=int(gt.label[n]), crowd=bool(gt.crowd[n]),
+                    detected=bool(analysis.is_detected[n]))
+            for n in gt_positions[:MAX_BOXES].tolist()
         ],
-        found_boxes=[
-            FoundBox(box=_corners(found.boxes[place]), label=int(found.label[place]),
-                     score=round(float(found.score[place]), 4), mistake=judged.kind[n])
-            for n, place in zip(mine[:BOXES_KEPT].tolist(), judged.places[mine[:BOXES_KEPT]].tolist(), strict=True)
+        detections=[
+            DetectionBox(box=_rounded_xyxy(detections.boxes[det_index]), label=int(detections.label[det_index]),
+                     score=round(float(detections.score[det_index]), 4), error_type=analysis.error_type[n])
+            for n, det_index in zip(det_positions[:MAX_BOXES].tolist(), analysis.detection_index[det_positions[:MAX_BOXES]].tolist(), strict=True)
         ],
-        left_out=max(0, len(true) - BOXES_KEPT) + max(0, len(mine) - BOXES_KEPT),
+        truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
     )  # fmt: skip
 
 
-def _corners(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
-    x0, y0, x1, y1 = (round(side, 1) for side in box.tolist())
+def _rounded_xyxy(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = (round(coordinate, 1) for coordinate in box.tolist())
     return x0, y0, x1, y1
 
 
-def some_pictures(
-    index: Index, rows: NDArray[np.int64], found: Detections, *, count: int = 4, score_threshold: float = 0.3
-) -> list[Shown]:
+def sample_images(
+    index: Index,
+    image_indices: NDArray[np.int64],
+    detections: Detections,
+    *,
+    count: int = 4,
+    score_threshold: float = 0.3,
+) -> list[ImageWithBoxes]:
     """A few of the evaluated pictures with true and found boxes, to look at: the same ones at every evaluation."""
-    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))]
-    truth = ground_truth(index, chosen)
-    ones = np.ones(len(truth.row), np.float32)
-    true = Detections(row=truth.row, boxes=truth.boxes, score=ones, label=truth.label, pictures=chosen)
-    shown = found.where(found.score >= score_threshold)
+    chosen_indices = image_indices[
+        np.unique(np.linspace(0, len(image_indices) - 1, min(count, len(image_indices))).round().astype(np.int64))
+    ]
+    gt = ground_truth(index, chosen_indices)
+    ones = np.ones(len(gt.image_index), np.float32)
+    gt_detections = Detections(
+        image_index=gt.image_index, boxes=gt.boxes, score=ones, label=gt.label, image_indices=chosen_indices
+    )
+    confident = detections.select(detections.score >= score_threshold)
     return [
-        Shown(
-            path=index.path(row),
-            picture=functools.partial(_thumbnail, index, row),
-            truth=true.of(row),
-            found=shown.of(row),
+        ImageWithBoxes(
+            path=index.path(image_index),
+            load_image=functools.partial(_thumbnail, index, image_index),
+            gt=gt_detections.of_image(image_index),
+            detections=confident.of_image(image_index),
         )
-        for row in chosen.tolist()
+        for image_index in chosen_indices.tolist()
     ]
 
 
-def _thumbnail(index: Index, row: int, side: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-    said = (int(index.size[row, 0]), int(index.size[row, 1]))
-    return thumbnail(index.read(row), index.path(row), side, said=said)
+def _thumbnail(index: Index, image_index: int, max_side: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
+    return thumbnail(index.read(image_index), index.path(image_index), max_side, annotated_size=annotated_size)
 
 
-def require_boxes(truth: GroundTruth) -> None:
+def require_boxes(gt: GroundTruth) -> None:
     """Raises DataError when there is no box to score against."""
-    if truth.crowd.all():
-        boxes = f"{len(truth.row)} boxes, all of them crowd regions" if len(truth.row) else "no boxes"
+    if gt.crowd.all():
+        boxes = f"{len(gt.image_index)} boxes, all of them crowd regions" if len(gt.image_index) else "no boxes"
         raise DataError(
             "There is nothing to score against: the pictures to evaluate have no boxes.",
-            cause=f"{len(truth.pictures)} pictures, {boxes}",
+            cause=f"{len(gt.image_indices)} pictures, {boxes}",
             fix="evaluate another split, or annotate this one",
         )

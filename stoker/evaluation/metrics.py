@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 class Detections:
     """N boxes that a model found in one or many pictures, as columns on the host. No object per box."""
 
-    row: NDArray[np.int64]
+    image_index: NDArray[np.int64]
     """[N], the picture: its row in the index, or its place in the list of files."""
     boxes: NDArray[np.float32]
     """[N, 4], xyxy in pixels of the original picture."""
@@ -24,27 +24,27 @@ class Detections:
     """[N], 0 … 1."""
     label: NDArray[np.int64]
     """[N], 0 … C-1."""
-    pictures: NDArray[np.int64]
+    image_indices: NDArray[np.int64]
     """[P], the pictures that the model looked at, also those in which it found nothing."""
 
     def __len__(self) -> int:
-        return len(self.row)
+        return len(self.image_index)
 
-    def where(self, mask: NDArray[Any]) -> "Detections":
+    def select(self, mask: NDArray[Any]) -> "Detections":
         """The boxes of a mask or of indices."""
-        columns = {name: getattr(self, name)[mask] for name in ("row", "boxes", "score", "label")}
-        return Detections(pictures=self.pictures, **columns)
+        columns = {name: getattr(self, name)[mask] for name in ("image_index", "boxes", "score", "label")}
+        return Detections(image_indices=self.image_indices, **columns)
 
-    def of(self, row: int) -> "Detections":
+    def of_image(self, image_index: int) -> "Detections":
         """The boxes of one picture, the best score first."""
-        mine = np.flatnonzero(self.row == row)
-        best_first = self.where(mine[np.argsort(-self.score[mine], kind="stable")])
-        return dataclasses.replace(best_first, pictures=np.array([row], np.int64))
+        positions = np.flatnonzero(self.image_index == image_index)
+        best_first = self.select(positions[np.argsort(-self.score[positions], kind="stable")])
+        return dataclasses.replace(best_first, image_indices=np.array([image_index], np.int64))
 
     @staticmethod
     def concatenate(parts: Sequence["Detections"]) -> "Detections":
         if not parts:
-            return no_detections()
+            return empty_detections()
         names = [field.name for field in dataclasses.fields(Detections)]
         return Detections(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
@@ -53,9 +53,9 @@ class Detections:
 class GroundTruth:
     """K true boxes of P pictures, as columns."""
 
-    pictures: NDArray[np.int64]
+    image_indices: NDArray[np.int64]
     """[P], rows of the index."""
-    row: NDArray[np.int64]
+    image_index: NDArray[np.int64]
     """[K], the picture of each box."""
     boxes: NDArray[np.float32]
     """[K, 4], xyxy in pixels of the original picture."""
@@ -68,14 +68,14 @@ class GroundTruth:
     class_names: tuple[str, ...]
 
 
-def no_detections(pictures: Sequence[int] = ()) -> Detections:
+def empty_detections(image_indices: Sequence[int] = ()) -> Detections:
     """Pictures in which nothing was found."""
     return Detections(
-        row=np.zeros(0, np.int64),
+        image_index=np.zeros(0, np.int64),
         boxes=np.zeros((0, 4), np.float32),
         score=np.zeros(0, np.float32),
         label=np.zeros(0, np.int64),
-        pictures=np.asarray(pictures, np.int64),
+        image_indices=np.asarray(image_indices, np.int64),
     )
 
 
@@ -119,6 +119,6 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Pictures of the split that could not be evaluated, because they could not be read."""
 
 
-TWELVE = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large",
+COCO_SUMMARY = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large",
           "ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large")  # fmt: skip
 """The fields of Metrics in COCO's own order."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from stoker import models
 from stoker.errors import ConfigError
-from stoker.export.runtime import require
-from stoker.models.layers.postprocess import DETECTIONS
+from stoker.export.runtime import require_package
+from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 
 OPSETS = (18, 21)
@@ -28,10 +28,10 @@ OPSETS = (18, 21)
 above."""
 IR_VERSION = 10
 """Of the file's frame: the newest that onnxruntime 1.20 reads."""
-CANDIDATES = ("nms_boxes", "nms_scores", "nms_labels")
+CANDIDATE_OUTPUTS = ("nms_boxes", "nms_scores", "nms_labels")
 """Where the network ends and the suppression begins."""
 
-SUPPRESSION = """
+NMS_GRAPH = """
 suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidates}] nms_scores,
              int64[pictures,{candidates}] nms_labels{threshold})
     => (float[pictures,{slots},4] boxes, float[pictures,{slots}] scores, int64[pictures,{slots}] labels,
@@ -58,7 +58,7 @@ suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidate
 }}
 """
 """The best `slots` of what is left after the suppression: `detections.best_of`."""
-SURVIVORS = """
+NMS_NODES = """
     nms_columns = Constant <value_ints = [0, 2]> ()
     nms_above = Constant <value_floats = [0.0]> ()
     nms_iou = Reshape (iou_threshold, nms_axis)
@@ -79,34 +79,34 @@ SURVIVORS = """
 suppresses within classes and exactly (moving each class's boxes apart, the usual trick, costs the last digits of their
 corners); the survivors are scattered back to their candidates. No class can use more than `slots`, so that is the
 operator's limit per class."""
-ALL_SURVIVE = """
+NO_NMS_NODES = """
     nms_left = Identity (nms_scores)
 """
 """Where the limit is 1: no two boxes overlap by more."""
 
 
-class Front(nn.Module):
+class CandidateModel(nn.Module):
     """A detector up to the candidates of its suppression: what torch's exporter is given."""
 
     def __init__(self, model: "models.Detector") -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor, content: Tensor, score_threshold: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images: Tensor, resized_size: Tensor, score_threshold: Tensor) -> tuple[Tensor, ...]:
         """images: uint8 [B, 3, H, W]; content: int32 [1, 2], or [B, 2] when the file runs; score_threshold: []."""
-        inside = content.expand(images.shape[0], 2)
-        return tuple(self.model.candidates(self.model(images), inside, score_threshold=score_threshold))
+        resized_sizes = resized_size.expand(images.shape[0], 2)
+        return tuple(self.model.candidates(self.model(images), resized_sizes, score_threshold=score_threshold))
 
 
-def build(
+def build_onnx(
     model: "models.Detector",
-    card: model_file.Card,
+    model_metadata: model_file.ModelMetadata,
     *,
     score_threshold: float,
     iou_threshold: float,
-    slots: int = DETECTIONS,
+    max_detections: int = MAX_DETECTIONS,
     opset: int = OPSETS[0],
-    batch: int | None = None,
+    batch_size: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> bytes:
     """The ONNX file of a model on the CPU. iou_threshold: with 1 nothing is suppressed, and the file has neither the
@@ -114,69 +114,73 @@ def build(
 
     Raises PreflightError when a package is missing, ConfigError for a number out of range.
     """
-    _check(score_threshold, iou_threshold, slots, opset, batch)
-    onnx = require("onnx", "Nothing can be exported")
-    require("onnxscript", "Nothing can be exported")
-    helper = importlib.import_module("onnx.numpy_helper")
-    network = _network(model, card.canvas, opset)
+    _check(score_threshold, iou_threshold, max_detections, opset, batch_size)
+    onnx = require_package("onnx", "Nothing can be exported")
+    require_package("onnxscript", "Nothing can be exported")
+    numpy_helper = importlib.import_module("onnx.numpy_helper")
+    network = _export_network(model, model_metadata.canvas, opset)
     graph = network.graph
     candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
-    slots = min(slots, candidates)
-    suppresses = iou_threshold < 1
-    text = SUPPRESSION.format(
-        candidates=candidates, slots=slots, survivors=SURVIVORS if suppresses else ALL_SURVIVE,
-        threshold=", float iou_threshold" if suppresses else "",
+    max_detections = min(max_detections, candidates)
+    has_nms = iou_threshold < 1
+    graph_text = NMS_GRAPH.format(
+        candidates=candidates, slots=max_detections, survivors=NMS_NODES if has_nms else NO_NMS_NODES,
+        threshold=", float iou_threshold" if has_nms else "",
     )  # fmt: skip
-    tail = onnx.parser.parse_graph(text)
+    nms_graph = onnx.parser.parse_graph(graph_text)
     constants: dict[str, Any] = {
-        "content": np.array([card.canvas], np.int32),
+        "content": np.array([model_metadata.canvas], np.int32),
         "score_threshold": np.array(score_threshold, np.float32),
     }
-    if suppresses:
+    if has_nms:
         constants["iou_threshold"] = np.array(iou_threshold, np.float32)
-        constants["nms_classes"] = np.arange(len(card.class_names), dtype=np.int64)[None, :, None]
+        constants["nms_classes"] = np.arange(len(model_metadata.class_names), dtype=np.int64)[None, :, None]
     for name, value in constants.items():
-        graph.initializer.append(helper.from_array(value, name))
-    graph.node.extend(tail.node)
+        graph.initializer.append(numpy_helper.from_array(value, name))
+    graph.node.extend(nms_graph.node)
     del graph.output[:], graph.value_info[:]
-    graph.output.extend(tail.output)
-    graph.input.extend(given for given in tail.input if given.name == "iou_threshold")
+    graph.output.extend(nms_graph.output)
+    graph.input.extend(graph_input for graph_input in nms_graph.input if graph_input.name == "iou_threshold")
     for value in (*graph.input, *graph.output):
-        _name_pictures(value, batch)
+        _set_batch_dim(value, batch_size)
     _strip(network)
-    _describe(network, {**card.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
+    _set_metadata(network, {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())
 
 
-def _check(score_threshold: float, iou_threshold: float, slots: int, opset: int, batch: int | None) -> None:
+def _check(
+    score_threshold: float, iou_threshold: float, max_detections: int, opset: int, batch_size: int | None
+) -> None:
     for name, value in (("conf", score_threshold), ("iou", iou_threshold)):
         if not 0 <= value <= 1:
             raise ConfigError(f"--{name} {value} is out of range.", choices=["0 … 1"])
-    if slots < 1:
-        raise ConfigError(f"--max-detections {slots} is out of range.", choices=["1 or more"])
+    if max_detections < 1:
+        raise ConfigError(f"--max-detections {max_detections} is out of range.", choices=["1 or more"])
     if not OPSETS[0] <= opset <= OPSETS[1]:
         raise ConfigError(f"--opset {opset} is out of range.", choices=[f"{OPSETS[0]} … {OPSETS[1]}"])
-    if batch is not None and batch < 1:
-        raise ConfigError(f"--batch {batch} is out of range.", choices=["dynamic", "1 or more"])
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"--batch {batch_size} is out of range.", choices=["dynamic", "1 or more"])
 
 
-def _network(model: "models.Detector", canvas: tuple[int, int], opset: int) -> Any:
+def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:
     """The onnx.ModelProto from the inputs to the candidates."""
     # Two pictures: torch takes a size of one for a constant.
-    images = torch.zeros(2, 3, *canvas, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    content, threshold = torch.tensor([canvas], dtype=torch.int32), torch.tensor(0.5)
-    front = Front(model).eval()
+    images = torch.zeros(2, 3, *image_size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    resized_size, threshold = torch.tensor([image_size], dtype=torch.int32), torch.tensor(0.5)
+    candidate_model = CandidateModel(model).eval()
     with _quiet(), torch.no_grad():
-        front(images, content, threshold)  # makes the anchors of this canvas, which are constants of the file
+        candidate_model(
+            images, resized_size, threshold
+        )  # makes the anchors of this canvas, which are constants of the file
         program = torch.onnx.export(
-            front,
-            (images, content, threshold),
+            candidate_model,
+            (images, resized_size, threshold),
             dynamo=True,
             opset_version=opset,
             input_names=["images", "content", "score_threshold"],
-            output_names=list(CANDIDATES),
+            output_names=list(CANDIDATE_OUTPUTS),
             dynamic_shapes=({0: torch.export.Dim("pictures")}, None, None),
             verbose=False,
         )
@@ -198,13 +202,13 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _name_pictures(value: Any, batch: int | None) -> None:
+def _set_batch_dim(value: Any, batch_size: int | None) -> None:
     """Declares the first dimension of an input or output: `batch`, or a name for any number."""
     dims = value.type.tensor_type.shape.dim
     if value.name == "content":
         dims[0].dim_param = "pictures or 1"
-    elif dims and batch is not None:
-        dims[0].dim_value = batch
+    elif dims and batch_size is not None:
+        dims[0].dim_value = batch_size
     elif dims:
         dims[0].dim_param = "pictures"
 
@@ -212,13 +216,13 @@ def _name_pictures(value: Any, batch: int | None) -> None:
 def _strip(network: Any) -> None:
     """Takes out what the exporter wrote for its developers: 200 kB of stack traces with this machine's paths."""
     graph = network.graph
-    for thing in (*graph.node, *graph.initializer, *graph.input, *graph.output, graph, network):
-        del thing.metadata_props[:]
-        thing.doc_string = ""
+    for item in (*graph.node, *graph.initializer, *graph.input, *graph.output, graph, network):
+        del item.metadata_props[:]
+        item.doc_string = ""
     graph.name = "detector"
 
 
-def _describe(network: Any, metadata: dict[str, str]) -> None:
+def _set_metadata(network: Any, metadata: dict[str, str]) -> None:
     network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
     for key, value in metadata.items():
         network.metadata_props.add(key=key, value=value)

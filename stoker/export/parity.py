@@ -17,17 +17,17 @@ from stoker import models
 from stoker.errors import ParityError
 from stoker.export.runtime import OnnxModel
 
-BOX_PX, SCORE = 0.1, 1e-3
+MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
 """The largest differences of a box's corner, in pixels of the canvas, and of its score that are let pass."""
-EDGE = 1e-4
+TIE_TOLERANCE = 1e-4
 """How near to a threshold, or to each other, numbers must be for their last digits to decide."""
-SAME_PX, SAME_SCORE = 4.0, 0.05
+MATCH_PX, MATCH_SCORE = 4.0, 0.05
 """Within these, two boxes of a class are taken for the same one, whose difference is then measured."""
-BATCH = 8
+BATCH_SIZE = 8
 """Pictures of the larger batch; a batch of one is compared as well."""
 
 
-class Boxes(NamedTuple):
+class ImageDetections(NamedTuple):
     """What was found in one picture."""
 
     boxes: NDArray[np.float32]
@@ -41,97 +41,109 @@ class Boxes(NamedTuple):
 class Parity(NamedTuple):
     """The largest differences over some pictures."""
 
-    pictures: int
-    boxes: int
+    num_images: int
+    num_boxes: int
     """Boxes that both found."""
-    box_px: float
-    score: float
-    at_edge: int
+    max_box_diff_px: float
+    max_score_diff: float
+    num_ties: int
     """Boxes that only one of the two found, because a number lay within EDGE of what decides."""
     unexplained: tuple[str, ...]
     """The others that only one of the two found, in words."""
 
-    def plus(self, other: "Parity") -> "Parity":
+    def merge(self, other: "Parity") -> "Parity":
         return Parity(
-            self.pictures + other.pictures, self.boxes + other.boxes, max(self.box_px, other.box_px),
-            max(self.score, other.score), self.at_edge + other.at_edge, self.unexplained + other.unexplained,
+            self.num_images + other.num_images, self.num_boxes + other.num_boxes, max(self.max_box_diff_px, other.max_box_diff_px),
+            max(self.max_score_diff, other.max_score_diff), self.num_ties + other.num_ties, self.unexplained + other.unexplained,
         )  # fmt: skip
 
     @property
-    def holds(self) -> bool:
-        return not self.unexplained and self.box_px <= BOX_PX and self.score <= SCORE
+    def passed(self) -> bool:
+        return (
+            not self.unexplained and self.max_box_diff_px <= MAX_BOX_DIFF_PX and self.max_score_diff <= MAX_SCORE_DIFF
+        )
 
 
-NOTHING = Parity(0, 0, 0.0, 0.0, 0, ())
+EMPTY_PARITY = Parity(0, 0, 0.0, 0.0, 0, ())
 
 
-def compare(
-    name: str, model: Boxes, file: Boxes, *, score_threshold: float, iou_threshold: float, slots: int
+def compare_detections(
+    name: str,
+    model: ImageDetections,
+    file: ImageDetections,
+    *,
+    score_threshold: float,
+    iou_threshold: float,
+    max_detections: int,
 ) -> Parity:
     """Compares what the model and the file found in the picture `name`. slots: K, the most that either reports."""
-    pairs = _pairs(model, file)
-    left = [np.setdiff1d(np.arange(len(side.scores)), pairs[:, k]) for k, side in enumerate((model, file))]
-    box_px = np.abs(model.boxes[pairs[:, 0]] - file.boxes[pairs[:, 1]]).max(initial=0.0)
-    score = np.abs(model.scores[pairs[:, 0]] - file.scores[pairs[:, 1]]).max(initial=0.0)
-    alone = sorted(
-        [(-float(side.scores[n]), k, int(n)) for k, side in enumerate((model, file)) for n in left[k]]
+    pairs = _match_boxes(model, file)
+    unpaired = [
+        np.setdiff1d(np.arange(len(detections.scores)), pairs[:, k]) for k, detections in enumerate((model, file))
+    ]
+    box_diff_px = np.abs(model.boxes[pairs[:, 0]] - file.boxes[pairs[:, 1]]).max(initial=0.0)
+    score_diff = np.abs(model.scores[pairs[:, 0]] - file.scores[pairs[:, 1]]).max(initial=0.0)
+    unpaired_ranked = sorted(
+        [(-float(detections.scores[n]), k, int(n)) for k, detections in enumerate((model, file)) for n in unpaired[k]]
     )  # the best first: what a box did to others depends on whether it is explained itself
-    sides, explained, unexplained = (model, file), (set[int](), set[int]()), []
-    for _, k, n in alone:
-        mine, other = sides[k], sides[1 - k]
-        of_class = other.labels == mine.labels[n]
-        rivals = np.flatnonzero(of_class & (other.scores >= mine.scores[n] - EDGE))
-        overlap = _iou(mine.boxes[n], other.boxes[rivals])
-        at_limit = np.abs(overlap - iou_threshold) <= EDGE
-        tied = np.abs(other.scores[rivals] - mine.scores[n]) <= EDGE
-        excused = np.isin(rivals, list(explained[1 - k]))
-        suppressed = (overlap > iou_threshold - EDGE) & (at_limit | tied | excused)
-        cut_off = len(other.scores) >= slots and mine.scores[n] <= other.scores.min() + EDGE
-        if abs(mine.scores[n] - score_threshold) <= EDGE or cut_off or suppressed.any():
+    model_and_file, explained, unexplained = (model, file), (set[int](), set[int]()), []
+    for _, k, n in unpaired_ranked:
+        own, other = model_and_file[k], model_and_file[1 - k]
+        of_class = other.labels == own.labels[n]
+        rivals = np.flatnonzero(of_class & (other.scores >= own.scores[n] - TIE_TOLERANCE))
+        overlap = _iou(own.boxes[n], other.boxes[rivals])
+        at_limit = np.abs(overlap - iou_threshold) <= TIE_TOLERANCE
+        tied = np.abs(other.scores[rivals] - own.scores[n]) <= TIE_TOLERANCE
+        is_explained = np.isin(rivals, list(explained[1 - k]))
+        suppressed = (overlap > iou_threshold - TIE_TOLERANCE) & (at_limit | tied | is_explained)
+        beyond_max = len(other.scores) >= max_detections and own.scores[n] <= other.scores.min() + TIE_TOLERANCE
+        if abs(own.scores[n] - score_threshold) <= TIE_TOLERANCE or beyond_max or suppressed.any():
             explained[k].add(n)
         else:
             who = ("the model", "the file")[k]
-            corners = ", ".join(f"{x:.1f}" for x in mine.boxes[n])
-            unexplained.append(f"{name}: only {who} found class {mine.labels[n]} at ({corners}), {mine.scores[n]:.4f}")
-    at_edge = len(explained[0]) + len(explained[1])
-    return Parity(1, len(pairs), float(box_px), float(score), at_edge, tuple(unexplained))
+            xyxy = ", ".join(f"{x:.1f}" for x in own.boxes[n])
+            unexplained.append(f"{name}: only {who} found class {own.labels[n]} at ({xyxy}), {own.scores[n]:.4f}")
+    num_ties = len(explained[0]) + len(explained[1])
+    return Parity(1, len(pairs), float(box_diff_px), float(score_diff), num_ties, tuple(unexplained))
 
 
-def _pairs(model: Boxes, file: Boxes) -> NDArray[np.int64]:
+def _match_boxes(model: ImageDetections, file: ImageDetections) -> NDArray[np.int64]:
     """[P, 2]: the same boxes of the two, nearest first, each once."""
-    apart = np.abs(model.boxes[:, None] - file.boxes[None]).max(axis=2, initial=0.0)
+    box_diff = np.abs(model.boxes[:, None] - file.boxes[None]).max(axis=2, initial=0.0)
     scores = np.abs(model.scores[:, None] - file.scores[None])
-    same = (model.labels[:, None] == file.labels[None]) & (apart <= SAME_PX) & (scores <= SAME_SCORE)
+    same = (model.labels[:, None] == file.labels[None]) & (box_diff <= MATCH_PX) & (scores <= MATCH_SCORE)
     rows, columns = np.nonzero(same)
-    nearest = np.argsort(apart[rows, columns] / BOX_PX + scores[rows, columns] / SCORE, kind="stable")
-    free = np.ones(len(model.scores), bool), np.ones(len(file.scores), bool)
+    nearest = np.argsort(
+        box_diff[rows, columns] / MAX_BOX_DIFF_PX + scores[rows, columns] / MAX_SCORE_DIFF, kind="stable"
+    )
+    unmatched = np.ones(len(model.scores), bool), np.ones(len(file.scores), bool)
     pairs = []
     for row, column in zip(rows[nearest].tolist(), columns[nearest].tolist(), strict=True):
-        if free[0][row] and free[1][column]:
-            free[0][row] = free[1][column] = False
+        if unmatched[0][row] and unmatched[1][column]:
+            unmatched[0][row] = unmatched[1][column] = False
             pairs.append((row, column))
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _iou(box: NDArray[np.float32], boxes: NDArray[np.float32]) -> NDArray[np.float64]:
-    one, many = box.astype(np.float64), boxes.astype(np.float64)
-    sides = np.minimum(one[2:], many[:, 2:]) - np.maximum(one[:2], many[:, :2])
-    shared = sides.clip(min=0).prod(axis=1)
-    union = (one[2:] - one[:2]).prod() + (many[:, 2:] - many[:, :2]).prod(axis=1) - shared
-    overlap: NDArray[np.float64] = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-    return overlap
+    first, others = box.astype(np.float64), boxes.astype(np.float64)
+    intersection_wh = np.minimum(first[2:], others[:, 2:]) - np.maximum(first[:2], others[:, :2])
+    intersection = intersection_wh.clip(min=0).prod(axis=1)
+    union = (first[2:] - first[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(axis=1) - intersection
+    ious: NDArray[np.float64] = np.divide(intersection, union, out=np.zeros_like(intersection), where=union > 0)
+    return ious
 
 
-def measure(
+def compare_outputs(
     model: "models.Detector",
-    file: OnnxModel,
+    onnx_model: OnnxModel,
     images: NDArray[np.uint8],
-    content: NDArray[np.int32],
+    resized_size: NDArray[np.int32],
     names: Sequence[str],
     *,
     score_threshold: float,
     iou_threshold: float,
-    slots: int,
+    max_detections: int,
 ) -> tuple[Parity, float]:
     """Runs both on P pictures, the file one by one and in batches, and compares. Second: seconds a picture of the file.
 
@@ -140,56 +152,68 @@ def measure(
     images: [P, 3, H, W]; content: [P, 2]; names: of the pictures. The model runs in fp32 on the CPU.
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
-    total, took_s = NOTHING, []
-    file.run(images[:1], content[:1], **thresholds)  # the first run allocates
-    for start in range(0, len(images), BATCH):
-        rows = range(start, min(start + BATCH, len(images)))
-        many = file.run(images[rows.start : rows.stop], content[rows.start : rows.stop], **thresholds)
-        for k, row in enumerate(rows):
-            of_model = _of_model(model, images[row], content[row], slots=slots, **thresholds)
-            started = time.perf_counter()
-            single = file.run(images[row : row + 1], content[row : row + 1], **thresholds)
-            took_s.append(time.perf_counter() - started)
-            for answer, at in ((single, 0), (many, k)):
-                count = int(answer.count[at])
-                of_file = Boxes(answer.boxes[at, :count], answer.scores[at, :count], answer.labels[at, :count])
-                found = compare(names[row], of_model, of_file, slots=slots, **thresholds)
-                if answer is many:  # counted already
-                    found = found._replace(pictures=0, boxes=0, at_edge=0)
-                total = total.plus(found)
-    return total, float(np.median(took_s))
+    total, durations_s = EMPTY_PARITY, []
+    onnx_model.run(images[:1], resized_size[:1], **thresholds)  # the first run allocates
+    for start in range(0, len(images), BATCH_SIZE):
+        image_range = range(start, min(start + BATCH_SIZE, len(images)))
+        batched = onnx_model.run(
+            images[image_range.start : image_range.stop],
+            resized_size[image_range.start : image_range.stop],
+            **thresholds,
+        )
+        for k, i in enumerate(image_range):
+            model_detections = _run_model(
+                model, images[i], resized_size[i], max_detections=max_detections, **thresholds
+            )
+            start_s = time.perf_counter()
+            single = onnx_model.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
+            durations_s.append(time.perf_counter() - start_s)
+            for output, position in ((single, 0), (batched, k)):
+                count = int(output.count[position])
+                file_detections = ImageDetections(
+                    output.boxes[position, :count], output.scores[position, :count], output.labels[position, :count]
+                )
+                result = compare_detections(
+                    names[i], model_detections, file_detections, max_detections=max_detections, **thresholds
+                )
+                if output is batched:  # counted already
+                    result = result._replace(num_images=0, num_boxes=0, num_ties=0)
+                total = total.merge(result)
+    return total, float(np.median(durations_s))
 
 
-def _of_model(
+def _run_model(
     model: "models.Detector",
     image: NDArray[np.uint8],
-    content: NDArray[np.int32],
+    resized_size: NDArray[np.int32],
     *,
     score_threshold: float,
     iou_threshold: float,
-    slots: int,
-) -> Boxes:
-    inside = torch.from_numpy(content[None])
+    max_detections: int,
+) -> ImageDetections:
+    input_size = torch.from_numpy(resized_size[None])
     with torch.no_grad():
-        found = model.decode(
-            model(torch.from_numpy(image[None])), inside, torch.ones(1, 2), inside,
-            score_threshold=score_threshold, iou_threshold=iou_threshold, detections=slots,
+        detections = model.decode(
+            model(torch.from_numpy(image[None])), input_size, torch.ones(1, 2), input_size,
+            score_threshold=score_threshold, iou_threshold=iou_threshold, max_detections=max_detections,
         )  # fmt: skip
-    valid = found.valid[0]
-    return Boxes(found.boxes[0][valid].numpy(), found.scores[0][valid].numpy(), found.labels[0][valid].numpy())
+    valid = detections.valid[0]
+    return ImageDetections(
+        detections.boxes[0][valid].numpy(), detections.scores[0][valid].numpy(), detections.labels[0][valid].numpy()
+    )
 
 
-def require(parity: Parity, place: object) -> None:
+def require_parity(parity: Parity, location: object) -> None:
     """Raises ParityError with the largest differences when the file is not as good as the model."""
-    if parity.holds:
+    if parity.passed:
         return
     more = len(parity.unexplained) - 3
     raise ParityError(
         "The exported file does not find what the model finds; it is not kept.",
-        place=place,
+        location=location,
         cause="\n          ".join([
-            f"largest differences on {parity.pictures} pictures: {parity.box_px:.3g} px (at most {BOX_PX} allowed), "
-            f"{parity.score:.3g} of a score (at most {SCORE:g} allowed); "
+            f"largest differences on {parity.num_images} pictures: {parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
+            f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
             f"{len(parity.unexplained)} boxes that only one of the two finds",
             *parity.unexplained[:3],
             *([f"and {more} more"] if more > 0 else []),

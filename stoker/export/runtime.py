@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.errors import ConfigError, PreflightError, WeightsError
-from stoker.models.layers.postprocess import Detections, to_original
-from stoker.models.weights.model_file import KEY, Card
+from stoker.models.layers.postprocess import BatchDetections, rescale_to_original
+from stoker.models.weights.model_file import METADATA_KEY, ModelMetadata
 
-SUFFIX = ".onnx"
-INSTALL = "pip install 'stoker[onnx]'"
+ONNX_SUFFIX = ".onnx"
+INSTALL_COMMAND = "pip install 'stoker[onnx]'"
 
 
 OUTPUTS = ("boxes", "scores", "labels", "count")
 
 
 @dataclasses.dataclass(frozen=True)
-class InSlots:
+class OnnxDetections:
     """What the file answers for B pictures, K slots each, best first."""
 
     boxes: NDArray[np.float32]
@@ -47,11 +47,11 @@ class OnnxModel(nn.Module):
     Raises PreflightError without onnxruntime, WeightsError for a file that is not an export of stoker's.
     """
 
-    def __init__(self, path: Path, *, threads: int) -> None:
+    def __init__(self, path: Path, *, num_threads: int) -> None:
         super().__init__()
-        runtime = require("onnxruntime", f"{path} cannot be run")
+        runtime = require_package("onnxruntime", f"{path} cannot be run")
         options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads = num_threads
         # Threads that wait do not spin: the cores are shared with those that decode. Not slower, measured.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Its errors come as exceptions too, and it warns that an input that may be given is no constant.
@@ -60,24 +60,26 @@ class OnnxModel(nn.Module):
             self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own exceptions have no common base but this one
             cause = str(error).strip().splitlines()[0]
-            raise WeightsError("The ONNX file cannot be read.", place=path, cause=cause) from error
+            raise WeightsError("The ONNX file cannot be read.", location=path, cause=cause) from error
         meta = self._session.get_modelmeta().custom_metadata_map
-        if KEY not in meta:
+        if METADATA_KEY not in meta:
             raise WeightsError(
                 "The ONNX file is not an export of stoker's.",
-                place=path,
-                cause=f"its metadata has no {KEY!r}: which classes it has and how it wants its pictures is unknown",
+                location=path,
+                cause=f"its metadata has no {METADATA_KEY!r}: which classes it has and how it wants its pictures is unknown",
                 fix="stoker export RUN --onnx",
             )
         try:
-            self.card = msgspec.json.decode(meta[KEY], type=Card)
+            self.metadata = msgspec.json.decode(meta[METADATA_KEY], type=ModelMetadata)
         except msgspec.DecodeError as error:
-            raise WeightsError("The ONNX file's card cannot be read.", place=path, cause=str(error)) from error
+            raise WeightsError("The ONNX file's card cannot be read.", location=path, cause=str(error)) from error
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
         """The file's own limit of suppression; files from before it was written down have 0.5."""
-        batch = self._session.get_inputs()[0].shape[0]
-        self._suppresses = any(given.name == "iou_threshold" for given in self._session.get_overridable_initializers())
-        self.batch: int | None = batch if isinstance(batch, int) else None
+        batch_size = self._session.get_inputs()[0].shape[0]
+        self._has_nms = any(
+            graph_input.name == "iou_threshold" for graph_input in self._session.get_overridable_initializers()
+        )
+        self.batch_size: int | None = batch_size if isinstance(batch_size, int) else None
         """Pictures per call where the file was exported for a fixed number."""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -86,57 +88,63 @@ class OnnxModel(nn.Module):
 
     def decode(
         self,
-        raw: Tensor,
-        content: Tensor,
+        outputs: Tensor,
+        resized_size: Tensor,
         scale: Tensor,
-        size: Tensor,
+        original_size: Tensor,
         *,
         score_threshold: float,
         iou_threshold: float | None,
-    ) -> Detections:
+    ) -> BatchDetections:
         """As the detector's: the boxes of each picture in pixels of the original."""
-        found = self.run(raw.numpy(), content.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold)
-        valid = torch.arange(found.scores.shape[1]) < torch.from_numpy(found.count)[:, None]
-        inside = Detections(
-            torch.from_numpy(found.boxes), torch.from_numpy(found.scores),
-            torch.from_numpy(found.labels).clamp(min=0), valid,
+        result = self.run(
+            outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
+        )
+        valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
+        detections = BatchDetections(
+            torch.from_numpy(result.boxes), torch.from_numpy(result.scores),
+            torch.from_numpy(result.labels).clamp(min=0), valid,
         )  # fmt: skip
-        return to_original(inside, scale, size)
+        return rescale_to_original(detections, scale, original_size)
 
     def run(
         self,
         images: NDArray[np.uint8],
-        content: NDArray[np.int32],
+        resized_size: NDArray[np.int32],
         *,
         score_threshold: float | None = None,
         iou_threshold: float | None = None,
-    ) -> InSlots:
+    ) -> OnnxDetections:
         """images: [B, 3, H, W], RGB in the canvas; content: [B, 2]. A threshold that is None is the file's own. Raises
         ConfigError for another canvas, and for a limit of overlaps where the file has no suppression.
 
         A file of a fixed batch is run as often as needed, the last time with its last picture repeated.
         """
-        canvas = tuple(images.shape[2:])
-        if canvas != tuple(self.card.canvas):
-            raise ConfigError(f"The model's canvas is {self.card.canvas}, the pictures lie in one of {canvas}.")
-        given = {"score_threshold": score_threshold}
-        if self._suppresses:
-            given["iou_threshold"] = iou_threshold
+        image_size = tuple(images.shape[2:])
+        if image_size != tuple(self.metadata.canvas):
+            raise ConfigError(f"The model's canvas is {self.metadata.canvas}, the pictures lie in one of {image_size}.")
+        thresholds_by_name = {"score_threshold": score_threshold}
+        if self._has_nms:
+            thresholds_by_name["iou_threshold"] = iou_threshold
         elif iou_threshold is not None and iou_threshold < 1:
             fix = "leave --iou out, or export with the --iou that is wanted"
             raise ConfigError("The ONNX file suppresses nothing: it was exported so.", fix=fix)
-        thresholds = {name: np.array(value, np.float32) for name, value in given.items() if value is not None}
-        parts = []
-        for start in range(0, len(images), self.batch or len(images)):
-            rows = np.arange(start, start + (self.batch or len(images))).clip(max=len(images) - 1)
-            feed = {"images": np.ascontiguousarray(images[rows]), "content": content[rows].astype(np.int32)}
-            parts.append(self._session.run(OUTPUTS, feed | thresholds))
-        return InSlots(*(np.concatenate(column)[: len(images)] for column in zip(*parts, strict=True)))
+        thresholds = {
+            name: np.array(value, np.float32) for name, value in thresholds_by_name.items() if value is not None
+        }
+        results = []
+        for start in range(0, len(images), self.batch_size or len(images)):
+            indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
+            feed = {"images": np.ascontiguousarray(images[indices]), "content": resized_size[indices].astype(np.int32)}
+            results.append(self._session.run(OUTPUTS, feed | thresholds))
+        return OnnxDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
 
 
-def require(name: str, what: str) -> Any:
+def require_package(name: str, consequence: str) -> Any:
     """The module of an optional package. Raises PreflightError that says what cannot be done without it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise PreflightError(f"{what}: the Python package {name} is missing.", cause=str(error), fix=INSTALL) from error
+        raise PreflightError(
+            f"{consequence}: the Python package {name} is missing.", cause=str(error), fix=INSTALL_COMMAND
+        ) from error

@@ -18,7 +18,7 @@ _NO_LIMIT = 2**60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class CgroupMemory:
     """Of the cgroup with the tightest limit, in bytes."""
 
     limit: int
@@ -37,39 +37,41 @@ class Cgroup:
     """
 
     root: Path = Path("/sys/fs/cgroup")
-    membership: Path = Path("/proc/self/cgroup")
-    _found: dict[str, list[Path]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    membership_file: Path = Path("/proc/self/cgroup")
+    _folder_cache: dict[str, list[Path]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
-    def of(cls, pid: int) -> Self:
+    def for_pid(cls, pid: int) -> Self:
         """That of another process."""
-        return cls(membership=Path(f"/proc/{pid}/cgroup"))
+        return cls(membership_file=Path(f"/proc/{pid}/cgroup"))
 
-    def cores(self) -> float | None:
+    def cpu_limit_cores(self) -> float | None:
         """Processors' worth of time that the CPU quota allows."""
-        quotas = [quota for folder in self._folders("cpu") if (quota := _quota(folder)) is not None]
+        quotas = [quota for folder in self._folders("cpu") if (quota := _read_quota_cores(folder)) is not None]
         return min(quotas, default=None)
 
     def memory(self) -> tuple[int, int] | None:
         """(limit, used) bytes of the cgroup with the tightest limit. Inactive page cache counts as free."""
-        found = self.memory_state()
-        return None if found is None else (found.limit, found.used)
+        memory = self.memory_state()
+        return None if memory is None else (memory.limit, memory.used)
 
-    def memory_state(self) -> Memory | None:
+    def memory_state(self) -> CgroupMemory | None:
         """The same, and what the memory is used for."""
-        limits = [found for folder in self._folders("memory") if (found := _memory(folder)) is not None]
-        return min(limits, key=lambda found: (found.limit, found.used), default=None)
+        limits = [memory for folder in self._folders("memory") if (memory := _read_memory(folder)) is not None]
+        return min(limits, key=lambda memory: (memory.limit, memory.used), default=None)
 
     def throttled_s(self) -> float | None:
         """Processor-seconds, since the cgroup was made, that the CPU quota held back runnable tasks."""
-        totals = [total for folder in self._folders("cpu") if (total := _throttled_s(folder)) is not None]
+        totals = [total for folder in self._folders("cpu") if (total := _read_throttled_s(folder)) is not None]
         return max(totals, default=None)
 
     def oom_kills(self) -> int | None:
         """Processes of the cgroup that the kernel killed for memory since it was made."""
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
-                if (kills := _stat(folder / name).get("oom_kill")) is not None:
+                if (kills := _read_stat(folder / name).get("oom_kill")) is not None:
                     return kills
         return None
 
@@ -78,24 +80,24 @@ class Cgroup:
 
         A container often sees its own cgroup as the root while the kernel still gives its path on the host.
         """
-        if controller not in self._found:
-            self._found[controller] = self._look_up(controller)
-        return self._found[controller]
+        if controller not in self._folder_cache:
+            self._folder_cache[controller] = self._find_folders(controller)
+        return self._folder_cache[controller]
 
-    def _look_up(self, controller: str) -> list[Path]:
+    def _find_folders(self, controller: str) -> list[Path]:
         if (self.root / "cgroup.controllers").exists():
-            top, inner = self.root, self._inner("")
+            mount, relative = self.root, self._relative_path("")
         else:
-            top, inner = self.root / controller, self._inner(controller)
-        own = top / inner
-        folders = [own, *own.parents]
-        return [folder for folder in folders[: folders.index(top) + 1] if folder.exists()]
+            mount, relative = self.root / controller, self._relative_path(controller)
+        own_folder = mount / relative
+        folders = [own_folder, *own_folder.parents]
+        return [folder for folder in folders[: folders.index(mount) + 1] if folder.exists()]
 
-    def _inner(self, controller: str) -> str:
+    def _relative_path(self, controller: str) -> str:
         """Path of the process below the mount: of version 2 when `controller` is empty."""
-        if not self.membership.exists():
+        if not self.membership_file.exists():
             return ""
-        for line in self.membership.read_text().splitlines():
+        for line in self.membership_file.read_text().splitlines():
             _, names, path = line.split(":", 2)
             if controller in names.split(","):
                 return path.strip("/")
@@ -111,70 +113,70 @@ def usable_cores(pid: int, cgroup: Cgroup) -> float:
     """Processors' worth of time that a process may use, of its affinity and its cgroup's quota the less; 0 is this
     process. Raises ProcessLookupError where it is gone."""
     cores = len(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup.cores()
+    quota = cgroup.cpu_limit_cores()
     return float(cores) if quota is None else min(float(cores), quota)
 
 
 def host_memory() -> tuple[int, int]:
     """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache is free."""
     machine = psutil.virtual_memory()
-    found = Cgroup().memory()
-    if found is not None and found[0] < machine.total:
-        return found
+    cgroup_memory = Cgroup().memory()
+    if cgroup_memory is not None and cgroup_memory[0] < machine.total:
+        return cgroup_memory
     return machine.total, machine.total - machine.available
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a third of read_text's price: a sample reads a dozen
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a third of read_text's price: a sample reads a dozen
     except OSError:  # absent, or hidden from us: the machine does not say
         return None
     try:
-        return os.read(handle, 65536).decode().strip()
+        return os.read(fd, 65536).decode().strip()
     except OSError:  # the cgroup was removed
         return None
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path)
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path)
     return None if text is None or text == "max" else int(text)
 
 
-def _stat(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (_text(path) or "").splitlines())
+def _read_stat(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read_text(path) or "").splitlines())
     return {name: int(value) for name, value in pairs}
 
 
-def _quota(folder: Path) -> float | None:
-    both = (_text(folder / "cpu.max") or "").split()
-    if len(both) == 2:
-        return None if both[0] == "max" else int(both[0]) / int(both[1])
-    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+def _read_quota_cores(folder: Path) -> float | None:
+    cpu_max = (_read_text(folder / "cpu.max") or "").split()
+    if len(cpu_max) == 2:
+        return None if cpu_max[0] == "max" else int(cpu_max[0]) / int(cpu_max[1])
+    quota_us, period_us = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
     return None if quota_us is None or quota_us <= 0 or not period_us else quota_us / period_us
 
 
-def _memory(folder: Path) -> Memory | None:
+def _read_memory(folder: Path) -> CgroupMemory | None:
     for version, limit_name, used_name in (
         (2, "memory.max", "memory.current"),
         (1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
         if limit is not None and limit < _NO_LIMIT and used is not None:
-            stat, of_all = _stat(folder / "memory.stat"), "" if version == 2 else "total_"
-            files = stat.get("file" if version == 2 else "total_cache", 0)
-            return Memory(
+            stat, prefix = _read_stat(folder / "memory.stat"), "" if version == 2 else "total_"
+            file_bytes = stat.get("file" if version == 2 else "total_cache", 0)
+            return CgroupMemory(
                 limit=limit,
-                used=max(0, used - stat.get(of_all + "inactive_file", 0)),
-                page_cache=max(0, files - stat.get(of_all + "shmem", 0)),
-                swap=_number(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
+                used=max(0, used - stat.get(prefix + "inactive_file", 0)),
+                page_cache=max(0, file_bytes - stat.get(prefix + "shmem", 0)),
+                swap=_read_int(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
             )
     return None
 
 
-def _throttled_s(folder: Path) -> float | None:
-    stat = _stat(folder / "cpu.stat")
+def _read_throttled_s(folder: Path) -> float | None:
+    stat = _read_stat(folder / "cpu.stat")
     if "throttled_usec" in stat:
         return stat["throttled_usec"] / 1e6
     return stat["throttled_time"] / 1e9 if "throttled_time" in stat else None

@@ -23,7 +23,7 @@ from stoker.errors import OutOfMemoryError, PreflightError
 from stoker.hardware.cgroup import host_cores as host_cores
 from stoker.hardware.cgroup import host_memory as host_memory
 
-CACHE_BLOCK, DEVICE_BLOCK = 2**19, 2**23
+CPU_BLOCK_SIZE, ACCELERATOR_BLOCK_SIZE = 2**19, 2**23
 """Numbers of a batch that a loss or a matching takes at once, where all of them would be gigabytes: on a CPU as many as
 stay in a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB each."""
 
@@ -49,7 +49,7 @@ class Device:
         """What a person would call it: `NVIDIA H200`, or the processor's model."""
         if self.kind == "cuda":
             return torch.cuda.get_device_name(self.torch_device)
-        return _processor_name() if self.is_cpu else self.kind
+        return _cpu_name() if self.is_cpu else self.kind
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision for the forward pass: fp32, bf16 or fp16."""
@@ -65,28 +65,28 @@ class Device:
     def make_clock(self) -> "DeviceClock":
         return DeviceClock(self)
 
-    def make_ranges(self) -> "Ranges | None":
+    def make_nvtx_ranges(self) -> "NvtxRanges | None":
         """Ranges for a profiler that reads them; None where none does."""
-        return Ranges() if nvtx_is_on(self) else None
+        return NvtxRanges() if nvtx_enabled(self) else None
 
-    def memory(self) -> "Memory":
+    def memory(self) -> "DeviceMemory":
         """Bytes of the device's memory; of the host's (within its cgroup) on a CPU."""
         if self.is_cpu:
             limit, used = host_memory()
-            return Memory(limit, limit - used, psutil.Process().memory_info().rss)
+            return DeviceMemory(limit, limit - used, psutil.Process().memory_info().rss)
         free, total = torch.accelerator.get_memory_info(self.torch_device)
-        return Memory(total, free, torch.accelerator.max_memory_allocated(self.torch_device))
+        return DeviceMemory(total, free, torch.accelerator.max_memory_allocated(self.torch_device))
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         if not self.is_cpu:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
-    def release_cache(self) -> None:
+    def empty_cache(self) -> None:
         """Gives cached blocks back to the driver, so that a trial's memory does not count against the next."""
         if not self.is_cpu:
             torch.accelerator.empty_cache()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the device has done everything it was given."""
         if not self.is_cpu:
             torch.accelerator.synchronize(self.torch_device)
@@ -94,10 +94,10 @@ class Device:
     def best_precision(self) -> tuple[str, str]:
         """(precision, reason): the fastest arithmetic that trains stably here."""
         if self.is_cpu:
-            flags = _processor_flags()
-            has = sorted(flags & {"avx512_bf16", "amx_bf16"})
-            if has:
-                return "bf16", f"the processor multiplies bf16 ({', '.join(has)})"
+            flags = _cpu_flags()
+            bf16_flags = sorted(flags & {"avx512_bf16", "amx_bf16"})
+            if bf16_flags:
+                return "bf16", f"the processor multiplies bf16 ({', '.join(bf16_flags)})"
             return "fp32", "the processor has no fast bf16 (no avx512_bf16, no amx_bf16)"
         if self.kind == "cuda":
             if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -109,7 +109,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes. `peak`: the most that this process had allocated (resident memory on a CPU)."""
 
     total: int
@@ -124,50 +124,50 @@ class SideStream:
         self._device = device
         self._stream = None if device.is_cpu else torch.Stream(device.torch_device)
 
-    def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+    def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
         """Starts copies host → device. Use the tensors after `Ready.block_device`; the host's are free after `done`."""
         if self._stream is None:
-            return list(tensors), Ready(None)
+            return list(tensors), ReadyEvent(None)
         with self._stream:
             copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
         main = torch.accelerator.current_stream(self._device.torch_device)
         for copy in copies:
             copy.record_stream(main)
-        return copies, Ready(self._stream.record_event())
+        return copies, ReadyEvent(self._stream.record_event())
 
     @contextlib.contextmanager
-    def issue(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """What is issued inside goes to this stream, and tensors made inside are from memory of its own."""
         with contextlib.nullcontext() if self._stream is None else self._stream:
             yield
 
-    def ready(self) -> "Ready":
+    def record_ready(self) -> "ReadyEvent":
         """Says when all that was issued so far is done."""
-        return Ready(None if self._stream is None else self._stream.record_event())
+        return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Waits on the host for all that was issued so far: for threads other than the training thread."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def join(self, tensor: Tensor, made: "Ready", changes: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def join(self, tensor: Tensor, source_ready: "ReadyEvent", updates: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Makes this stream wait for `tensor`, which another one made, and then copies `changes`, each (part of it,
         host tensor). The main stream may use it after the `Ready` of what this stream is given next."""
-        made.block(self._stream)
-        with self.issue():
-            for target, source in changes:
+        source_ready.block_stream(self._stream)
+        with self.activate():
+            for target, source in updates:
                 target.copy_(source, non_blocking=True)
         if self._stream is not None:
-            for user in (self._stream, torch.accelerator.current_stream(self._device.torch_device)):
-                tensor.record_stream(user)
+            for stream in (self._stream, torch.accelerator.current_stream(self._device.torch_device)):
+                tensor.record_stream(stream)
 
-    def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "Ready"]:
+    def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
         """Starts copies device → host of what the main stream has issued so far. Read them after `done` or `wait`.
 
         The main stream must not overwrite the sources before `Ready.block_device`.
         """
         if self._stream is None:
-            return [tensor.detach().clone() for tensor in tensors], Ready(None)
+            return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch_device))
         copies = []
         with self._stream:
@@ -176,10 +176,10 @@ class SideStream:
                 copies.append(host.copy_(tensor.detach(), non_blocking=True))
                 if tensor.device.type != "cpu":
                     tensor.record_stream(self._stream)
-        return copies, Ready(self._stream.record_event())
+        return copies, ReadyEvent(self._stream.record_event())
 
 
-class Ready:
+class ReadyEvent:
     """Says when copies are done."""
 
     def __init__(self, event: torch.Event | None) -> None:
@@ -188,17 +188,17 @@ class Ready:
     def done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Waits on the host: for threads other than the training thread."""
         if self._event is not None:
             self._event.synchronize()
 
-    def block_device(self) -> None:
+    def block_main_stream(self) -> None:
         """Makes the main stream, not the host, wait for the copies."""
         if self._event is not None:
             self._event.wait()
 
-    def block(self, stream: torch.Stream | None) -> None:
+    def block_stream(self, stream: torch.Stream | None) -> None:
         """The same for another stream; None where there are no streams."""
         if self._event is not None and stream is not None:
             self._event.wait(stream)
@@ -214,21 +214,21 @@ class DeviceClock:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last: torch.Event | None = None
+        self._last_event: torch.Event | None = None
         self._last_s = 0.0
         self._pool: list[torch.Event] = []
         if not device.is_cpu:
-            device.wait()
-            self._last = self.mark()
-            self._last.synchronize()
+            device.synchronize()
+            self._last_event = self.record_event()
+            self._last_event.synchronize()
             self._last_s = time.perf_counter()
 
     @property
     def on_host(self) -> bool:
         """Whether the device is the host itself."""
-        return self._last is None
+        return self._last_event is None
 
-    def mark(self) -> torch.Event:
+    def record_event(self) -> torch.Event:
         """The moment at which the device will have done everything issued so far."""
         event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device.torch_device))
@@ -238,10 +238,10 @@ class DeviceClock:
         """Seconds of `time.perf_counter`, or None while the device has not come so far."""
         if not mark.query():
             return None
-        assert self._last is not None
-        self._last_s += self._last.elapsed_time(mark) / 1e3
-        self._pool.append(self._last)
-        self._last = mark
+        assert self._last_event is not None
+        self._last_s += self._last_event.elapsed_time(mark) / 1e3
+        self._pool.append(self._last_event)
+        self._last_event = mark
         return self._last_s
 
     def drop(self, mark: torch.Event) -> None:
@@ -249,16 +249,18 @@ class DeviceClock:
         self._pool.append(mark)
 
 
-_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
+_NSIGHT_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 """Variables that Nsight's tools set in what they start."""
 
 
-def nvtx_is_on(device: Device) -> bool:
+def nvtx_enabled(device: Device) -> bool:
     """Whether somebody reads NVTX ranges of this process: a profiler of NVIDIA's, or STOKER_NVTX=1 says so."""
-    return device.kind == "cuda" and (os.environ.get("STOKER_NVTX") == "1" or any(map(os.environ.get, _NSIGHT)))
+    return device.kind == "cuda" and (
+        os.environ.get("STOKER_NVTX") == "1" or any(map(os.environ.get, _NSIGHT_VARIABLES))
+    )
 
 
-class Ranges:
+class NvtxRanges:
     """Nested, named ranges on this thread's line in Nsight Systems (NVTX)."""
 
     def push(self, name: str) -> None:
@@ -268,7 +270,7 @@ class Ranges:
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-def keep_freed_memory() -> None:
+def configure_malloc() -> None:
     """Has the C library keep the large blocks that a step frees, for the next one.
 
     It would give them back to the kernel, which has to clear every page again: 2 to 7 % of the processor time of a
@@ -276,47 +278,51 @@ def keep_freed_memory() -> None:
     nothing.
     """
     if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, 2**30)
-        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def block_of(tensor: Tensor) -> int:
+def block_size(tensor: Tensor) -> int:
     """CACHE_BLOCK or DEVICE_BLOCK, as `tensor` lies on a CPU or an accelerator."""
-    return CACHE_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
+    return CPU_BLOCK_SIZE if tensor.device.type == "cpu" else ACCELERATOR_BLOCK_SIZE
 
 
-TRIED = frozenset({"cuda"})
+TESTED_DEVICES = frozenset({"cuda"})
 """Kinds of accelerator that are taken without being asked for; docs/gpu-status.md."""
 
 
-def untried() -> str | None:
+def untested_accelerator() -> str | None:
     """The kind of accelerator that torch finds here and `pick` leaves alone, if there is one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or found.type in TRIED else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None or accelerator.type in TESTED_DEVICES else accelerator.type
 
 
-def pick(name: str | None = None) -> Device:
+def select_device(name: str | None = None) -> Device:
     """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); without a name the accelerator, else the CPU.
 
     Without a name, an accelerator of a kind that was never tried (`TRIED`) is left alone; `untried` says so. Raises
     PreflightError when the device is absent or does not compute: a run must never fall back to the CPU in silence.
     """
     if name is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        device = torch.device("cpu") if found is None or found.type not in TRIED else torch.device(found.type, 0)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = (
+            torch.device("cpu")
+            if accelerator is None or accelerator.type not in TESTED_DEVICES
+            else torch.device(accelerator.type, 0)
+        )
     else:
         try:
             device = torch.device(name)
         except RuntimeError as error:
             raise PreflightError(f"There is no kind of device called {name!r}.", cause=str(error).splitlines()[0],
-                                 choices=available()) from error  # fmt: skip
-    if device.type not in {kind.partition(":")[0] for kind in available()}:
+                                 choices=available_devices()) from error  # fmt: skip
+    if device.type not in {kind.partition(":")[0] for kind in available_devices()}:
         cause = "torch finds no such device: a CPU build of torch, a missing driver, or a hidden device"
-        raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available(),
+        raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available_devices(),
                              fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `python -c 'import torch; "
                              "print(torch.version.cuda, torch.cuda.is_available())'`")  # fmt: skip
     if device.type != "cpu" and device.index is not None:
@@ -331,14 +337,14 @@ def pick(name: str | None = None) -> Device:
     return Device(device)
 
 
-def available() -> list[str]:
+def available_devices() -> list[str]:
     """Kinds of device that torch can use here, the CPU first."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu"] if found is None else ["cpu", found.type]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 @contextlib.contextmanager
-def out_of_memory_as_error(what: str) -> Iterator[None]:
+def out_of_memory_as_error(activity: str) -> Iterator[None]:
     """Turns the device's and the host's out-of-memory exceptions into an OutOfMemoryError."""
     try:
         yield
@@ -346,7 +352,7 @@ def out_of_memory_as_error(what: str) -> Iterator[None]:
         if type(error) is RuntimeError and "can't allocate memory" not in str(error):
             raise
         raise OutOfMemoryError(
-            f"Out of memory while {what}.",
+            f"Out of memory while {activity}.",
             cause=str(error).splitlines()[0] if str(error) else None,
             fix="a smaller --batch or --canvas, or --accumulate 2",
         ) from error
@@ -363,9 +369,9 @@ def _cpuinfo(key: str) -> str | None:
     return None
 
 
-def _processor_name() -> str:
+def _cpu_name() -> str:
     return _cpuinfo("model name") or "cpu"
 
 
-def _processor_flags() -> set[str]:
+def _cpu_flags() -> set[str]:
     return set((_cpuinfo("flags") or "").split())

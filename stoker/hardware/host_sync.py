@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_waits", default=())
 
 
-class HostWait(RuntimeError):
+class HostSyncError(RuntimeError):
     """An operator that makes the host wait for the device ran where that is forbidden."""
 
     def __init__(self, operator: str, fix: str) -> None:
@@ -34,7 +34,7 @@ class HostWait(RuntimeError):
 
 
 @contextlib.contextmanager
-def allow_host_wait(name: str) -> Iterator[None]:
+def allow_host_sync(name: str) -> Iterator[None]:
     """Inside it `NoHostWaits` lets everything pass. `name` says what the wait is for, as in `host_waits_allowed()`."""
     token = _allowed.set((*_allowed.get(), name))
     try:
@@ -43,7 +43,7 @@ def allow_host_wait(name: str) -> Iterator[None]:
         _allowed.reset(token)
 
 
-def host_waits_allowed() -> tuple[str, ...]:
+def allowed_host_syncs() -> tuple[str, ...]:
     """Names of the `allow_host_wait` contexts that are open here, the outermost first."""
     return _allowed.get()
 
@@ -56,7 +56,7 @@ _COPY = "copy with non_blocking=True from or to pinned memory, or outside the st
 _CHECK = "it reads an error code back from the device: use the variant without the check (…_ex)"
 
 # Operators by name, without their overload. Those of torchvision are named with their name space.
-_FORBIDDEN: dict[str, str] = {
+_FORBIDDEN_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
     "aten::item": _READ,
     "aten::is_nonzero": _READ,
@@ -80,10 +80,10 @@ _FORBIDDEN: dict[str, str] = {
     "aten::lift_fresh_copy": _LIST,
     "torchvision::nms": "suppress outside the training step",
 }
-_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-_COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+_INDEX_OPS = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_COPY_OPS = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 # Reads of CPU tensors that no operator is dispatched for.
-_READS = {
+_READ_FUNCTIONS = {
     Tensor.tolist: _READ,
     Tensor.numpy: _READ,
     Tensor.cpu: _COPY,
@@ -94,7 +94,7 @@ _READS = {
 }
 
 
-class NoHostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
+class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
     """A context in which whatever would make the host wait raises `HostWait`, on tensors of any device.
 
     It sees operators in forward and backward and the reads of a tensor from Python. It does not see a wait inside one
@@ -102,8 +102,8 @@ class NoHostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     `torch.cuda.set_sync_debug_mode("error")` sees those.
     """
 
-    def __enter__(self) -> "NoHostWaits":
-        self._reads = _NoReads()
+    def __enter__(self) -> "ForbidHostSync":
+        self._reads = _ForbidTensorReads()
         self._reads.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -117,40 +117,44 @@ class NoHostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        call_kwargs = kwargs or {}
         if not _allowed.get():
-            fix = _why_it_waits(func, args, given)
+            fix = _host_sync_fix(func, args, call_kwargs)
             if fix is not None:
-                raise HostWait(str(func), fix)
-        return func(*args, **given)
+                raise HostSyncError(str(func), fix)
+        return func(*args, **call_kwargs)
 
 
-class _NoReads(TorchFunctionMode):
+class _ForbidTensorReads(TorchFunctionMode):
     """The half of `NoHostWaits` for reads that no operator is dispatched for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READS and not _allowed.get() and not (func is torch.as_tensor and isinstance(args[0], Tensor)):
-            raise HostWait(getattr(func, "__qualname__", str(func)), _READS[func])
+        if (
+            func in _READ_FUNCTIONS
+            and not _allowed.get()
+            and not (func is torch.as_tensor and isinstance(args[0], Tensor))
+        ):
+            raise HostSyncError(getattr(func, "__qualname__", str(func)), _READ_FUNCTIONS[func])
         return func(*args, **(kwargs or {}))
 
 
-def _why_it_waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _host_sync_fix(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """The fix for an operator that waits; None for one that does not."""
     name = func.name().partition(".")[0]
-    if name in _FORBIDDEN:
-        return _FORBIDDEN[name]
-    if name in _INDEXED:
-        return _why_indexing_waits(args[0], args[1])
+    if name in _FORBIDDEN_OPS:
+        return _FORBIDDEN_OPS[name]
+    if name in _INDEX_OPS:
+        return _indexing_sync_fix(args[0], args[1])
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and isinstance(args[-1], Tensor):
         return "pass output_size"
-    if name in _COPIES:
-        return _why_copy_waits(name, args, kwargs)
+    if name in _COPY_OPS:
+        return _copy_sync_fix(name, args, kwargs)
     return None
 
 
-def _why_indexing_waits(tensor: Tensor, indices: Any) -> str | None:
+def _indexing_sync_fix(tensor: Tensor, indices: Any) -> str | None:
     for index in _pytree.tree_leaves(indices):
         if not isinstance(index, Tensor):
             continue
@@ -161,13 +165,13 @@ def _why_indexing_waits(tensor: Tensor, indices: Any) -> str | None:
     return None
 
 
-def _why_copy_waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _copy_sync_fix(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     if name == "aten::_to_copy":
         source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
         non_blocking = kwargs.get("non_blocking", False)
     else:
-        into, out_of = (args[1], args[0]) if name == "aten::_copy_from" else (args[0], args[1])
-        source, target = out_of.device, into.device
+        destination, origin = (args[1], args[0]) if name == "aten::_copy_from" else (args[0], args[1])
+        source, target = origin.device, destination.device
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    crosses = (source.type == "cpu") != (target.type == "cpu")
-    return _COPY if crosses and not non_blocking else None
+    crosses_devices = (source.type == "cpu") != (target.type == "cpu")
+    return _COPY if crosses_devices and not non_blocking else None

@@ -58,12 +58,12 @@ _N1_GIB_PER_CORE = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}
 _N1_GPU = {"T4": 0.35, "V100": 2.48, "P100": 1.46, "P4": 0.60}
 """GPUs that are added to a machine of the kind n1, each."""
 
-_NAMES = (
+_GPU_BY_WORD = (
     ("H100", "H100"), ("L40S", "L40S"), ("A10G", "A10G"), ("V100", "V100"), ("P100", "P100"),
     ("L4", "L4"), ("T4", "T4"), ("P4", "P4"),
 )  # fmt: skip
 """Word in the driver's name of a GPU → the table's."""
-_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
+_CLOUD_BY_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
 """What the firmware of a machine says that does not say its type; AWS's older machines are Xen's."""
 
 
@@ -78,7 +78,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """Where it comes from, for people."""
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         return self.low == self.high
 
     def cost(self, device_s: float) -> tuple[float, float]:
@@ -86,47 +86,54 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         return device_s * self.low / 3600, device_s * self.high / 3600
 
 
-def given(price: float, source: str) -> Price | None:
+def user_price(price_per_device_hour: float, source: str) -> Price | None:
     """A price that somebody gave; None for 0, which means unknown."""
-    return Price(low=price, high=price, source=source) if price > 0 else None
+    return (
+        Price(low=price_per_device_hour, high=price_per_device_hour, source=source)
+        if price_per_device_hour > 0
+        else None
+    )
 
 
-def of_environment(environment: Mapping[str, Any]) -> Price | None:
+def price_from_environment(environment: Mapping[str, Any]) -> Price | None:
     """The list price of what a run ran on, by its environment.json: of the machine type where that is told, else the
     range over all machines of the table with such GPUs. None: no GPU of the table, or none at all."""
     gpu = environment.get("gpu")
     gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
-    memory = first.get("memory_bytes")
-    name = gpu_of(str(first.get("name") or ""), memory if isinstance(memory, int) else None)
+    first_gpu = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
+    memory = first_gpu.get("memory_bytes")
+    gpu_name = match_gpu_name(str(first_gpu.get("name") or ""), memory if isinstance(memory, int) else None)
     count = len(gpus) if isinstance(gpus, list) else 0
-    machine = environment.get("machine_type")
-    if isinstance(machine, str) and (found := of_machine(machine, name, count)) is not None:
-        return found
-    cloud = next((cloud for word, cloud in _FIRMWARE if word in str(machine)), None)
-    return None if name is None else of_gpu(name, cloud)
+    machine_type = environment.get("machine_type")
+    if (
+        isinstance(machine_type, str)
+        and (machine_list_price := machine_price(machine_type, gpu_name, count)) is not None
+    ):
+        return machine_list_price
+    cloud = next((cloud for word, cloud in _CLOUD_BY_FIRMWARE if word in str(machine_type)), None)
+    return None if gpu_name is None else gpu_price_range(gpu_name, cloud)
 
 
-def of_machine(machine: str, gpu: str | None = None, gpus: int = 0) -> Price | None:
+def machine_price(machine_type: str, gpu: str | None = None, gpus: int = 0) -> Price | None:
     """The list price of a device of a machine type, `p3.8xlarge` or `a2-highgpu-1g`; gpu, gpus: those that were added
     to an `n1-…`. None: the table does not have it."""
-    machine = machine.strip().lower().rpartition("/")[2]
-    if machine in _GCP:
-        _, count, price = _GCP[machine]
-        return _listed("GCP", machine, price / count)
-    family, _, size = machine.partition(".")
+    machine_type = machine_type.strip().lower().rpartition("/")[2]
+    if machine_type in _GCP:
+        _, count, price = _GCP[machine_type]
+        return _list_price("GCP", machine_type, price / count)
+    family, _, size = machine_type.partition(".")
     if family in _AWS and size in _AWS[family][1]:
         count, price = _AWS[family][1][size]
-        return _listed("AWS", machine, price / count)
-    n1 = re.fullmatch(r"n1-(standard|highmem|highcpu)-(\d{1,2})", machine)
+        return _list_price("AWS", machine_type, price / count)
+    n1 = re.fullmatch(r"n1-(standard|highmem|highcpu)-(\d{1,2})", machine_type)
     if n1 and gpu in _N1_GPU and gpus > 0:
         cores = int(n1[2])
         host = cores * (_N1_CORE + _N1_GIB_PER_CORE[n1[1]] * _N1_GIB)
-        return _listed("GCP", f"{machine} + {gpus} × {gpu}", host / gpus + _N1_GPU[gpu])
+        return _list_price("GCP", f"{machine_type} + {gpus} × {gpu}", host / gpus + _N1_GPU[gpu])
     return None
 
 
-def of_gpu(gpu: str, cloud: str | None = None) -> Price | None:
+def gpu_price_range(gpu: str, cloud: str | None = None) -> Price | None:
     """The range of list prices of a device over all machines of the table that have such GPUs (an n1 with 4 to 16 cores
     per GPU). cloud: AWS or GCP alone; None: both."""
     prices: dict[str, list[float]] = {name: [] for name in REGIONS if cloud in (None, name)}
@@ -138,22 +145,22 @@ def of_gpu(gpu: str, cloud: str | None = None) -> Price | None:
     if "AWS" in prices:
         machines = [sizes for name, sizes in _AWS.values() if name == gpu]
         prices["AWS"] += [price / count for sizes in machines for count, price in sizes.values()]
-    every = [price for found in prices.values() for price in found]
-    if not every:
+    all_prices = [price for cloud_prices in prices.values() for price in cloud_prices]
+    if not all_prices:
         return None
-    where = " and ".join(f"{name} {REGIONS[name]}" for name, found in prices.items() if found)
-    source = f"list prices of machines with {gpu} GPUs, {where}, on demand, as of {AS_OF}"
-    return Price(low=min(every), high=max(every), currency=CURRENCY, source=source)
+    regions_text = " and ".join(f"{name} {REGIONS[name]}" for name, cloud_prices in prices.items() if cloud_prices)
+    source = f"list prices of machines with {gpu} GPUs, {regions_text}, on demand, as of {AS_OF}"
+    return Price(low=min(all_prices), high=max(all_prices), currency=CURRENCY, source=source)
 
 
-def gpu_of(name: str, memory_bytes: int | None = None) -> str | None:
+def match_gpu_name(name: str, memory_bytes: int | None = None) -> str | None:
     """The table's name of a GPU, by the driver's; memory tells the two A100 apart. None: another GPU."""
     words = re.split(r"[^A-Za-z0-9]+", name.upper())
     if "A100" in words:
         return "A100-80" if "80GB" in words or (memory_bytes or 0) > 60 * 2**30 else "A100-40"
-    return next((gpu for word, gpu in _NAMES if word in words), None)
+    return next((gpu for word, gpu in _GPU_BY_WORD if word in words), None)
 
 
-def _listed(cloud: str, machine: str, price: float) -> Price:
-    source = f"list price of {machine}, {cloud} {REGIONS[cloud]}, on demand, as of {AS_OF}"
+def _list_price(cloud: str, machine_type: str, price: float) -> Price:
+    source = f"list price of {machine_type}, {cloud} {REGIONS[cloud]}, on demand, as of {AS_OF}"
     return Price(low=price, high=price, currency=CURRENCY, source=source)

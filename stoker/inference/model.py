@@ -16,24 +16,24 @@ from PIL import Image, ImageOps
 
 from stoker.config.settings import DataSettings, from_toml
 from stoker.data.images import decode
-from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.validation.problems import MAX_BAD
+from stoker.data.index import Index, open_index, require_images
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
 from stoker.evaluation.evaluate import evaluate, evaluation_loader
 from stoker.evaluation.metrics import Detections, Metrics
-from stoker.export.runtime import SUFFIX, OnnxModel
-from stoker.hardware.device import Device, host_cores, pick
+from stoker.export.runtime import ONNX_SUFFIX, OnnxModel
+from stoker.hardware.device import Device, host_cores, select_device
 from stoker.inference.draw import draw_boxes
-from stoker.inference.image_batches import Source, read_picture
-from stoker.inference.predict import BATCH, local_path, predict_pictures, predict_to_folder
-from stoker.inference.tiles import OVERLAP, Tiling
-from stoker.models.layers.postprocess import Finder
+from stoker.inference.image_batches import ImageSource, read_image
+from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir
+from stoker.inference.tiles import TILE_OVERLAP, Tiling
+from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
 
-Picture = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
+ImageInput = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
 """A file or its address, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
-CONF = 0.3
+DEFAULT_CONF = 0.3
 """Least score of a box that is shown, where nothing is asked."""
 """Of two boxes of a class that overlap more than this, the weaker is dropped, where nothing is asked."""
 
@@ -44,7 +44,7 @@ class Prediction:
 
     path: Path | None
     """The picture's file, a placeholder where it lies in a bucket; None for pixels."""
-    size: tuple[int, int]
+    original_size: tuple[int, int]
     """Height and width of the picture, upright as its EXIF says."""
     boxes: NDArray[np.float32]
     """[n, 4], xyxy in pixels of the upright picture."""
@@ -54,19 +54,19 @@ class Prediction:
     """[n], places in the model's `class_names`."""
     names: list[str]
     """[n], the classes by name."""
-    _source: Source = dataclasses.field(repr=False)
+    _source: ImageSource = dataclasses.field(repr=False)
     _class_names: tuple[str, ...] = dataclasses.field(repr=False)
 
     def draw(self) -> Image.Image:
         """The picture with the boxes drawn, RGB; small ones are enlarged. Raises DataError when its file is gone."""
         pixels = self._source
         if isinstance(pixels, Path):
-            pixels = decode.decode(read_picture(pixels), pixels)
-        found = Detections(
-            row=np.zeros(len(self.labels), np.int64), boxes=self.boxes, score=self.scores, label=self.labels,
-            pictures=np.zeros(1, np.int64),
+            pixels = decode.decode(read_image(pixels), pixels)
+        detections = Detections(
+            image_index=np.zeros(len(self.labels), np.int64), boxes=self.boxes, score=self.scores, label=self.labels,
+            image_indices=np.zeros(1, np.int64),
         )  # fmt: skip
-        return draw_boxes(Image.fromarray(pixels), found, self._class_names)
+        return draw_boxes(Image.fromarray(pixels), detections, self._class_names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,22 +79,22 @@ class Model:
     """The file that the weights are from."""
     class_names: tuple[str, ...]
     """[C], by label."""
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width in pixels of the tensor that pictures are resized into."""
-    _card: model_file.Card = dataclasses.field(repr=False)
-    _finder: Finder = dataclasses.field(repr=False)
+    _metadata: model_file.ModelMetadata = dataclasses.field(repr=False)
+    _detector: DetectorProtocol = dataclasses.field(repr=False)
     _device: Device = dataclasses.field(repr=False)
     _precision: str = dataclasses.field(repr=False)
 
     def predict(
         self,
-        images: Picture | Sequence[Picture],
+        images: ImageInput | Sequence[ImageInput],
         *,
-        conf: float = CONF,
+        conf: float = DEFAULT_CONF,
         iou: float | None = None,
         tile: int | None = None,
-        overlap: float | None = None,
-        batch: int = BATCH,
+        tile_overlap: float | None = None,
+        batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> list[Prediction]:
         """What is found in each picture, in their order; one picture is a list of one.
 
@@ -106,58 +106,58 @@ class Model:
         Raises DataError for a picture that cannot be read, UsageError for something that is no picture or a number out
         of range.
         """
-        if batch < 1:
-            raise UsageError(f"batch={batch} is out of range.", choices=["1 or more"])
-        several = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
-        sources = [_as_source(image) for image in several]
-        tiling = _tiling(conf, iou, tile, overlap)
-        answers = predict_pictures(
-            self._finder,
+        if batch_size < 1:
+            raise UsageError(f"batch={batch_size} is out of range.", choices=["1 or more"])
+        inputs = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+        sources = [_to_source(image) for image in inputs]
+        tiling = _make_tiling(conf, iou, tile, tile_overlap)
+        results = predict_images(
+            self._detector,
             sources,
             self._device,
-            canvas=self._card.canvas,
-            resize=self._card.resize,
+            image_size=self._metadata.canvas,
+            resize=self._metadata.resize,
             score_threshold=conf,
             iou_threshold=iou,
             precision=self._precision,
-            batch=max(1, min(batch, len(sources))),
+            batch_size=max(1, min(batch_size, len(sources))),
             tiling=tiling,
         )
         predictions = []
-        for source, answer in zip(sources, answers, strict=True):
-            if answer.error is not None:
-                raise answer.error
-            found = answer.found
-            names = [self.class_names[label] for label in found.label.tolist()]
+        for source, result in zip(sources, results, strict=True):
+            if result.error is not None:
+                raise result.error
+            detections = result.detections
+            names = [self.class_names[label] for label in detections.label.tolist()]
             predictions.append(
-                Prediction(answer.path, answer.size, found.boxes, found.score, found.label, names, source,
+                Prediction(result.path, result.original_size, detections.boxes, detections.score, detections.label, names, source,
                            self.class_names)
             )  # fmt: skip
         return predictions
 
-    def predict_to_folder(
+    def predict_to_dir(
         self,
-        pictures: Sequence[str],
+        images: Sequence[str],
         out: Path,
         *,
-        conf: float = CONF,
+        conf: float = DEFAULT_CONF,
         iou: float | None = None,
         tile: int | None = None,
-        overlap: float | None = None,
+        tile_overlap: float | None = None,
     ) -> Iterator[str]:
         """Finds objects in files, folders and patterns; writes the pictures with boxes and predictions.json into `out`.
 
         Yields a line for each picture. A picture that cannot be read is a line, too, and a DataError at the end.
         """
-        yield from predict_to_folder(
-            self._finder,
-            self._card,
-            pictures,
+        yield from predict_to_dir(
+            self._detector,
+            self._metadata,
+            images,
             self._device,
             conf=conf,
             iou=iou,
             out=out,
-            tiling=_tiling(conf, iou, tile, overlap),
+            tiling=_make_tiling(conf, iou, tile, tile_overlap),
             precision=self._precision,
         )
 
@@ -167,39 +167,39 @@ class Model:
         *,
         split: str = "val",
         format: str | None = None,
-        batch: int = BATCH,
+        batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> Metrics:
         """The COCO metrics on a split of a data set, default the one that the run was trained on.
 
         Raises UsageError when no data set is known, DataError when it has other classes or no such split.
         """
-        if batch < 1:
-            raise UsageError(f"--batch {batch} is out of range.", choices=["1 or more"])
+        if batch_size < 1:
+            raise UsageError(f"--batch {batch_size} is out of range.", choices=["1 or more"])
         is_run = (self.source / CONFIG).exists()
-        own = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
+        run_data = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
         val_fraction = None
         if data is None:
             if not is_run:
                 fix = f"stoker eval {self.source} DATA"
-                raise UsageError("Which data set should it be scored on?", place=self.source, fix=fix)
-            data, val_fraction, format = own.data, own.val_fraction, format or own.format
-        index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=own.classes or ())
-        rows = index.rows(split)
-        max_bad = MAX_BAD if own.max_bad is None else own.max_bad
-        require_pictures(index, (split,), max_bad=max_bad)
+                raise UsageError("Which data set should it be scored on?", location=self.source, fix=fix)
+            data, val_fraction, format = run_data.data, run_data.val_fraction, format or run_data.format
+        index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=run_data.classes or ())
+        image_indices = index.image_indices(split)
+        max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
+        require_images(index, (split,), max_bad_fraction=max_bad_fraction)
         _require_same_classes(index, self.class_names, self.weights)
         batches = evaluation_loader(
             index,
-            rows,
+            image_indices,
             self._device,
-            batch=batch,
-            canvas=self._card.canvas,
-            resize=self._card.resize,
-            threads=host_cores(),
-            max_bad=max_bad,
+            batch_size=batch_size,
+            image_size=self._metadata.canvas,
+            resize=self._metadata.resize,
+            workers=host_cores(),
+            max_bad_fraction=max_bad_fraction,
         )
         with contextlib.closing(batches):
-            return evaluate(self._finder, batches, index, rows, self._device, precision=self._precision)
+            return evaluate(self._detector, batches, index, image_indices, self._device, precision=self._precision)
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
@@ -210,22 +210,24 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
 
     Raises UsageError when there is no such run, WeightsError for a file that is not one of stoker's.
     """
-    source = model_file.local(run)
-    weights = model_file.find(source)
-    if weights.suffix == SUFFIX:
+    source = model_file.local_path(run)
+    weights = model_file.find_weights(source)
+    if weights.suffix == ONNX_SUFFIX:
         if device not in (None, "cpu"):
             raise UsageError(f"--device {device}: an ONNX file runs on the cpu here.", choices=["cpu"],
                              fix="name the run or the .safetensors file that it was exported from")  # fmt: skip
-        exported = OnnxModel(weights, threads=host_cores())
-        card = exported.card
-        return Model(source, weights, card.class_names, card.canvas, card, exported, pick("cpu"), "fp32")
-    target = pick(device)
-    model, card = model_file.load(weights)
-    finder, precision = model.to(target.torch_device), target.best_precision()[0]
-    return Model(source, weights, card.class_names, card.canvas, card, finder, target, precision)
+        exported = OnnxModel(weights, num_threads=host_cores())
+        metadata = exported.metadata
+        return Model(
+            source, weights, metadata.class_names, metadata.canvas, metadata, exported, select_device("cpu"), "fp32"
+        )
+    target_device = select_device(device)
+    model, metadata = model_file.load_model(weights)
+    detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
+    return Model(source, weights, metadata.class_names, metadata.canvas, metadata, detector, target_device, precision)
 
 
-def _as_source(image: object) -> Source:
+def _to_source(image: object) -> ImageSource:
     if isinstance(image, Image.Image):
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     if isinstance(image, np.ndarray):
@@ -239,27 +241,27 @@ def _as_source(image: object) -> Source:
     if isinstance(image, str | os.PathLike):
         path = local_path(image)
         if path.is_dir():
-            raise UsageError("A folder is no picture.", place=path, fix="name its files: sorted(folder.glob('*.jpg'))")
+            raise UsageError("A folder is no picture.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))")
         return path
     choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
     raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
 
 
-def _tiling(conf: float, iou: float | None, tile: int | None, overlap: float | None) -> Tiling | None:
+def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap: float | None) -> Tiling | None:
     """The tiling that is asked for. Raises UsageError, ConfigError for numbers that cannot be."""
     for name, value in (("conf", conf), ("iou", iou)):
         if value is not None and not 0 <= value <= 1:
             raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
-    if overlap is not None and tile is None:
+    if tile_overlap is not None and tile is None:
         raise UsageError("--overlap is of tiles.", fix="--tile 640, or no --overlap")
-    return None if tile is None else Tiling(tile, OVERLAP if overlap is None else overlap)
+    return None if tile is None else Tiling(tile, TILE_OVERLAP if tile_overlap is None else tile_overlap)
 
 
 def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: Path) -> None:
     if index.class_names != class_names:
         raise DataError(
             "The data set has other classes than the model was trained on.",
-            place=index.source,
+            location=index.source,
             cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
             fix="name a data set with the same classes in the same order",
         )

@@ -19,85 +19,85 @@ import numpy as np
 from PIL import Image
 
 from stoker.data.images import decode
-from stoker.data.images.source import shown
-from stoker.data.remote.bucket import pictures_at
+from stoker.data.images.source import display_path
+from stoker.data.remote.bucket import resolve_images
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluation.evaluate import detect_batches
-from stoker.evaluation.metrics import Detections, no_detections
+from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.device import Device, host_cores
 from stoker.inference.draw import draw_boxes
 from stoker.inference.image_batches import (
-    Source,
-    Window,
-    batches,
-    read_picture,
-    threads_for,
-    windows_of,
+    ImageSource,
+    InferenceWindow,
+    iter_batches,
+    iter_windows,
+    num_decode_workers,
+    read_image,
 )
-from stoker.inference.tiles import SAME, Tiling, is_cut, merge
-from stoker.models.layers.postprocess import Finder
-from stoker.models.weights.model_file import Card
-from stoker.storage.local_files import write_whole
-from stoker.storage.uri import expand, is_address, parse
+from stoker.inference.tiles import MERGE_IOU, Tiling, is_cut, merge_detections
+from stoker.models.layers.postprocess import DetectorProtocol
+from stoker.models.weights.model_file import ModelMetadata
+from stoker.storage.local_files import write_atomic
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-WRITTEN = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+OUTPUT_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Endings that a result may have; a picture of another one gets `.jpg` behind it."""
-KINDS = (*WRITTEN, ".gif", ".jp2", ".pgm", ".ppm")
+IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
 """Endings by which pictures are found in folders; a file that is named is tried whatever it is called."""
-RESULTS = "predictions.json"
-BATCH = 8
+RESULTS_NAME = "predictions.json"
+DEFAULT_BATCH_SIZE = 8
 
 
-class Predicted(NamedTuple):
+class ImageResult(NamedTuple):
     """What was found in a picture."""
 
     path: Path | None
     """None for pixels."""
-    size: tuple[int, int]
+    original_size: tuple[int, int]
     """Height and width of the picture, upright, pixels; zeros where it could not be read."""
-    found: Detections
+    detections: Detections
     """Best score first; boxes in pixels of the upright picture."""
     error: DataError | None
     """Why it could not be read; nothing is found then."""
 
 
-def find_pictures(places: Iterable[str | Path], *, beside: Path | None = None) -> list[Path]:
+def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None) -> list[Path]:
     """The pictures of files, folders (with those inside), patterns and addresses of these, each once, in order. Those
     in `beside` are not. Of a picture in a bucket it is its placeholder (`data/images/source.py`).
 
     Raises UsageError that names what was not found, DataError and StorageError of an address.
     """
-    hidden = None if beside is None else beside.resolve()
-    found: dict[Path, Path] = {}
-    for place in places:
-        path = local_path(place)
+    excluded = None if exclude_dir is None else exclude_dir.resolve()
+    unique_paths: dict[Path, Path] = {}
+    for location in inputs:
+        path = local_path(location)
         if path.is_dir():
-            pictures = sorted(p for p in path.rglob("*") if p.suffix.lower() in KINDS and p.is_file())
+            image_paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
         elif path.exists():
-            pictures = [path]
+            image_paths = [path]
         else:
             matched = (Path(name) for name in glob.glob(str(path), recursive=True))
-            pictures = sorted(p for p in matched if p.suffix.lower() in KINDS and p.is_file())
-        seen = [p for p in pictures if hidden is None or hidden not in p.resolve().parents]
-        if pictures and not seen:
-            what = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
-            raise UsageError(what, place=beside, fix="name another folder with --out")
-        if not pictures:
-            raise UsageError(_not_found(path), place=shown(Path.cwd() / path), choices=KINDS,
+            image_paths = sorted(p for p in matched if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+        included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
+        if image_paths and not included:
+            message = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
+            raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
+        if not image_paths:
+            raise UsageError(_not_found(path), location=display_path(Path.cwd() / path), choices=IMAGE_SUFFIXES,
                              fix="name picture files, a folder with such files, or a pattern in quotes")  # fmt: skip
-        for picture in seen:
-            found.setdefault(picture.resolve(), picture)
-    return list(found.values())
+        for image_path in included:
+            unique_paths.setdefault(image_path.resolve(), image_path)
+    return list(unique_paths.values())
 
 
-def local_path(place: str | os.PathLike[str]) -> Path:
+def local_path(location: str | os.PathLike[str]) -> Path:
     """The path of a place, variables in it replaced; the mirror's, of an address."""
-    text = expand(os.fspath(place))
-    return pictures_at(parse(text)) if is_address(text) else Path(text)
+    expanded = expand_variables(os.fspath(location))
+    return resolve_images(parse_uri(expanded)) if is_uri(expanded) else Path(expanded)
 
 
 def _not_found(path: Path) -> str:
-    name = repr(shown(path))
+    name = repr(display_path(path))
     if path.is_dir():
         return f"There are no pictures in the folder {name}."
     if glob.has_magic(str(path)):
@@ -105,68 +105,76 @@ def _not_found(path: Path) -> str:
     return f"There is no file or folder {name}."
 
 
-def predict_pictures(
-    model: Finder,
-    sources: Sequence[Source],
+def predict_images(
+    model: DetectorProtocol,
+    sources: Sequence[ImageSource],
     device: Device,
     *,
-    canvas: tuple[int, int],
+    image_size: tuple[int, int],
     resize: str,
     score_threshold: float = 0.3,
     iou_threshold: float | None = None,
     precision: str = "fp32",
-    batch: int = BATCH,
+    batch_size: int = DEFAULT_BATCH_SIZE,
     tiling: Tiling | None = None,
-) -> Iterator[Predicted]:
+) -> Iterator[ImageResult]:
     """Runs the model, which lies on `device`, over pictures, in order. canvas, resize: as it was trained.
 
     tiling: a picture that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
     is shown as without. A picture that cannot be read is yielded with its error; the others go on.
     """
-    limit = model.iou_threshold if iou_threshold is None else iou_threshold
-    issued: deque[list[Window]] = deque()
-    parts = detect_batches(
+    nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
+    issued_windows: deque[list[InferenceWindow]] = deque()
+    batch_detections = detect_batches(
         model,
-        batches(
-            windows_of(sources, tiling), issued, device, canvas, resize, batch, threads=threads_for(sources, batch)
+        iter_batches(
+            iter_windows(sources, tiling),
+            issued_windows,
+            device,
+            image_size,
+            resize,
+            batch_size,
+            workers=num_decode_workers(sources, batch_size),
         ),
         device,
         precision=precision,
         score_threshold=score_threshold,
-        iou_threshold=limit,
+        iou_threshold=nms_threshold,
     )
-    shown: list[tuple[Window, Detections]] = []
-    for found in parts:
-        for window in issued.popleft():
-            shown.append((window, found.of(window.number)))
-            if window.last:
-                yield _answer(shown, limit if limit < 1 else SAME)
-                shown = []
+    window_detections: list[tuple[InferenceWindow, Detections]] = []
+    for detections in batch_detections:
+        for window in issued_windows.popleft():
+            window_detections.append((window, detections.of_image(window.window_index)))
+            if window.is_last:
+                yield _merge_windows(window_detections, nms_threshold if nms_threshold < 1 else MERGE_IOU)
+                window_detections = []
 
 
-def _answer(shown: list[tuple[Window, Detections]], iou_threshold: float) -> Predicted:
+def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], iou_threshold: float) -> ImageResult:
     """What was found in all windows of a picture, as one; boxes in pixels of the picture."""
-    picture = shown[0][0].picture
-    found, cut = [], []
-    for window, some in shown:
-        x0, y0, x1, y1 = window.region or (0, 0, picture.size[1], picture.size[0])
-        boxes = some.boxes + np.array([x0, y0, x0, y0], np.float32)
-        found.append(dataclasses.replace(some, boxes=boxes))
-        cut.append(is_cut(boxes, (x0, y0, x1, y1), picture.size))
-    together = dataclasses.replace(Detections.concatenate(found), pictures=np.array([picture.place]))
-    together = dataclasses.replace(together, row=np.full(len(together), picture.place))
-    if picture.error is not None:
-        return Predicted(picture.path, (0, 0), no_detections([picture.place]), picture.error)
-    if len(shown) > 1:
-        keep = merge(together.boxes, together.score, together.label, np.concatenate(cut), iou_threshold=iou_threshold)
-        together = together.where(keep)
-    return Predicted(picture.path, picture.size, together, None)
+    image = window_detections[0][0].image
+    shifted, cut = [], []
+    for window, detections in window_detections:
+        x0, y0, x1, y1 = window.region or (0, 0, image.size[1], image.size[0])
+        boxes = detections.boxes + np.array([x0, y0, x0, y0], np.float32)
+        shifted.append(dataclasses.replace(detections, boxes=boxes))
+        cut.append(is_cut(boxes, (x0, y0, x1, y1), image.size))
+    merged = dataclasses.replace(Detections.concatenate(shifted), image_indices=np.array([image.image_index]))
+    merged = dataclasses.replace(merged, image_index=np.full(len(merged), image.image_index))
+    if image.error is not None:
+        return ImageResult(image.path, (0, 0), empty_detections([image.image_index]), image.error)
+    if len(window_detections) > 1:
+        keep = merge_detections(
+            merged.boxes, merged.score, merged.label, np.concatenate(cut), iou_threshold=iou_threshold
+        )
+        merged = merged.select(keep)
+    return ImageResult(image.path, image.size, merged, None)
 
 
-def predict_to_folder(
-    model: Finder,
-    card: Card,
-    places: Sequence[str | Path],
+def predict_to_dir(
+    model: DetectorProtocol,
+    metadata: ModelMetadata,
+    inputs: Sequence[str | Path],
     device: Device,
     *,
     conf: float,
@@ -180,15 +188,15 @@ def predict_to_folder(
     Raises UsageError for places without pictures and for an `out` that holds other things; DataError at the end when
     some pictures could not be read.
     """
-    paths = find_pictures(places, beside=out)
-    _require_own_folder(out)
+    paths = find_images(inputs, exclude_dir=out)
+    _require_output_dir(out)
     _write_results(out, [])  # the folder is ours from here on, also when this run is cut off
-    predicted = predict_pictures(
+    image_results = predict_images(
         model,
         paths,
         device,
-        canvas=card.canvas,
-        resize=card.resize,
+        image_size=metadata.canvas,
+        resize=metadata.resize,
         score_threshold=conf,
         iou_threshold=iou,
         precision=precision or device.best_precision()[0],
@@ -198,46 +206,48 @@ def predict_to_folder(
     failed: list[DataError] = []
     try:
         with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
-            drawing: deque[Future[None]] = deque()
-            for one, path, name in zip(predicted, paths, output_names(paths), strict=True):
-                results.append(as_json(one, card.class_names))
-                if one.error is not None:
-                    failed.append(one.error)
-                    yield f"{shown(path)}: not read: {one.error.cause or one.error.what}"
+            pending_draws: deque[Future[None]] = deque()
+            for result, path, name in zip(image_results, paths, output_names(paths), strict=True):
+                results.append(to_json_dict(result, metadata.class_names))
+                if result.error is not None:
+                    failed.append(result.error)
+                    yield f"{display_path(path)}: not read: {result.error.cause or result.error.what}"
                     continue
-                drawing.append(pool.submit(_save_drawn, path, one.found, card.class_names, out / name))
-                while len(drawing) > 2 * BATCH:
-                    drawing.popleft().result()
-                yield f"{shown(path)}: {_summary(one.found, card.class_names)}"
-            for job in drawing:
-                job.result()
+                pending_draws.append(
+                    pool.submit(_save_annotated, path, result.detections, metadata.class_names, out / name)
+                )
+                while len(pending_draws) > 2 * DEFAULT_BATCH_SIZE:
+                    pending_draws.popleft().result()
+                yield f"{display_path(path)}: {_summary(result.detections, metadata.class_names)}"
+            for future in pending_draws:
+                future.result()
     finally:
         _write_results(out, results)  # of an hour's work that is interrupted, too
-    done = len(results) - len(failed)
-    yield f"{done:,} picture{'' if done == 1 else 's'} with boxes and {RESULTS} are in {out}"
+    num_done = len(results) - len(failed)
+    yield f"{num_done:,} picture{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} are in {out}"
     if failed:
         raise DataError(
             f"{len(failed):,} of {len(paths):,} pictures could not be read; the others are done.",
-            place=failed[0].place,
+            location=failed[0].location,
             cause=failed[0].cause or failed[0].what,
-            fix=f"the entries with an error in {out / RESULTS} name them all",
+            fix=f"the entries with an error in {out / RESULTS_NAME} name them all",
         )
 
 
-def as_json(one: Predicted, class_names: Sequence[str]) -> dict[str, Any]:
+def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, Any]:
     """An entry of predictions.json: path, width, height, detections; `error` where the picture could not be read."""
-    found = one.found
-    columns = zip(found.label.tolist(), found.score.tolist(), found.boxes.tolist(), strict=True)
+    detections = result.detections
+    columns = zip(detections.label.tolist(), detections.score.tolist(), detections.boxes.tolist(), strict=True)
     entry: dict[str, Any] = {
-        "path": None if one.path is None else shown(one.path),
-        "width": one.size[1],
-        "height": one.size[0],
+        "path": None if result.path is None else display_path(result.path),
+        "width": result.original_size[1],
+        "height": result.original_size[0],
         "detections": [
             {"label": label, "class": class_names[label], "score": round(score, 4), "box": [round(x, 2) for x in box]}
             for label, score, box in columns
         ],
     }
-    return entry if one.error is None else entry | {"error": str(one.error)}
+    return entry if result.error is None else entry | {"error": str(result.error)}
 
 
 def output_names(paths: Sequence[Path]) -> list[str]:
@@ -245,14 +255,14 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
     Compared without case, since some file systems do not know it. An ending that Pillow cannot write gets `.jpg`.
     """
-    plain = [p.name if p.suffix.lower() in WRITTEN else f"{p.name}.jpg" for p in paths]
-    times = Counter(name.lower() for name in plain)
+    file_names = [p.name if p.suffix.lower() in OUTPUT_SUFFIXES else f"{p.name}.jpg" for p in paths]
+    name_counts = Counter(name.lower() for name in file_names)
     absolute = [Path(os.path.abspath(p)) for p in paths]  # not resolved: names as the user knows them
     top = os.path.commonpath([p.parent for p in absolute]) if paths else ""
     names: list[str] = []
-    used: set[str] = {RESULTS}
-    for path, name in zip(absolute, plain, strict=True):
-        if times[name.lower()] > 1:
+    used: set[str] = {RESULTS_NAME}
+    for path, name in zip(absolute, file_names, strict=True):
+        if name_counts[name.lower()] > 1:
             name = "_".join([*path.parent.relative_to(top).parts, name])
         unique, n = name, 2
         while unique.lower() in used:
@@ -262,36 +272,36 @@ def output_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _require_own_folder(out: Path) -> None:
+def _require_output_dir(out: Path) -> None:
     """Results go where nothing else is: a picture of the user's with the same name must not be replaced."""
     if out.exists() and not out.is_dir():
-        raise UsageError("The results need a folder.", place=out, cause="it is a file", fix="--out FOLDER")
-    if out.exists() and any(out.iterdir()) and not (out / RESULTS).exists():
+        raise UsageError("The results need a folder.", location=out, cause="it is a file", fix="--out FOLDER")
+    if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():
         raise UsageError(
             "The folder for the results holds other files.",
-            place=out,
-            cause=f"it has no {RESULTS}, so stoker did not write it",
+            location=out,
+            cause=f"it has no {RESULTS_NAME}, so stoker did not write it",
             fix="name a new folder with --out",
         )
 
 
 def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
-    with _writing(out):
+    with _report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / RESULTS, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+        write_atomic(out / RESULTS_NAME, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
-def _save_drawn(path: Path, found: Detections, class_names: Sequence[str], target: Path) -> None:
-    drawn = draw_boxes(Image.fromarray(decode.decode(read_picture(path), path)), found, class_names)
-    with _writing(target):
+def _save_annotated(path: Path, detections: Detections, class_names: Sequence[str], target: Path) -> None:
+    drawn = draw_boxes(Image.fromarray(decode.decode(read_image(path), path)), detections, class_names)
+    with _report_write_errors(target):
         drawn.save(target, quality=90)
 
 
-def _writing(place: Path) -> contextlib.AbstractContextManager[None]:
-    return writing("The results cannot be written.", place, fix="make room, or name another folder with --out")
+def _report_write_errors(location: Path) -> contextlib.AbstractContextManager[None]:
+    return writing("The results cannot be written.", location, fix="make room, or name another folder with --out")
 
 
-def _summary(found: Detections, class_names: Sequence[str]) -> str:
+def _summary(detections: Detections, class_names: Sequence[str]) -> str:
     """car 3, bus 1 — or nothing."""
-    counts = Counter(class_names[label] for label in found.label.tolist())
+    counts = Counter(class_names[label] for label in detections.label.tolist())
     return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "nothing"

@@ -16,14 +16,14 @@ from stoker.errors import ConfigError
 Region = tuple[int, int, int, int]
 """x0, y0, x1, y1 in whole pixels of the picture; x1 and y1 are outside."""
 
-OVERLAP = 0.2
+TILE_OVERLAP = 0.2
 """Share of a tile that its neighbour shows, too, where nothing is asked: SAHI's default."""
-CUT = 0.01
+EDGE_MARGIN = 0.01
 """A box that comes this near to a tile's inner edge, as a share of the tile's side, is taken for a part of an object: a
 detector's boxes end a few pixels off. An object that ends there by chance is whole in the next tile."""
-SAME = 0.7
+MERGE_IOU = 0.7
 """IoU above which boxes from several tiles are one object, of a model that itself suppresses nothing."""
-COVERED = 0.5
+MIN_COVERED_FRACTION = 0.5
 """Share of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
 
 
@@ -33,7 +33,7 @@ class Tiling:
 
     side: int
     """Pixels of the picture, both ways."""
-    overlap: float = OVERLAP
+    overlap: float = TILE_OVERLAP
     """Share of the side that neighbours have in common, at least."""
 
     def __post_init__(self) -> None:
@@ -50,10 +50,10 @@ class Tiling:
         """
         if max(size) <= self.side:
             return []
-        (ys, height), (xs, width) = self._along(size[0]), self._along(size[1])
+        (ys, height), (xs, width) = self._tile_starts(size[0]), self._tile_starts(size[1])
         return [(x, y, x + width, y + height) for y in ys for x in xs]
 
-    def _along(self, length: int) -> tuple[list[int], int]:
+    def _tile_starts(self, length: int) -> tuple[list[int], int]:
         """Where the tiles begin along one axis, and how long they are."""
         if length <= self.side:
             return [0], length
@@ -69,22 +69,22 @@ def is_cut(boxes: NDArray[np.float32], region: Region, size: tuple[int, int]) ->
     An edge is inner where the picture goes on behind it. Boxes are in pixels of the picture.
     """
     x0, y0, x1, y1 = region
-    near_x, near_y = CUT * (x1 - x0), CUT * (y1 - y0)
-    reaches = (
+    near_x, near_y = EDGE_MARGIN * (x1 - x0), EDGE_MARGIN * (y1 - y0)
+    edges = (
         (boxes[:, 0] <= x0 + near_x, x0 > 0),
         (boxes[:, 1] <= y0 + near_y, y0 > 0),
         (boxes[:, 2] >= x1 - near_x, x1 < size[1]),
         (boxes[:, 3] >= y1 - near_y, y1 < size[0]),
     )
-    found: NDArray[np.bool_] = np.any([at & inner for at, inner in reaches], axis=0)
-    return found
+    touches: NDArray[np.bool_] = np.any([near_edge & inner for near_edge, inner in edges], axis=0)
+    return touches
 
 
-def merge(
+def merge_detections(
     boxes: NDArray[np.float32],
     scores: NDArray[np.float32],
     labels: NDArray[np.int64],
-    cut: NDArray[np.bool_],
+    is_cut_off: NDArray[np.bool_],
     *,
     iou_threshold: float,
 ) -> NDArray[np.int64]:
@@ -94,29 +94,29 @@ def merge(
     comes after it and overlaps it by more than `iou_threshold`, and the cut boxes that it covers by more than COVERED
     of their area: half an object may well have the better score, but it is half an object.
     """
-    kept: list[int] = []
+    keep: list[int] = []
     for label in np.unique(labels):
-        mine = np.flatnonzero(labels == label)
-        mine = mine[np.lexsort((-scores[mine], cut[mine]))]
-        corners, may_be_covered = boxes[mine].astype(np.float64), cut[mine]
-        areas = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
+        class_indices = np.flatnonzero(labels == label)
+        class_indices = class_indices[np.lexsort((-scores[class_indices], is_cut_off[class_indices]))]
+        xyxy, is_cut_box = boxes[class_indices].astype(np.float64), is_cut_off[class_indices]
+        areas = (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1])
         # Only what shares columns with a box can overlap it: 20,000 boxes take a third of a second instead of twelve.
-        by_left = np.argsort(corners[:, 0])
-        lefts, widest = corners[by_left, 0], (corners[:, 2] - corners[:, 0]).max()
-        first = np.searchsorted(lefts, corners[:, 0] - widest, "left").tolist()
-        last = np.searchsorted(lefts, corners[:, 2], "right").tolist()
-        alive = np.ones(len(mine), bool)
-        for n in range(len(mine)):
-            if not alive[n]:
+        by_left = np.argsort(xyxy[:, 0])
+        lefts, widest = xyxy[by_left, 0], (xyxy[:, 2] - xyxy[:, 0]).max()
+        first = np.searchsorted(lefts, xyxy[:, 0] - widest, "left").tolist()
+        last = np.searchsorted(lefts, xyxy[:, 2], "right").tolist()
+        is_alive = np.ones(len(class_indices), bool)
+        for n in range(len(class_indices)):
+            if not is_alive[n]:
                 continue
-            kept.append(int(mine[n]))
-            near = by_left[first[n] : last[n]]
-            rest = near[(near > n) & alive[near]]
-            shared = (
-                np.minimum(corners[n, 2:], corners[rest, 2:]) - np.maximum(corners[n, :2], corners[rest, :2])
+            keep.append(int(class_indices[n]))
+            neighbors = by_left[first[n] : last[n]]
+            rest = neighbors[(neighbors > n) & is_alive[neighbors]]
+            intersection = (
+                np.minimum(xyxy[n, 2:], xyxy[rest, 2:]) - np.maximum(xyxy[n, :2], xyxy[rest, :2])
             ).clip(min=0).prod(axis=1)  # fmt: skip
-            same = shared > iou_threshold * (areas[n] + areas[rest] - shared)
-            covered = may_be_covered[rest] & (shared > COVERED * areas[rest])
-            alive[rest[same | covered]] = False
-    order = np.array(kept, np.int64)
+            is_duplicate = intersection > iou_threshold * (areas[n] + areas[rest] - intersection)
+            is_covered = is_cut_box[rest] & (intersection > MIN_COVERED_FRACTION * areas[rest])
+            is_alive[rest[is_duplicate | is_covered]] = False
+    order = np.array(keep, np.int64)
     return order[np.argsort(-scores[order], kind="stable")]

@@ -8,18 +8,18 @@ suppression in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `
 
 from stoker.models.architecture import Architecture
 from stoker.models.detector import Detector
-from stoker.models.layers.postprocess import Detections
-from stoker.models.table import MODELS, architecture, build, open_fields
-from stoker.models.weights.load import architecture_of, load_weights
+from stoker.models.layers.postprocess import BatchDetections
+from stoker.models.table import MODELS, build, get_architecture, unset_fields
+from stoker.models.weights.load import detect_architecture, load_weights
 
 __all__ = [
     "MODELS",
     "Architecture",
-    "Detections",
+    "BatchDetections",
     "Detector",
-    "architecture",
-    "architecture_of",
     "build",
+    "detect_architecture",
+    "get_architecture",
     "load_weights",
-    "open_fields",
+    "unset_fields",
 ]

@@ -7,13 +7,13 @@ from typing import Any
 from stoker.config.settings import ModelSettings
 from stoker.models.detector import Detector
 
-Build = Callable[[ModelSettings, int], Detector]
+ModelBuilder = Callable[[ModelSettings, int], Detector]
 """Makes the detector of settings, none of which that it uses is AUTO, for so many classes."""
 
 Defaults = Mapping[str, tuple[Any, str]]
 """Values of fields of ModelSettings, each with the reason for it."""
 
-PRETRAINED: Defaults = {
+PRETRAINED_DEFAULTS: Defaults = {
     "norm": ("frozen", "the backbone is pretrained and a detector's batches are small"),
     "trainable_stages": (3, "the first two stages are general enough as they were pretrained (torchvision's default)"),
 }
@@ -21,7 +21,7 @@ PRETRAINED: Defaults = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
+class ComputeCost:
     """With 80 classes, on the square of `canvas_side`. `python -m tests.models.test_table` computes them."""
 
     gflop: float
@@ -37,18 +37,18 @@ class Cost:
 class Architecture:
     """A row of MODELS."""
 
-    build: Build
-    what_for: str
-    parameters: int
+    build: ModelBuilder
+    description: str
+    num_params: int
     """With 80 classes and the default settings (frozen norms have none)."""
-    cost: Cost
+    cost: ComputeCost
     recipe: str
     """The starting point in `recipes.RECIPES` that it is trained from."""
-    canvas_side: int
+    default_image_size: int
     """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
-    canvas_multiple: int = 32
+    size_divisor: int = 32
     """What both sides of the canvas are multiples of; most networks halve the picture five times."""
-    anchors_follow_canvas: bool = False
+    anchors_scale_with_image_size: bool = False
     """Whether its default anchor sizes are those of a square of `canvas_side`, and grow and shrink with the canvas."""
     defaults: Mapping[str, Any]
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
@@ -56,5 +56,5 @@ class Architecture:
     """Why, for each field of `defaults`."""
     urls: Mapping[str, str]
     """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
-    classifier_epsilon: float | None = None
+    pretrained_norm_eps: float | None = None
     """Epsilon of the norms of classifiers on its body, where it is not that of its own norms."""

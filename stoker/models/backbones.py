@@ -23,15 +23,15 @@ from torchvision.models import (
     resnext50_32x4d,
 )
 
-from stoker.models.ember.csp_pafpn import CspBody
-from stoker.models.layers.convolutions import Halving, convolution
+from stoker.models.ember.csp_pafpn import CSPBackbone
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
 from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
 
-Coarser = Literal["p6p7", "pool"] | None
+ExtraBlocks = Literal["p6p7", "pool"] | None
 """What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
 
 
-class BodyMaps(nn.ModuleDict):
+class IntermediateLayerGetter(nn.ModuleDict):
     """The maps that the children `outputs` of a body make: images [B, 3, H, W] → name → [B, channels, h, w].
 
     In training on a CPU, children at the beginning that are frozen take one picture at a time: their maps are the
@@ -39,43 +39,43 @@ class BodyMaps(nn.ModuleDict):
     MobileNetV2 take a third of the time so (LOG.md, "Frozen stages on a CPU").
     """
 
-    def __init__(self, body: nn.Module, outputs: Iterable[str]) -> None:
-        self.outputs = frozenset(outputs)
-        children = list(body.named_children())
-        last = max(place for place, (name, _) in enumerate(children) if name in self.outputs)
+    def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:
+        self.return_layers = frozenset(return_layers)
+        children = list(backbone.named_children())
+        last = max(i for i, (name, _) in enumerate(children) if name in self.return_layers)
         super().__init__(dict(children[: last + 1]))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         children: list[tuple[str, nn.Module]] = list(self.items())
         maps: dict[str, Tensor] = {}
         if self.training and x.device.type == "cpu" and not x.requires_grad and not torch.compiler.is_compiling():
-            frozen = self._frozen_first(children)
+            frozen = self._leading_frozen(children)
             if len(frozen) > 1 and len(x) > 1:
                 first = nn.Sequential(*(module for _, module in frozen))
-                x = torch.cat([first(picture) for picture in torch.split(x, 1)])
-                if frozen[-1][0] in self.outputs:
+                x = torch.cat([first(image) for image in torch.split(x, 1)])
+                if frozen[-1][0] in self.return_layers:
                     maps[frozen[-1][0]] = x
                 children = children[len(frozen) :]
         for name, module in children:
             x = module(x)
-            if name in self.outputs:
+            if name in self.return_layers:
                 maps[name] = x
         return maps
 
-    def _frozen_first(self, children: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    def _leading_frozen(self, children: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Children from the first on, up to the first output, that learn nothing and take no statistics of a batch."""
-        found = []
+        frozen = []
         for name, module in children:
-            learns = any(parameter.requires_grad for parameter in module.parameters())
-            if learns or any(isinstance(part, _BatchNorm) for part in module.modules()):
+            is_trainable = any(parameter.requires_grad for parameter in module.parameters())
+            if is_trainable or any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
                 break
-            found.append((name, module))
-            if name in self.outputs:
+            frozen.append((name, module))
+            if name in self.return_layers:
                 break
-        return found
+        return frozen
 
 
-class FeaturePyramid(nn.Module):
+class BackboneWithFPN(nn.Module):
     """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
 
     outputs: children of `body` whose output goes to the FPN, with their channels; coarser: levels added at the end;
@@ -85,30 +85,32 @@ class FeaturePyramid(nn.Module):
 
     def __init__(
         self,
-        body: nn.Module,
-        outputs: Mapping[str, int],
+        backbone: nn.Module,
+        return_layers: Mapping[str, int],
         channels: int,
         *,
-        coarser: Coarser,
+        extra_blocks: ExtraBlocks,
         norm: Norm | None = None,
         lite: bool = False,
     ) -> None:
         super().__init__()
-        self.body = BodyMaps(body, outputs)
-        self.fpn = TopDown(list(outputs.values()), channels, coarser=coarser, norm=norm, lite=lite)
+        self.body = IntermediateLayerGetter(backbone, return_layers)
+        self.fpn = FeaturePyramidNetwork(
+            list(return_layers.values()), channels, extra_blocks=extra_blocks, norm=norm, lite=lite
+        )
 
     def forward(self, images: Tensor) -> list[Tensor]:
         levels: list[Tensor] = self.fpn(list(self.body(images).values()))
         return levels
 
 
-class NeckedBody(nn.Module):
+class BackboneWithNeck(nn.Module):
     """A body and any neck on top of it: images [B, 3, H, W] → what `neck` makes of the maps of `outputs`, children of
     `body`."""
 
-    def __init__(self, body: nn.Module, outputs: Sequence[str], neck: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, return_layers: Sequence[str], neck: nn.Module) -> None:
         super().__init__()
-        self.body = BodyMaps(body, outputs)
+        self.body = IntermediateLayerGetter(backbone, return_layers)
         self.neck = neck
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -116,29 +118,36 @@ class NeckedBody(nn.Module):
         return levels
 
 
-class TopDown(nn.Module):
+class FeaturePyramidNetwork(nn.Module):
     """The FPN (arXiv 1612.03144): each level is its own map plus the coarser level, enlarged; with torchvision's names.
 
     Not torchvision's module, because under autocast its enlarging runs in fp32 and takes the sums with it.
     """
 
     def __init__(
-        self, inputs: list[int], channels: int, *, coarser: Coarser, norm: Norm | None, lite: bool = False
+        self, in_channels: list[int], channels: int, *, extra_blocks: ExtraBlocks, norm: Norm | None, lite: bool = False
     ) -> None:
         super().__init__()
         lite_norm = norm if lite else None
-        self.inner_blocks = nn.ModuleList(_lateral(width, channels, 1, None if lite else norm) for width in inputs)
+        self.inner_blocks = nn.ModuleList(
+            _conv_norm(width, channels, 1, None if lite else norm) for width in in_channels
+        )
         self.layer_blocks = nn.ModuleList(
-            _lateral(channels, channels, 3, norm) if lite_norm is None else _lite(channels, lite_norm) for _ in inputs
+            _conv_norm(channels, channels, 3, norm)
+            if lite_norm is None
+            else _separable_conv_norm_relu6(channels, lite_norm)
+            for _ in in_channels
         )
         self.extra_blocks: nn.ModuleDict | None = None
-        self.pools = coarser == "pool"
-        if coarser == "p6p7":
-            more: dict[str, nn.Module] = {
-                name: Halving(channels, channels) if lite_norm is None else _lite(channels, lite_norm, stride=2)
+        self.adds_pool_level = extra_blocks == "pool"
+        if extra_blocks == "p6p7":
+            extra_convs: dict[str, nn.Module] = {
+                name: StridedConv2d(channels, channels)
+                if lite_norm is None
+                else _separable_conv_norm_relu6(channels, lite_norm, stride=2)
                 for name in ("p6", "p7")
             }
-            self.extra_blocks = nn.ModuleDict(more)
+            self.extra_blocks = nn.ModuleDict(extra_convs)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_uniform_(module.weight, a=1)
@@ -147,80 +156,84 @@ class TopDown(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """maps: finest first, each [B, inputs, h, w] and of the same or half the size of the one before it."""
-        merged = [inner(some) for inner, some in zip(self.inner_blocks, maps, strict=True)]
+        merged = [inner(feature) for inner, feature in zip(self.inner_blocks, maps, strict=True)]
         for level in reversed(range(len(merged) - 1)):
             coarser = merged[level + 1]
             if coarser.shape[2:] != merged[level].shape[2:]:
                 with torch.autocast(coarser.device.type, enabled=False):
                     coarser = functional.interpolate(coarser, scale_factor=2.0, mode="nearest")
             merged[level] = merged[level] + coarser
-        levels = [layer(some) for layer, some in zip(self.layer_blocks, merged, strict=True)]
+        levels = [layer(feature) for layer, feature in zip(self.layer_blocks, merged, strict=True)]
         if self.extra_blocks is not None:
             levels.append(self.extra_blocks["p6"](levels[-1]))
             levels.append(self.extra_blocks["p7"](functional.relu(levels[-1])))
-        if self.pools:
+        if self.adds_pool_level:
             levels.append(levels[-1][:, :, ::2, ::2])
         return levels
 
 
-def _lateral(inputs: int, outputs: int, kernel: int, norm: Norm | None) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=norm is None)
-    return nn.Sequential(convolution) if norm is None else nn.Sequential(convolution, norm(outputs))
+def _conv_norm(in_channels: int, out_channels: int, kernel_size: int, norm: Norm | None) -> nn.Sequential:
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=norm is None)
+    return nn.Sequential(conv) if norm is None else nn.Sequential(conv, norm(out_channels))
 
 
-def lite_convolution(channels: int, *, stride: int = 1) -> nn.Sequential:
+def separable_conv(channels: int, *, stride: int = 1) -> nn.Sequential:
     """3 × 3 in two parts, each channel by itself and then 1 × 1 over all of them (MobileNet, arXiv 1704.04861), with
     nothing between the two and no bias: a tenth of the work. Keras calls it SeparableConv2D."""
-    return nn.Sequential(depthwise(channels, stride=stride), nn.Conv2d(channels, channels, 1, bias=False))
+    return nn.Sequential(depthwise_conv(channels, stride=stride), nn.Conv2d(channels, channels, 1, bias=False))
 
 
-def depthwise(channels: int, *, stride: int = 1) -> nn.Conv2d:
+def depthwise_conv(channels: int, *, stride: int = 1) -> nn.Conv2d:
     """The first part of a `lite_convolution`."""
     if stride == 2:
-        return Halving(channels, channels, groups=channels, bias=False)
+        return StridedConv2d(channels, channels, groups=channels, bias=False)
     return nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
 
 
-def _lite(channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(lite_convolution(channels, stride=stride), norm(channels), nn.ReLU6(inplace=True))
+def _separable_conv_norm_relu6(channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(separable_conv(channels, stride=stride), norm(channels), nn.ReLU6(inplace=True))
 
 
-class Body(NamedTuple):
+class BackboneSpec(NamedTuple):
     """A row of BODIES."""
 
     build: Callable[[Norm], nn.Module]
     stages: Sequence[Sequence[str]]
     """Names of the children that make each of the five stages."""
-    outputs: Sequence[tuple[str, int]]
+    stage_outputs: Sequence[tuple[str, int]]
     """The last child at each of the strides 2, 4, 8, 16, 32 that the body has, with its channels; C1 … C5."""
 
 
-def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> Body:
+def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> BackboneSpec:
     layers = [f"layer{n}" for n in range(1, 5)]
     stages = [["conv1", "bn1"], *([layer] for layer in layers)]
-    outputs = [("relu", 64), *zip(layers, channels, strict=True)]
-    return Body(lambda norm: make(weights=None, norm_layer=norm), stages, outputs)
+    stage_outputs = [("relu", 64), *zip(layers, channels, strict=True)]
+    return BackboneSpec(lambda norm: make(weights=None, norm_layer=norm), stages, stage_outputs)
 
 
-def _csp(width: int, depths: tuple[int, ...]) -> Body:
+def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
     layers = [f"layer{n}" for n in range(1, 5)]
-    outputs = [(name, width * 2**n) for n, name in enumerate(["stem", *layers])]
-    return Body(lambda norm: CspBody(width, depths, norm), [["stem"], *([layer] for layer in layers)], outputs)
+    stage_outputs = [(name, width * 2**n) for n, name in enumerate(["stem", *layers])]
+    return BackboneSpec(
+        lambda norm: CSPBackbone(width, depths, norm), [["stem"], *([layer] for layer in layers)], stage_outputs
+    )
 
 
-def _mobilenet(make: Callable[..., nn.Module], first: tuple[int, ...], channels: tuple[int, ...]) -> Body:
+def _mobilenet(
+    make: Callable[..., nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
+) -> BackboneSpec:
     """first: the number of each stage's first child, and one past the last."""
 
     def build(norm: Norm) -> nn.Module:
         return make(weights=None, norm_layer=norm).get_submodule("features")
 
-    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(first)]
-    return Body(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
+    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(stage_starts)]
+    return BackboneSpec(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
 
 
 _BASIC, _BOTTLENECK = (64, 128, 256, 512), (256, 512, 1024, 2048)
 
-BODIES: dict[str, Body] = {
+BACKBONES: dict[str, BackboneSpec] = {
     "resnet18": _resnet(resnet18, _BASIC),
     "resnet34": _resnet(resnet34, _BASIC),
     "resnet50": _resnet(resnet50, _BOTTLENECK),
@@ -231,8 +244,8 @@ BODIES: dict[str, Body] = {
     "csp16": _csp(16, (1, 1, 1, 1)),
     "csp32": _csp(32, (1, 1, 1, 1)),
     "csp48": _csp(48, (1, 2, 2, 1)),
-    "tiny": Body(
-        lambda norm: TinyBody(width=16, norm=norm),
+    "tiny": BackboneSpec(
+        lambda norm: TinyBackbone(width=16, norm=norm),
         [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]],
         [("stem", 16), ("layer1", 32), ("layer2", 48), ("layer3", 64), ("layer4", 96)],
     ),
@@ -240,76 +253,81 @@ BODIES: dict[str, Body] = {
 """Every body by its name, torchvision's where it is torchvision's."""
 
 
-def pyramid(
-    body: str,
+def build_backbone_with_fpn(
+    backbone_name: str,
     channels: int,
     *,
     norm: NormKind,
     trainable_stages: int,
-    finest: int = 3,
-    coarser: Coarser = "p6p7",
+    min_level: int = 3,
+    extra_blocks: ExtraBlocks = "p6p7",
     fpn_norm: Norm | None = None,
     lite: bool = False,
-    outputs: Mapping[str, int] | None = None,
-) -> FeaturePyramid:
+    return_layers: Mapping[str, int] | None = None,
+) -> BackboneWithFPN:
     """The feature pyramid of `channels` on a body of BODIES with its first stages frozen.
 
     finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; outputs: the levels instead, as in
     `FeaturePyramid`; fpn_norm, lite: as there.
     """
-    row = BODIES[body]
-    network = _body(row, norm, trainable_stages)
-    chosen = dict(row.outputs[finest - 1 :]) if outputs is None else outputs
-    return FeaturePyramid(network, chosen, channels, coarser=coarser, norm=fpn_norm, lite=lite)
+    spec = BACKBONES[backbone_name]
+    network = _build_backbone(spec, norm, trainable_stages)
+    selected_layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
+    return BackboneWithFPN(network, selected_layers, channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
 
 
-def necked(
-    body: str, neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int, finest: int = 3
-) -> NeckedBody:
+def build_backbone_with_neck(
+    backbone_name: str,
+    neck: Callable[[list[int]], nn.Module],
+    *,
+    norm: NormKind,
+    trainable_stages: int,
+    min_level: int = 3,
+) -> BackboneWithNeck:
     """A body of BODIES with its first stages frozen, and the neck that `neck` makes for maps of these channels; finest:
     as for `pyramid`."""
-    row = BODIES[body]
-    network = _body(row, norm, trainable_stages)
-    names, widths = zip(*row.outputs[finest - 1 :], strict=True)
-    return NeckedBody(network, names, neck(list(widths)))
+    spec = BACKBONES[backbone_name]
+    network = _build_backbone(spec, norm, trainable_stages)
+    names, widths = zip(*spec.stage_outputs[min_level - 1 :], strict=True)
+    return BackboneWithNeck(network, names, neck(list(widths)))
 
 
-def _body(row: "Body", norm: NormKind, trainable_stages: int) -> nn.Module:
-    network = row.build(NORMS[norm])
+def _build_backbone(spec: "BackboneSpec", norm: NormKind, trainable_stages: int) -> nn.Module:
+    network = spec.build(NORMS[norm])
     if norm == "frozen":
         fold_frozen_norms(network)
-    freeze_first(network, row.stages, trainable_stages)
+    freeze_stages(network, spec.stages, trainable_stages)
     return network
 
 
-def freeze_first(body: nn.Module, stages: Sequence[Sequence[str]], trainable: int) -> None:
+def freeze_stages(network: nn.Module, stages: Sequence[Sequence[str]], trainable_stages: int) -> None:
     """Freezes all stages but the last `trainable` ones, 0 … 5. A stage is a list of names of children of `body`."""
-    for stage in stages[: len(stages) - trainable]:
+    for stage in stages[: len(stages) - trainable_stages]:
         for name in stage:
-            body.get_submodule(name).requires_grad_(False)
+            network.get_submodule(name).requires_grad_(False)
 
 
-class TinyBody(nn.Sequential):
+class TinyBackbone(nn.Sequential):
     """A residual network small enough to learn on a CPU in minutes: five stages, `width` to 6 · `width` channels."""
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.add_module("stem", convolution(3, width, norm, stride=2))
+        self.add_module("stem", conv_norm_relu(3, width, norm, stride=2))
         self.add_module("layer1", _stage(width, 2 * width, norm))
         self.add_module("layer2", _stage(2 * width, 3 * width, norm))
         self.add_module("layer3", _stage(3 * width, 4 * width, norm))
         self.add_module("layer4", _stage(4 * width, 6 * width, norm))
 
 
-def _stage(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(convolution(inputs, outputs, norm, stride=2), _Residual(outputs, norm))
+def _stage(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
+    return nn.Sequential(conv_norm_relu(in_channels, out_channels, norm, stride=2), _Residual(out_channels, norm))
 
 
 class _Residual(nn.Module):
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        self.first = convolution(channels, channels, norm)
-        self.second = convolution(channels, channels, norm)[:2]
+        self.first = conv_norm_relu(channels, channels, norm)
+        self.second = conv_norm_relu(channels, channels, norm)[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(x + self.second(self.first(x)))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.layers.postprocess import (
-    DETECTIONS,
+    MAX_DETECTIONS,
+    BatchDetections,
     Candidates,
-    Detections,
-    best_of,
-    suppress,
-    to_original,
+    nms_per_class,
+    rescale_to_original,
+    topk_detections,
 )
 
 # Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
@@ -25,14 +25,14 @@ PIXEL_MEAN = (0.485, 0.456, 0.406)
 PIXEL_STD = (0.229, 0.224, 0.225)
 
 
-class ClassLayer(NamedTuple):
+class ClassHeadSpec(NamedTuple):
     """A layer (weight and bias) whose outputs belong to classes: `anchors` groups of classes of `per_class` numbers."""
 
     name: str
     """Of the module; its tensors are `name.weight` and `name.bias`."""
-    anchors: int = 1
-    per_class: int = 1
-    background: bool = False
+    num_anchors: int = 1
+    outputs_per_class: int = 1
+    has_background: bool = False
     """Whether a background class comes before the user's (softmax)."""
 
 
@@ -47,7 +47,7 @@ class Detector(nn.Module):
     """Two boxes of a class that overlap more are one object, where the caller does not say otherwise; from 1 on nothing
     is suppressed."""
 
-    body: ClassVar[tuple[str, ...]] = ("backbone.body.",)
+    backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
 
     pixel_mean: Tensor
@@ -56,17 +56,17 @@ class Detector(nn.Module):
     def __init__(
         self,
         settings: ModelSettings,
-        class_count: int,
+        num_classes: int,
         *,
         mean: tuple[float, ...] = PIXEL_MEAN,
         std: tuple[float, ...] = PIXEL_STD,
     ) -> None:
         super().__init__()
-        self.settings, self.class_count = settings, class_count
+        self.settings, self.num_classes = settings, num_classes
         self.register_buffer("pixel_mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
 
-    def pixels(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] RGB → float32 of the same shape in channels-last memory, as pretrained weights want it."""
         shift, scale = -self.pixel_mean / self.pixel_std, 1 / (255 * self.pixel_std)
         return torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
@@ -75,43 +75,47 @@ class Detector(nn.Module):
         """images: uint8 [B, 3, H, W], RGB. What it returns goes to `loss`, `candidates` and `decode`, nowhere else."""
         raise NotImplementedError
 
-    def loss(self, raw: Any, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """The parts of the loss, fp32 scalars whose sum is minimised; normalised within the batch given."""
         raise NotImplementedError
 
-    def candidates(self, raw: Any, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+    def candidates(self, outputs: Any, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
         """Boxes before suppression, a fixed number; content: int32 [B, 2] as in `Batch`. Runs without gradients."""
         raise NotImplementedError
 
-    def remark(self) -> str | None:
+    def training_warning(self) -> str | None:
         """A sentence on the training steps so far that the user should know, where there is one. Waits for the host, as
         "remark"."""
         return None
 
-    def class_layers(self) -> tuple[ClassLayer, ...]:
+    def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         """The layers whose shapes depend on the classes; files of weights are fitted to the user's by them."""
         raise NotImplementedError
 
-    def body_name(self, name: str) -> str:
+    def backbone_key(self, name: str) -> str:
         """Our name of the tensor that torchvision's classifier on the same body calls `name`."""
-        return self.body[0] + name.removeprefix("features.")
+        return self.backbone_prefixes[0] + name.removeprefix("features.")
 
     def decode(
         self,
-        raw: Any,
-        content: Tensor,
+        outputs: Any,
+        resized_size: Tensor,
         scale: Tensor,
-        size: Tensor,
+        original_size: Tensor,
         *,
         score_threshold: float = 0.05,
         iou_threshold: float | None = None,
-        detections: int = DETECTIONS,
-    ) -> Detections:
+        max_detections: int = MAX_DETECTIONS,
+    ) -> BatchDetections:
         """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
         `Batch`; iou_threshold: default the model's own. Waits for the host, as "nms", where that is below 1."""
-        limit = self.iou_threshold if iou_threshold is None else iou_threshold
+        nms_threshold = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():
-            found = self.candidates(raw, content, score_threshold=score_threshold)
+            candidates = self.candidates(outputs, resized_size, score_threshold=score_threshold)
         with torch.no_grad(), torch.autocast(scale.device.type, enabled=False):
-            kept = suppress(found, iou_threshold=limit, slots=detections) if limit < 1 else best_of(found, detections)
-            return to_original(kept, scale, size)
+            selected = (
+                nms_per_class(candidates, iou_threshold=nms_threshold, max_detections=max_detections)
+                if nms_threshold < 1
+                else topk_detections(candidates, max_detections)
+            )
+            return rescale_to_original(selected, scale, original_size)

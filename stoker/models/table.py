@@ -25,165 +25,171 @@ from torchvision.models.detection import (
 
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
-from stoker.models.architecture import Architecture, Cost, Defaults
+from stoker.models.architecture import Architecture, ComputeCost, Defaults
 from stoker.models.detector import Detector
-from stoker.models.ember.ember import EMBER, EMBER_ON, ember_on
-from stoker.models.faster_rcnn.faster_rcnn import FASTER_RCNN, faster_rcnn_on
-from stoker.models.fcos.fcos import FCOS_DEFAULTS, fcos_on
+from stoker.models.ember.ember import EMBER_DEFAULTS, EMBER_PRETRAINED_DEFAULTS, ember_builder
+from stoker.models.faster_rcnn.faster_rcnn import FASTER_RCNN_DEFAULTS, faster_rcnn_builder
+from stoker.models.fcos.fcos import FCOS_DEFAULTS, fcos_builder
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
-from stoker.models.retinanet.retinanet import FOCAL, LIGHT, LITE, RETINANET, retinanet_on
+from stoker.models.retinanet.retinanet import (
+    FOCAL_DEFAULTS,
+    RETINANET_DEFAULTS,
+    RETINANET_FPNLITE_DEFAULTS,
+    RETINANET_MOBILENET_DEFAULTS,
+    retinanet_builder,
+)
 from stoker.models.ssd.ssd import SSD300, SSDLite
 
 
-def _row(*, defaults: Defaults, **fields: Any) -> Architecture:
+def _make_architecture(*, defaults: Defaults, **fields: Any) -> Architecture:
     values = {name: value for name, (value, _) in defaults.items()}
     return Architecture(defaults=values, reasons={name: reason for name, (_, reason) in defaults.items()}, **fields)
 
 
 MODELS: dict[str, Architecture] = {
-    "ember_n": _row(
-        build=ember_on("csp16", channels=(64, 128, 256), depth=1),
+    "ember_n": _make_architecture(
+        build=ember_builder("csp16", channels=(64, 128, 256), num_blocks=1),
         what_for="CPUs and edge devices: a small modern detector without anchors, from scratch",
         parameters=2_603_008,
-        cost=Cost(gflop=6.38, training_gflop=19.1, memory_gib=0.78),
+        cost=ComputeCost(gflop=6.38, training_gflop=19.1, memory_gib=0.78),
         recipe="ember",
         canvas_side=640,
-        defaults=EMBER,
+        defaults=EMBER_DEFAULTS,
         urls={},
     ),
-    "ember_s": _row(
-        build=ember_on("csp32", channels=(128, 256, 512), depth=1),
+    "ember_s": _make_architecture(
+        build=ember_builder("csp32", channels=(128, 256, 512), num_blocks=1),
         what_for="small GPUs: three times the work of ember_n",
         parameters=9_459_536,
-        cost=Cost(gflop=21.4, training_gflop=64.1, memory_gib=1.4),
+        cost=ComputeCost(gflop=21.4, training_gflop=64.1, memory_gib=1.4),
         recipe="ember",
         canvas_side=640,
-        defaults=EMBER,
+        defaults=EMBER_DEFAULTS,
         urls={},
     ),
-    "ember_m": _row(
-        build=ember_on("csp48", channels=(192, 384, 576), depth=2),
+    "ember_m": _make_architecture(
+        build=ember_builder("csp48", channels=(192, 384, 576), num_blocks=2),
         what_for="GPUs: nine times the work of ember_n",
         parameters=23_276_256,
-        cost=Cost(gflop=57.4, training_gflop=172.0, memory_gib=2.3),
+        cost=ComputeCost(gflop=57.4, training_gflop=172.0, memory_gib=2.3),
         recipe="ember",
         canvas_side=640,
-        defaults=EMBER,
+        defaults=EMBER_DEFAULTS,
         urls={},
     ),
-    "ember_mobilenet_v2": _row(
-        build=ember_on("mobilenet_v2", channels=(64, 128, 256), depth=1),
+    "ember_mobilenet_v2": _make_architecture(
+        build=ember_builder("mobilenet_v2", channels=(64, 128, 256), num_blocks=1),
         what_for="CPUs, edge devices, classes that look alike: ember_n on a body that has seen ImageNet",
         parameters=3_944_944,
-        cost=Cost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
+        cost=ComputeCost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
         recipe="light",
         canvas_side=320,
-        defaults=EMBER_ON,
+        defaults=EMBER_PRETRAINED_DEFAULTS,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
-    "ember_resnet18": _row(
-        build=ember_on("resnet18", channels=(64, 128, 256), depth=1),
+    "ember_resnet18": _make_architecture(
+        build=ember_builder("resnet18", channels=(64, 128, 256), num_blocks=1),
         what_for="GPUs, classes that look alike: on a body that has seen ImageNet",
         parameters=12_772_976,
-        cost=Cost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
+        cost=ComputeCost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
         recipe="light",
         canvas_side=640,
-        defaults=EMBER_ON,
+        defaults=EMBER_PRETRAINED_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_resnet50_fpn": _row(
-        build=retinanet_on("resnet50"),
+    "retinanet_resnet50_fpn": _make_architecture(
+        build=retinanet_builder("resnet50"),
         what_for="GPUs; the reference: torchvision's RetinaNet, 36.4 AP on COCO with torchvision's weights",
         parameters=33_786_804,
-        cost=Cost(gflop=297.0, training_gflop=846.0, memory_gib=4.6),
+        cost=ComputeCost(gflop=297.0, training_gflop=846.0, memory_gib=4.6),
         recipe="standard",
         canvas_side=800,
-        defaults=RETINANET,
+        defaults=RETINANET_DEFAULTS,
         urls={
             "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
-    "retinanet_resnet18_fpn": _row(
-        build=retinanet_on("resnet18"),
+    "retinanet_resnet18_fpn": _make_architecture(
+        build=retinanet_builder("resnet18"),
         what_for="GPUs of little memory, small data sets: at its 640 pixels half the work of resnet50 at 800",
         parameters=20_810_676,
-        cost=Cost(gflop=151.0, training_gflop=432.0, memory_gib=1.7),
+        cost=ComputeCost(gflop=151.0, training_gflop=432.0, memory_gib=1.7),
         recipe="standard",
         canvas_side=640,
-        defaults=RETINANET,
+        defaults=RETINANET_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_resnet34_fpn": _row(
-        build=retinanet_on("resnet34"),
+    "retinanet_resnet34_fpn": _make_architecture(
+        build=retinanet_builder("resnet34"),
         what_for="GPUs, between resnet18 and resnet50: at its 640 pixels three fifths of the work of resnet50 at 800",
         parameters=30_911_412,
-        cost=Cost(gflop=181.0, training_gflop=515.0, memory_gib=2.0),
+        cost=ComputeCost(gflop=181.0, training_gflop=515.0, memory_gib=2.0),
         recipe="standard",
         canvas_side=640,
-        defaults=RETINANET,
+        defaults=RETINANET_DEFAULTS,
         urls={"imagenet": ResNet34_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_resnet101_fpn": _row(
-        build=retinanet_on("resnet101"),
+    "retinanet_resnet101_fpn": _make_architecture(
+        build=retinanet_builder("resnet101"),
         what_for="large GPUs, where accuracy counts more than time: a third more work than resnet50",
         parameters=52_726_708,
-        cost=Cost(gflop=392.0, training_gflop=1130.0, memory_gib=6.7),
+        cost=ComputeCost(gflop=392.0, training_gflop=1130.0, memory_gib=6.7),
         recipe="standard",
         canvas_side=800,
-        defaults=RETINANET,
+        defaults=RETINANET_DEFAULTS,
         urls={"imagenet": ResNet101_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_resnext50_32x4d_fpn": _row(
-        build=retinanet_on("resnext50_32x4d"),
+    "retinanet_resnext50_32x4d_fpn": _make_architecture(
+        build=retinanet_builder("resnext50_32x4d"),
         what_for="large GPUs: the work of resnet50, on a body that classifies better (ImageNet 77.6 % to 76.1 %)",
         parameters=33_243_572,
-        cost=Cost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
+        cost=ComputeCost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
-        defaults=RETINANET,
+        defaults=RETINANET_DEFAULTS,
         urls={"imagenet": ResNeXt50_32X4D_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_mobilenet_v2_fpn": _row(
-        build=retinanet_on("mobilenet_v2", channels=128, depth=2),
+    "retinanet_mobilenet_v2_fpn": _make_architecture(
+        build=retinanet_builder("mobilenet_v2", channels=128, num_convs=2),
         what_for="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
         parameters=4_570_292,
-        cost=Cost(gflop=8.14, training_gflop=23.8, memory_gib=0.49),
+        cost=ComputeCost(gflop=8.14, training_gflop=23.8, memory_gib=0.49),
         recipe="light",
         canvas_side=320,
-        defaults=LIGHT,
+        defaults=RETINANET_MOBILENET_DEFAULTS,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_mobilenet_v2_fpnlite": _row(
-        build=retinanet_on("mobilenet_v2", channels=128, lite=True),
+    "retinanet_mobilenet_v2_fpnlite": _make_architecture(
+        build=retinanet_builder("mobilenet_v2", channels=128, lite=True),
         what_for="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the work of mobilenet_v2_fpn",
         parameters=2_601_912,
-        cost=Cost(gflop=1.94, training_gflop=5.15, memory_gib=0.52),
+        cost=ComputeCost(gflop=1.94, training_gflop=5.15, memory_gib=0.52),
         recipe="light",
         canvas_side=320,
-        defaults=LITE,
+        defaults=RETINANET_FPNLITE_DEFAULTS,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
     ),
-    "retinanet_mobilenet_v3_large_fpn": _row(
-        build=retinanet_on("mobilenet_v3_large", channels=128, depth=2),
+    "retinanet_mobilenet_v3_large_fpn": _make_architecture(
+        build=retinanet_builder("mobilenet_v3_large", channels=128, num_convs=2),
         what_for="small GPUs: as mobilenet_v2_fpn, on a body that classifies better (ImageNet 74.0 % to 71.9 %)",
         parameters=5_290_196,
-        cost=Cost(gflop=7.79, training_gflop=23.0, memory_gib=0.44),
+        cost=ComputeCost(gflop=7.79, training_gflop=23.0, memory_gib=0.44),
         recipe="light",
         canvas_side=320,
-        defaults=LIGHT,
+        defaults=RETINANET_MOBILENET_DEFAULTS,
         urls={"imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url},
         classifier_epsilon=1e-3,
     ),
-    "retinanet_tiny_fpn": _row(
-        build=retinanet_on("tiny", channels=48, depth=2, coarser=None, norms=True),
+    "retinanet_tiny_fpn": _make_architecture(
+        build=retinanet_builder("tiny", channels=48, num_convs=2, extra_blocks=None, with_norm=True),
         what_for="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
         parameters=631_640,
-        cost=Cost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
+        cost=ComputeCost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
         recipe="tiny",
         canvas_side=320,
         defaults={
-            **FOCAL,
+            **FOCAL_DEFAULTS,
             "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a picture of 128 pixels"),
             "anchor_scales": ((1.0, 2**0.5), "two scales per octave"),
             "anchor_ratios": ((1.0,), "a third of the work of three ratios"),
@@ -193,11 +199,11 @@ MODELS: dict[str, Architecture] = {
         },
         urls={},
     ),
-    "fcos_resnet50_fpn": _row(
-        build=fcos_on("resnet50"),
+    "fcos_resnet50_fpn": _make_architecture(
+        build=fcos_builder("resnet50"),
         what_for="GPUs; no anchors to choose: torchvision's FCOS, 39.2 AP on COCO with torchvision's weights",
         parameters=32_244_245,
-        cost=Cost(gflop=256.0, training_gflop=722.0, memory_gib=4.8),
+        cost=ComputeCost(gflop=256.0, training_gflop=722.0, memory_gib=4.8),
         recipe="standard",
         canvas_side=800,
         defaults=FCOS_DEFAULTS,
@@ -206,48 +212,50 @@ MODELS: dict[str, Architecture] = {
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
-    "fcos_resnet18_fpn": _row(
-        build=fcos_on("resnet18", channels=128, depth=2),
+    "fcos_resnet18_fpn": _make_architecture(
+        build=fcos_builder("resnet18", channels=128, num_convs=2),
         what_for="small GPUs; no anchors to choose: ResNet-18, towers of 2 convolutions of 128 channels",
         parameters=12_709_269,
-        cost=Cost(gflop=11.1, training_gflop=28.2, memory_gib=0.34),
+        cost=ComputeCost(gflop=11.1, training_gflop=28.2, memory_gib=0.34),
         recipe="light",
         canvas_side=320,
         defaults=FCOS_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
-    "faster_rcnn_resnet50_fpn": _row(
-        build=faster_rcnn_on("resnet50"),
+    "faster_rcnn_resnet50_fpn": _make_architecture(
+        build=faster_rcnn_builder("resnet50"),
         what_for="GPUs; two stages: torchvision's Faster R-CNN, 37.0 AP on COCO with torchvision's weights",
         parameters=41_704_036,
-        cost=Cost(gflop=269.0, training_gflop=715.0, memory_gib=5.4),
+        cost=ComputeCost(gflop=269.0, training_gflop=715.0, memory_gib=5.4),
         recipe="standard",
         canvas_side=800,
-        defaults=FASTER_RCNN,
+        defaults=FASTER_RCNN_DEFAULTS,
         urls={
             "coco": FasterRCNN_ResNet50_FPN_Weights.COCO_V1.url,
             "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
         },
     ),
-    "faster_rcnn_resnet18_fpn": _row(
-        build=faster_rcnn_on("resnet18"),
+    "faster_rcnn_resnet18_fpn": _make_architecture(
+        build=faster_rcnn_builder("resnet18"),
         what_for="GPUs of little memory, small data sets; two stages",
         parameters=28_678_756,
-        cost=Cost(gflop=141.0, training_gflop=359.0, memory_gib=2.3),
+        cost=ComputeCost(gflop=141.0, training_gflop=359.0, memory_gib=2.3),
         recipe="standard",
         canvas_side=640,
-        defaults=FASTER_RCNN,
+        defaults=FASTER_RCNN_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
     ),
-    "faster_rcnn_mobilenet_v3_large_fpn": _row(
-        build=faster_rcnn_on("mobilenet_v3_large", outputs={"13": 160, "16": 960}, pooled=1, proposal_score=0.05),
+    "faster_rcnn_mobilenet_v3_large_fpn": _make_architecture(
+        build=faster_rcnn_builder(
+            "mobilenet_v3_large", return_layers={"13": 160, "16": 960}, num_pooled_levels=1, rpn_score_thresh=0.05
+        ),
         what_for="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         parameters=19_335_104,
-        cost=Cost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
+        cost=ComputeCost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
         recipe="standard",
         canvas_side=800,
         defaults={
-            **FASTER_RCNN,
+            **FASTER_RCNN_DEFAULTS,
             "trainable_stages": (2, "as many layers as torchvision trains by default"),
             "anchor_sizes": ((32.0, 32.0, 32.0), "torchvision's: all sizes at every level"),
             "anchor_scales": ((1.0, 2.0, 4.0, 8.0, 16.0), "torchvision's: 32 to 512 pixels at every level"),
@@ -258,11 +266,11 @@ MODELS: dict[str, Architecture] = {
         },
         classifier_epsilon=1e-3,
     ),
-    "ssdlite320_mobilenet_v3_large": _row(
+    "ssdlite320_mobilenet_v3_large": _make_architecture(
         build=SSDLite,
         what_for="CPUs and edge devices: torchvision's SSDlite, 21.3 AP on COCO with torchvision's weights",
         parameters=3_301_460,
-        cost=Cost(gflop=1.13, training_gflop=3.36, memory_gib=0.47),
+        cost=ComputeCost(gflop=1.13, training_gflop=3.36, memory_gib=0.47),
         recipe="light",
         canvas_side=320,
         anchors_follow_canvas=True,
@@ -278,11 +286,11 @@ MODELS: dict[str, Architecture] = {
             "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
         },
     ),
-    "ssd300_vgg16": _row(
+    "ssd300_vgg16": _make_architecture(
         build=SSD300,
         what_for="comparison with the literature: torchvision's SSD300, 25.1 AP on COCO with torchvision's weights",
         parameters=34_305_206,
-        cost=Cost(gflop=68.7, training_gflop=189.0, memory_gib=2.2),
+        cost=ComputeCost(gflop=68.7, training_gflop=189.0, memory_gib=2.2),
         recipe="ssd",
         canvas_side=300,
         canvas_multiple=20,
@@ -302,7 +310,7 @@ MODELS: dict[str, Architecture] = {
 """Every architecture by the name that `--model` takes."""
 
 
-def architecture(name: str) -> Architecture:
+def get_architecture(name: str) -> Architecture:
     """The row of MODELS called `name`. Raises ConfigError with the valid names."""
     if name not in MODELS:
         near = nearest(name, MODELS)
@@ -312,60 +320,62 @@ def architecture(name: str) -> Architecture:
     return MODELS[name]
 
 
-def build(settings: ModelSettings, class_count: int) -> Detector:
+def build(settings: ModelSettings, num_classes: int) -> Detector:
     """The model that `settings` (no field AUTO that it uses) describe, with random weights, in channels-last memory.
 
     Raises ConfigError for an unknown name, for a setting that the architecture does not have, and for a number of
     anchor sizes other than it needs.
     """
-    row = architecture(settings.model)
+    arch = get_architecture(settings.model)
     check_settings(settings)
     if settings.anchor_sizes is not None:
-        needed = len(row.defaults["anchor_sizes"])
-        if len(settings.anchor_sizes) != needed:
+        num_required = len(arch.defaults["anchor_sizes"])
+        if len(settings.anchor_sizes) != num_required:
             raise ConfigError(
                 f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
-                cause=f"{settings.model} needs {needed}, finest level first",
-                fix=f"give {needed} numbers, as its own: {' '.join(f'{x:g}' for x in row.defaults['anchor_sizes'])}",
+                cause=f"{settings.model} needs {num_required}, finest level first",
+                fix=f"give {num_required} numbers, as its own: {' '.join(f'{x:g}' for x in arch.defaults['anchor_sizes'])}",
             )
-    model = row.build(settings, class_count)
-    if settings.checkpoint_activations:
+    model = arch.build(settings, num_classes)
+    if settings.activation_checkpointing:
         checkpoint_activations(model)
     return model.to(memory_format=torch.channels_last)
 
 
-def check_canvas(config: Config) -> None:
+def check_image_size(config: Config) -> None:
     """Raises ConfigError for a canvas that the config's model cannot have. AUTO passes."""
-    have = config.set_fields()
-    if not {"canvas", "model"} <= have.keys():
+    set_fields = config.set_fields()
+    if not {"canvas", "model"} <= set_fields.keys():
         return
-    canvas, model = config.data.canvas, config.model.model
-    row = architecture(model)
-    multiple = row.canvas_multiple
-    if any(side % multiple for side in canvas):
+    image_size, model = config.data.image_size, config.model.model
+    arch = get_architecture(model)
+    divisor = arch.size_divisor
+    if any(side % divisor for side in image_size):
         raise ConfigError(
-            f"--canvas {canvas[0]} {canvas[1]}: both sides must be multiples of {multiple} for {model}.",
-            choices=[f"{max(1, round(side / multiple)) * multiple}" for side in canvas],
+            f"--canvas {image_size[0]} {image_size[1]}: both sides must be multiples of {divisor} for {model}.",
+            choices=[f"{max(1, round(side / divisor)) * divisor}" for side in image_size],
         )
 
 
-OF_EVERY_MODEL = frozenset({"model", "weights", "norm", "trainable_stages", "checkpoint_activations"})
+COMMON_FIELDS = frozenset({"model", "weights", "norm", "trainable_stages", "checkpoint_activations"})
 
 
 def check_settings(settings: ModelSettings) -> None:
     """Raises ConfigError for a setting that is set and that the architecture does not have."""
-    defaults = architecture(settings.model).defaults
+    defaults = get_architecture(settings.model).defaults
     for field in dataclasses.fields(settings):
-        if getattr(settings, field.name) is not None and field.name not in OF_EVERY_MODEL | defaults.keys():
+        if getattr(settings, field.name) is not None and field.name not in COMMON_FIELDS | defaults.keys():
             raise ConfigError(
                 f"{settings.model} has no --{field.name.replace('_', '-')}.",
-                choices=[name.replace("_", "-") for name in sorted(OF_EVERY_MODEL | defaults.keys())],
+                choices=[name.replace("_", "-") for name in sorted(COMMON_FIELDS | defaults.keys())],
                 fix="leave it out, or take another --model (`stoker models`)",
             )
 
 
-def open_fields(config: Config) -> list[str]:
+def unset_fields(config: Config) -> list[str]:
     """Settings that a run of the config's model needs and that are AUTO."""
-    used = OF_EVERY_MODEL | architecture(config.model.model).defaults.keys()
-    have = config.set_fields()
-    return [name for name, section in SECTION_OF.items() if name not in have and (section != "model" or name in used)]
+    used = COMMON_FIELDS | get_architecture(config.model.model).defaults.keys()
+    set_fields = config.set_fields()
+    return [
+        name for name, section in SECTION_OF.items() if name not in set_fields and (section != "model" or name in used)
+    ]

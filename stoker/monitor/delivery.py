@@ -15,80 +15,80 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from stoker.monitor.alerts import OF_ALERT, Alert
-from stoker.monitor.options import Monitoring
+from stoker.monitor.alerts import ALERT_DELIVERY, Alert
+from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import RunFolder
 
-COMMAND_S, WEBHOOK_S = 60.0, 10.0
+COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
 """Longest that a command, and one try of a webhook, may take."""
-TRIES = 3
-MOST_WAITING = 100
+MAX_ATTEMPTS = 3
+MAX_PENDING = 100
 """Alerts that wait for delivery at most: one whose address hangs must not fill the memory."""
 
 
 class Delivery:
     """Passes alerts on until `close`. stop: ends the run, as a signal would."""
 
-    def __init__(self, folder: RunFolder, options: Monitoring, stop: Callable[[], None]) -> None:
+    def __init__(self, folder: RunFolder, options: MonitoringOptions, stop: Callable[[], None]) -> None:
         self._folder = folder
         self._command = options.alert_command
-        self._webhook = options.webhook()
+        self._webhook = options.webhook_url()
         self._stop = stop if options.alert_exit else None
-        self._waiting: queue.Queue[Alert | None] = queue.Queue(MOST_WAITING)
+        self._pending: queue.Queue[Alert | None] = queue.Queue(MAX_PENDING)
         self._thread = threading.Thread(target=self._deliver, name="alerts", daemon=True)
         self._thread.start()
 
-    def tell(self, alert: Alert) -> None:
+    def notify(self, alert: Alert) -> None:
         """Never waits."""
         self._folder.event("alert", alert.text, rule=alert.rule, value=alert.value)
         if self._command is not None or self._webhook is not None:
             try:
-                self._waiting.put_nowait(alert)
+                self._pending.put_nowait(alert)
             except queue.Full:
-                self._warn(f"not told of, {MOST_WAITING} others wait: {alert.text}")
+                self._warn(f"not told of, {MAX_PENDING} others wait: {alert.text}")
         if self._stop is not None:
             self._stop()
 
     def close(self) -> None:
         """Gives what waits the time of one command and one webhook."""
         try:
-            self._waiting.put_nowait(None)
+            self._pending.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(COMMAND_S + WEBHOOK_S)
+        self._thread.join(COMMAND_TIMEOUT_S + WEBHOOK_TIMEOUT_S)
 
     def _deliver(self) -> None:
-        while (alert := self._waiting.get()) is not None:
+        while (alert := self._pending.get()) is not None:
             if self._command is not None:
-                self._run(self._command, alert)
+                self._run_command(self._command, alert)
             if self._webhook is not None:
-                self._post(self._webhook, alert)
+                self._post_webhook(self._webhook, alert)
 
-    def _run(self, command: str, alert: Alert) -> None:
-        told = json.dumps({"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t,
+    def _run_command(self, command: str, alert: Alert) -> None:
+        payload = json.dumps({"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t,
                            "run": str(self._folder.path.absolute())})  # fmt: skip
         try:
-            done = subprocess.run(
-                command, shell=True, input=told.encode(), timeout=COMMAND_S, check=False, capture_output=True,
+            completed = subprocess.run(
+                command, shell=True, input=payload.encode(), timeout=COMMAND_TIMEOUT_S, check=False, capture_output=True,
                 env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": str(self._folder.path.absolute())},
             )  # fmt: skip
         except subprocess.TimeoutExpired:  # which would quote the command, and what secrets are in it
-            self._warn(f"the command of an alert was ended after {COMMAND_S:.0f} s")
+            self._warn(f"the command of an alert was ended after {COMMAND_TIMEOUT_S:.0f} s")
             return
         except OSError as error:
             self._warn(f"the command of an alert failed: {error}")
             return
-        if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip()[-500:]
-            self._warn(f"the command of an alert ended with {done.returncode}: {said}")
+        if completed.returncode != 0:
+            stderr_tail = completed.stderr.decode(errors="replace").strip()[-500:]
+            self._warn(f"the command of an alert ended with {completed.returncode}: {stderr_tail}")
 
-    def _post(self, address: str, alert: Alert) -> None:
+    def _post_webhook(self, url: str, alert: Alert) -> None:
         """As Slack's incoming webhooks want it: {"text": …}; Mattermost, Discord (…/slack) and Teams take the same."""
         body = json.dumps({"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.text}"}).encode()
-        request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
-        for attempt in range(1, TRIES + 1):
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                with urllib.request.urlopen(request, timeout=WEBHOOK_S):
+                with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S):
                     return
             except urllib.error.HTTPError as error:
                 cause = f"{error.code} {error.reason}"  # never the address, which is a secret
@@ -98,9 +98,9 @@ class Delivery:
                 cause = str(getattr(error, "reason", error))
             except (http.client.HTTPException, ValueError) as error:  # an odd answer, or an address that is none
                 cause = type(error).__name__
-            if attempt < TRIES:
+            if attempt < MAX_ATTEMPTS:
                 time.sleep(2.0**attempt)
         self._warn(f"an alert could not be posted: {cause}")
 
     def _warn(self, text: str) -> None:
-        self._folder.event("warning", text, **{OF_ALERT: True})
+        self._folder.event("warning", text, **{ALERT_DELIVERY: True})

@@ -8,10 +8,10 @@ import msgspec
 from stoker.runs.records import DEVICES, EVENTS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
-Seen = StepWindow | DeviceSample | Event
+RecordLine = StepWindow | DeviceSample | Event
 
-_KINDS: dict[str, type[Seen]] = {STEPS: StepWindow, DEVICES: DeviceSample, EVENTS: Event}
-_FROM_END_BYTES = 65536
+_RECORD_TYPES: dict[str, type[RecordLine]] = {STEPS: StepWindow, DEVICES: DeviceSample, EVENTS: Event}
+_TAIL_BYTES = 65536
 """Of a file that other attempts have written, what is read to find the first lines of this one."""
 
 
@@ -19,39 +19,41 @@ class Follower:
     """Reads what an attempt of a run adds to its records. Lines of other attempts, and torn ones, are passed over."""
 
     def __init__(self, run: Path, attempt: int) -> None:
-        self._files = [_File(run / name, kind, attempt) for name, kind in _KINDS.items()]
+        self._files = [_FileFollower(run / name, record_type, attempt) for name, record_type in _RECORD_TYPES.items()]
 
-    def read(self) -> list[Seen]:
+    def read(self) -> list[RecordLine]:
         """What came since the last time. Raises OSError where a file is there and cannot be read."""
         return sorted((line for file in self._files for line in file.read()), key=lambda line: line.t)
 
 
-def sentence(event: Event) -> str:
+def describe_event(event: Event) -> str:
     """An event in one line."""
     scores = event.data.get("metrics") if event.kind == "evaluated" else None
     if isinstance(scores, dict):
-        said = [f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)]
-        return f"evaluated at step {event.step:,}: {', '.join(said)}"
-    first = event.text.partition("\n")[0]
-    return f"{event.kind}: {first}" if first else event.kind
+        formatted = [
+            f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)
+        ]
+        return f"evaluated at step {event.step:,}: {', '.join(formatted)}"
+    first_line = event.text.partition("\n")[0]
+    return f"{event.kind}: {first_line}" if first_line else event.kind
 
 
-class _File:
-    def __init__(self, path: Path, kind: type[Seen], attempt: int) -> None:
+class _FileFollower:
+    def __init__(self, path: Path, record_type: type[RecordLine], attempt: int) -> None:
         self._path = path
         self._attempt = attempt
-        self._decoder: msgspec.json.Decoder[Seen] = msgspec.json.Decoder(kind)
-        self._offset = max(0, path.stat().st_size - _FROM_END_BYTES) if path.exists() else 0
-        self._rest = b""
+        self._decoder: msgspec.json.Decoder[RecordLine] = msgspec.json.Decoder(record_type)
+        self._offset = max(0, path.stat().st_size - _TAIL_BYTES) if path.exists() else 0
+        self._partial_line = b""
 
-    def read(self) -> Iterator[Seen]:
+    def read(self) -> Iterator[RecordLine]:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             try:
                 decoded = self._decoder.decode(line)

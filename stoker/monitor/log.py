@@ -10,7 +10,7 @@ from typing import TextIO
 
 import msgspec
 
-from stoker.monitor.follow import Seen, sentence
+from stoker.monitor.follow import RecordLine, describe_event
 from stoker.runs.records import WARNING_KINDS
 from stoker.runs.schemas import Event, StepWindow
 
@@ -23,23 +23,23 @@ class JsonLog:
     def __init__(self, file: TextIO, *, run: str, progress_every_s: float = PROGRESS_EVERY_S) -> None:
         self._file = file
         self._run = run
-        self._every_s = progress_every_s
-        self._next_s = 0.0
+        self._progress_every_s = progress_every_s
+        self._next_progress_t = 0.0
 
-    def see(self, line: Seen) -> None:
+    def observe(self, line: RecordLine) -> None:
         """Raises OSError where the stream cannot be written."""
         if isinstance(line, Event):
             severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
-            self._write(line, "event", severity, line.text or sentence(line))
-        elif isinstance(line, StepWindow) and line.steps and line.t >= self._next_s:
-            self._next_s = line.t + self._every_s
+            self._write(line, "event", severity, line.text or describe_event(line))
+        elif isinstance(line, StepWindow) and line.window_steps and line.t >= self._next_progress_t:
+            self._next_progress_t = line.t + self._progress_every_s
             loss = line.losses.get("total")
-            speed = f", {line.pictures / line.wall_s:.1f} img/s" if line.pictures else ""
+            speed = f", {line.num_images / line.wall_s:.1f} img/s" if line.num_images else ""
             text = f"step {line.step:,}{speed}" + ("" if loss is None else f", loss {loss:.4g}")
             self._write(line, "steps", "INFO", text)
 
-    def _write(self, line: Seen, kind: str, severity: str, message: str) -> None:
+    def _write(self, line: RecordLine, kind: str, severity: str, message: str) -> None:
         time = datetime.datetime.fromtimestamp(line.t, datetime.UTC).isoformat(timespec="milliseconds")
-        told = {"severity": severity, "message": message, "time": time, "run": self._run, "record": kind}
-        self._file.write(json.dumps(told | {"data": msgspec.to_builtins(line)}) + "\n")
+        entry = {"severity": severity, "message": message, "time": time, "run": self._run, "record": kind}
+        self._file.write(json.dumps(entry | {"data": msgspec.to_builtins(line)}) + "\n")
         self._file.flush()

@@ -16,19 +16,19 @@ from typing import Literal, TextIO
 from stoker.errors import ConfigError
 from stoker.monitor.alerts import Alerts
 from stoker.monitor.delivery import Delivery
-from stoker.monitor.follow import Follower, Seen
+from stoker.monitor.follow import Follower, RecordLine
 from stoker.monitor.log import JsonLog
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import EVENTS, RunFolder, read_lines, read_settings
 from stoker.runs.schemas import Event, StepWindow
 
-POLL_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 @contextlib.contextmanager
 def monitoring(
     folder: RunFolder,
-    options: Monitoring,
+    options: MonitoringOptions,
     *,
     stop: Callable[[], None],
     log: Literal["text", "json"] = "text",
@@ -38,56 +38,60 @@ def monitoring(
 
     Raises ConfigError before anything starts, where what is asked for cannot be had.
     """
-    options.check()
+    options.validate()
     with contextlib.ExitStack() as stack:
-        told = Alerts(options.rules(), time.time())
-        sinks: dict[str, Callable[[Seen], None]] = {}
+        alerts = Alerts(options.rules(), time.time())
+        sinks: dict[str, Callable[[RecordLine], None]] = {}
         if options.alert:
             delivery = Delivery(folder, options, stop)
             stack.callback(delivery.close)
-            sinks["alerts"] = lambda line: _tell(delivery, told, line)
+            sinks["alerts"] = lambda line: _notify(delivery, alerts, line)
         if log == "json":
-            sinks["the log"] = JsonLog(log_file or sys.stdout, run=str(folder.path)).see
+            sinks["the log"] = JsonLog(log_file or sys.stdout, run=str(folder.path)).observe
         if options.metrics_port is not None:
-            sinks["metrics"] = _serve(folder, options.metrics_port, told, stack)
+            sinks["metrics"] = _serve_metrics(folder, options.metrics_port, alerts, stack)
         for name in options.track:
-            sinks[name] = _track(folder, name, stack)
+            sinks[name] = _start_tracker(folder, name, stack)
         if not sinks:
             yield
             return
-        thread, process = _Thread(folder, sinks), os.getpid()
+        thread, owner_pid = _MonitorThread(folder, sinks), os.getpid()
         thread.start()
         try:
             yield
         finally:
-            if os.getpid() == process:
-                thread.end()
+            if os.getpid() == owner_pid:
+                thread.stop()
             else:  # forked off: threads, server and connections are the parent's
                 stack.pop_all()
 
 
-def _tell(delivery: Delivery, told: Alerts, line: Seen) -> None:
-    for alert in told.see(line):
-        delivery.tell(alert)
+def _notify(delivery: Delivery, alerts: Alerts, line: RecordLine) -> None:
+    for alert in alerts.observe(line):
+        delivery.notify(alert)
 
 
-def _serve(folder: RunFolder, port: int, told: Alerts, stack: contextlib.ExitStack) -> Callable[[Seen], None]:
+def _serve_metrics(
+    folder: RunFolder, port: int, alerts: Alerts, stack: contextlib.ExitStack
+) -> Callable[[RecordLine], None]:
     from stoker.monitor.prometheus import Exporter, Server  # loads prometheus_client, which few runs need
 
-    exporter = Exporter(run=folder.path.name, host=platform.node(), firing=told.firing)
+    exporter = Exporter(run=folder.path.name, host=platform.node(), firing=alerts.firing)
     server = Server(exporter, port)
     stack.callback(server.close)
     folder.event("note", f"metrics for Prometheus: http://{platform.node()}:{server.port}/metrics", port=server.port)
-    return exporter.see
+    return exporter.observe
 
 
-def _track(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callable[[Seen], None]:
-    from stoker.monitor.trackers import TRACKERS, tracked_id, values_of
+def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callable[[RecordLine], None]:
+    from stoker.monitor.trackers import TRACKERS, tracker_metrics, tracker_run_id
 
-    first = next(read_lines(folder.path, EVENTS, Event), None)
+    first_event = next(read_lines(folder.path, EVENTS, Event), None)
     tables = read_settings(folder.path) or {}
-    settings = {key: value for table, of in tables.items() if table != "reasons" for key, value in of.items()}
-    run_id = tracked_id(folder.path, first.t if first is not None else 0.0)
+    settings = {
+        key: value for section, entries in tables.items() if section != "reasons" for key, value in entries.items()
+    }
+    run_id = tracker_run_id(folder.path, first_event.t if first_event is not None else 0.0)
     try:
         tracker = TRACKERS[name](name=folder.path.name, run_id=run_id, settings=settings)
     except ImportError as error:
@@ -98,11 +102,11 @@ def _track(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callabl
         raise ConfigError(f"--track {name} does not start.", cause=f"{type(error).__name__}: {error}") from error
     step, failed = 0, False
 
-    def see(line: Seen) -> None:
+    def observe(line: RecordLine) -> None:
         nonlocal step, failed
         step = max(step, line.step) if isinstance(line, StepWindow) else step
         failed |= isinstance(line, Event) and line.kind == "failed"
-        if values := values_of(line):
+        if values := tracker_metrics(line):
             tracker.log(values, step)
 
     def close() -> None:
@@ -112,29 +116,29 @@ def _track(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callabl
             folder.event("warning", f"{name} could not be closed: {type(error).__name__}: {error}")
 
     stack.callback(close)
-    return see
+    return observe
 
 
-class _Thread:
-    def __init__(self, folder: RunFolder, sinks: dict[str, Callable[[Seen], None]]) -> None:
+class _MonitorThread:
+    def __init__(self, folder: RunFolder, sinks: dict[str, Callable[[RecordLine], None]]) -> None:
         self._folder = folder
         self._sinks = sinks
         self._follower = Follower(folder.path, folder.attempt)
-        self._ending = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Hands on what is left; one that hangs is left behind (it is a daemon)."""
-        self._ending.set()
+        self._stop_event.set()
         self._thread.join(30.0)
 
     def _run(self) -> None:
-        last = failed = False
-        while not last:
-            last = self._ending.wait(POLL_S)
+        is_last = failed = False
+        while not is_last:
+            is_last = self._stop_event.wait(POLL_INTERVAL_S)
             try:
                 lines = self._follower.read()
             except OSError as error:  # a storage that went away may come back
@@ -144,9 +148,9 @@ class _Thread:
                 continue
             failed = False
             for line in lines:
-                self._hand(line)
+                self._dispatch(line)
 
-    def _hand(self, line: Seen) -> None:
+    def _dispatch(self, line: RecordLine) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 sink(line)

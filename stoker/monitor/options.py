@@ -17,7 +17,7 @@ WEBHOOK_VARIABLE = "STOKER_ALERT_WEBHOOK"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Monitoring:
+class MonitoringOptions:
     """Nothing is asked for by default."""
 
     alert: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
@@ -37,19 +37,20 @@ class Monitoring:
         """The alerts, parsed. Raises ConfigError at one that cannot be understood."""
         return [parse_rule(text) for text in self.alert]
 
-    def webhook(self) -> str | None:
+    def webhook_url(self) -> str | None:
         return self.alert_webhook or os.environ.get(WEBHOOK_VARIABLE) or None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises ConfigError where what is asked for does not go together, before anything has started."""
         rules = self.rules()
-        asked = [f"--{name.replace('_', '-')}" for name in ("alert_command", "alert_webhook", "alert_exit")
+        action_flags = [f"--{name.replace('_', '-')}" for name in ("alert_command", "alert_webhook", "alert_exit")
                  if getattr(self, name)]  # fmt: skip
-        if asked and not rules:
+        if action_flags and not rules:
             raise ConfigError(
-                f"{asked[0]} has no alert to act on.", fix=f"say when: --alert 'idle > 30% for 5min' {asked[0]} …"
+                f"{action_flags[0]} has no alert to act on.",
+                fix=f"say when: --alert 'idle > 30% for 5min' {action_flags[0]} …",
             )
-        webhook = self.webhook()
+        webhook = self.webhook_url()
         if rules and webhook is not None and not webhook.startswith(("http://", "https://")):
             raise ConfigError("The address of the webhook is not one of the web.", choices=["https://…", "http://…"])
         if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:

@@ -13,11 +13,11 @@ from prometheus_client.exposition import start_http_server
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from stoker.errors import ConfigError
-from stoker.monitor.follow import Seen
+from stoker.monitor.follow import RecordLine
 from stoker.runs.schemas import DeviceSample, GpuSample, StepWindow
 
-_OF_GPU: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
-    "utilisation_ratio": ("share of the driver's sample period in which a kernel ran", lambda g: g.utilisation),
+_GPU_METRICS: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
+    "utilisation_ratio": ("share of the driver's sample period in which a kernel ran", lambda g: g.utilization),
     "memory_used_bytes": ("memory in use, by all processes", lambda g: g.memory_used_bytes),
     "memory_total_bytes": ("memory", lambda g: g.memory_total_bytes),
     "power_watts": ("power drawn", lambda g: g.power_w),
@@ -27,17 +27,17 @@ _OF_GPU: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
     "tensor_active_ratio": ("share of time in which the tensor cores worked (GPM)", lambda g: g.tensor_active),
     "dram_active_ratio": ("used share of the memory's bandwidth (GPM)", lambda g: g.dram_active),
 }  # fmt: skip
-_OF_HOST: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
-    "cpu_busy_ratio": ("busy share of the cores", lambda s: sum(s.cpu) / len(s.cpu) if s.cpu else None),
+_HOST_METRICS: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
+    "cpu_busy_ratio": ("busy share of the cores", lambda s: sum(s.cpu_core_utilization) / len(s.cpu_core_utilization) if s.cpu_core_utilization else None),
     "memory_used_bytes": ("memory in use", lambda s: s.memory_used_bytes),
     "memory_limit_bytes": ("the limit belonging to it", lambda s: s.memory_limit_bytes),
     "resident_memory_bytes": ("resident memory of the run's processes", lambda s: s.rss_bytes),
     "shm_used_bytes": ("of /dev/shm", lambda s: s.shm_used_bytes),
     "disk_free_bytes": ("left where the run's folder is", lambda s: s.disk_free_bytes),
-    "open_files": ("of the process that has most", lambda s: s.handles),
+    "open_files": ("of the process that has most", lambda s: s.open_fds),
 }  # fmt: skip
-_OF_WINDOW: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
-    "learning_rate": ("of the last step", lambda w: w.rate),
+_STEP_METRICS: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
+    "learning_rate": ("of the last step", lambda w: w.lr),
     "gradient_norm": ("mean norm before clipping", lambda w: w.grad_norm),
     "device_memory_peak_bytes": ("most device memory allocated so far", lambda w: w.memory_peak_bytes),
 }  # fmt: skip
@@ -51,21 +51,21 @@ class Exporter(Collector):
         self._firing = firing
         self._lock = threading.Lock()
         self._phases: dict[str, float] = {}
-        self._steps = self._pictures = self._skipped = 0
+        self._steps = self._images = self._skipped_steps = 0
         self._events: dict[str, int] = {}
         self._scores: dict[str, float] = {}
         self._window: StepWindow | None = None
-        self._stepped: StepWindow | None = None
+        self._last_step_window: StepWindow | None = None
         self._sample: DeviceSample | None = None
 
-    def see(self, line: Seen) -> None:
+    def observe(self, line: RecordLine) -> None:
         with self._lock:
             if isinstance(line, StepWindow):
-                for phase, took_s in line.phases.items():
-                    self._phases[phase] = self._phases.get(phase, 0.0) + took_s
-                self._steps, self._pictures = self._steps + line.steps, self._pictures + line.pictures
-                self._skipped += line.skipped
-                self._window, self._stepped = line, line if line.steps else self._stepped
+                for phase, duration_s in line.phases.items():
+                    self._phases[phase] = self._phases.get(phase, 0.0) + duration_s
+                self._steps, self._images = self._steps + line.window_steps, self._images + line.num_images
+                self._skipped_steps += line.skipped_steps
+                self._window, self._last_step_window = line, line if line.window_steps else self._last_step_window
             elif isinstance(line, DeviceSample):
                 self._sample = line
             else:
@@ -79,45 +79,47 @@ class Exporter(Collector):
         with self._lock:
             yield self._counter("phase_seconds", "device-seconds by phase of the ledger", self._phases, "phase")
             yield self._counter("steps", "optimizer steps", {"": self._steps})
-            yield self._counter("pictures", "pictures trained on", {"": self._pictures})
-            yield self._counter("skipped_steps", "steps that moved nothing", {"": self._skipped})
+            yield self._counter("pictures", "pictures trained on", {"": self._images})
+            yield self._counter("skipped_steps", "steps that moved nothing", {"": self._skipped_steps})
             yield self._counter("events", "events of the run by kind", self._events, "kind")
             if self._window is not None:
                 yield self._gauge("step", "optimizer steps since the run's beginning", {"": self._window.step})
-            if self._stepped is not None:
-                last = self._stepped
+            if self._last_step_window is not None:
+                last = self._last_step_window
                 yield self._gauge("last_step_timestamp_seconds", "when the last step was recorded", {"": last.t})
-                yield self._gauge("pictures_per_second", "of the newest window", {"": last.pictures / last.wall_s})
+                yield self._gauge("pictures_per_second", "of the newest window", {"": last.num_images / last.wall_s})
                 yield self._gauge("loss", "parts of the loss", last.losses, "part")
-                yield from self._gauges("", _OF_WINDOW, last)
+                yield from self._gauges("", _STEP_METRICS, last)
             if self._scores:
                 yield self._gauge("score", "COCO numbers of the newest evaluation", self._scores, "metric")
             if self._sample is not None:
-                yield from self._gauges("host_", _OF_HOST, self._sample)
-                for name, (meaning, value) in _OF_GPU.items():
-                    values = {str(gpu.index): found for gpu in self._sample.gpus if (found := value(gpu)) is not None}
+                yield from self._gauges("host_", _HOST_METRICS, self._sample)
+                for name, (help_text, value) in _GPU_METRICS.items():
+                    values = {
+                        str(gpu.index): reading for gpu in self._sample.gpus if (reading := value(gpu)) is not None
+                    }
                     if values:
-                        yield self._gauge(f"gpu_{name}", meaning, values, "gpu")
+                        yield self._gauge(f"gpu_{name}", help_text, values, "gpu")
         firing = self._firing()
         if firing:
             yield self._gauge("alert_firing", "1 while a rule of --alert holds", firing, "rule")
 
     def _gauges(
-        self, prefix: str, rows: dict[str, tuple[str, Callable[[Any], float | None]]], line: Seen
+        self, prefix: str, metrics: dict[str, tuple[str, Callable[[Any], float | None]]], line: RecordLine
     ) -> Iterator[Metric]:
-        for name, (meaning, value) in rows.items():
-            if (found := value(line)) is not None:
-                yield self._gauge(prefix + name, meaning, {"": found})
+        for name, (help_text, value) in metrics.items():
+            if (reading := value(line)) is not None:
+                yield self._gauge(prefix + name, help_text, {"": reading})
 
-    def _counter(self, name: str, meaning: str, values: dict[str, Any], label: str = "") -> Metric:
-        return self._filled(CounterMetricFamily, name, meaning, values, label)
+    def _counter(self, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
+        return self._make_metric(CounterMetricFamily, name, help_text, values, label)
 
-    def _gauge(self, name: str, meaning: str, values: dict[str, Any], label: str = "") -> Metric:
-        return self._filled(GaugeMetricFamily, name, meaning, values, label)
+    def _gauge(self, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
+        return self._make_metric(GaugeMetricFamily, name, help_text, values, label)
 
-    def _filled(self, family: Any, name: str, meaning: str, values: dict[str, Any], label: str) -> Metric:
+    def _make_metric(self, family_type: Any, name: str, help_text: str, values: dict[str, Any], label: str) -> Metric:
         """label: what the keys of `values` are; empty: it has one value and no label of its own."""
-        metric: Metric = family(f"stoker_{name}", meaning, labels=[*self._labels, *([label] if label else [])])
+        metric: Metric = family_type(f"stoker_{name}", help_text, labels=[*self._labels, *([label] if label else [])])
         for key, value in values.items():
             metric.add_metric([*self._labels.values(), *([key] if label else [])], float(value))  # type: ignore[attr-defined]
         return metric

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.monitor.follow import Seen
+from stoker.monitor.follow import RecordLine
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 
@@ -38,51 +38,55 @@ class MlflowTracker:
         self._client: Any = MlflowClient()
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(experiment_name)
-        number = self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
-        before = self._client.search_runs([number], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1)
-        if before:
-            self._id = before[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
+        experiment_id = (
+            self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        )
+        existing_runs = self._client.search_runs(
+            [experiment_id], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1
+        )
+        if existing_runs:
+            self._run_id = existing_runs[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
         else:
-            self._id = self._client.create_run(number, run_name=name, tags={"stoker.id": run_id}).info.run_id
+            self._run_id = self._client.create_run(experiment_id, run_name=name, tags={"stoker.id": run_id}).info.run_id
             for key, value in settings.items():
-                self._client.log_param(self._id, key, value)
+                self._client.log_param(self._run_id, key, value)
 
     def log(self, values: dict[str, float], step: int) -> None:
         """In one request: a server is some milliseconds away, and each second has dozens of values."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        told = [Metric(name, value, now_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=told)
+        metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, *, failed: bool) -> None:
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
-def tracked_id(run: Path, started_t: float) -> str:
+def tracker_run_id(run: Path, start_t: float) -> str:
     """The same for all attempts of a run: of its folder and the time of its first line."""
-    return hashlib.sha256(f"{run.absolute()} {started_t}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{run.absolute()} {start_t}".encode()).hexdigest()[:16]
 
 
-def values_of(line: Seen) -> dict[str, float]:
+def tracker_metrics(line: RecordLine) -> dict[str, float]:
     """What a line of the records is to a tracker: names as in TensorBoard's files."""
     if isinstance(line, StepWindow):
-        if not line.steps or line.wall_s <= 0:
+        if not line.window_steps or line.wall_s <= 0:
             return {}
         device_s = line.wall_s * line.devices
         values = {f"loss/{name}": value for name, value in line.losses.items()}
-        values |= {f"time/{phase}": took_s / device_s for phase, took_s in line.phases.items()}
-        values |= {"img_per_s": line.pictures / line.wall_s} if line.pictures else {}
-        values |= {} if line.rate is None else {"rate": line.rate}
+        values |= {f"time/{phase}": duration_s / device_s for phase, duration_s in line.phases.items()}
+        values |= {"img_per_s": line.num_images / line.wall_s} if line.num_images else {}
+        values |= {} if line.lr is None else {"rate": line.lr}
         return values | ({} if line.grad_norm is None else {"grad_norm": line.grad_norm})
     if isinstance(line, DeviceSample):
         return {
             f"gpu/{gpu.index}/{name}": float(value) for gpu in line.gpus
-            for name, value in (("utilisation", gpu.utilisation), ("memory_bytes", gpu.memory_used_bytes))
+            for name, value in (("utilisation", gpu.utilization), ("memory_bytes", gpu.memory_used_bytes))
             if value is not None
         }  # fmt: skip
     scores = line.data.get("metrics", {}) if isinstance(line, Event) and line.kind == "evaluated" else {}

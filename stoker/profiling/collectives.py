@@ -18,14 +18,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from stoker.profiling.patching import Replaced
+from stoker.profiling.patching import Patch
 
-Ends = Callable[[], None]
-Begins = Callable[[], Ends]
+OnEnd = Callable[[], None]
+OnBegin = Callable[[], OnEnd]
 """Called when a wait begins; what it returns is called when it ends, in the same thread."""
 
 
-def watch_collectives(begins: Begins, is_ours: Callable[[], bool]) -> list[Replaced]:
+def patch_collectives(on_begin: OnBegin, is_training_thread: Callable[[], bool]) -> list[Patch]:
     """Calls `begins` around each wait, until all are put back. Needs torch.distributed.
 
     is_ours: whether this thread is the one that trains; the waits of others hold up nobody. `begins` may come from one
@@ -34,51 +34,53 @@ def watch_collectives(begins: Begins, is_ours: Callable[[], bool]) -> list[Repla
     import torch
     import torch.distributed as dist
 
-    def around(before: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(before)
-        def call(*args: Any, **named: Any) -> Any:
-            if not is_ours():
-                return before(*args, **named)
-            ends = begins()
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not is_training_thread():
+                return original(*args, **kwargs)
+            on_end = on_begin()
             try:
-                return before(*args, **named)
+                return original(*args, **kwargs)
             finally:
-                ends()
+                on_end()
 
-        return call
+        return wrapper
 
     return [
-        Replaced(dist.Work, "wait", around),
-        Replaced(dist, "_broadcast_coalesced", around),
-        Replaced(torch.autograd, "backward", lambda before: _around_exchange(before, begins, is_ours)),
+        Patch(dist.Work, "wait", wrap),
+        Patch(dist, "_broadcast_coalesced", wrap),
+        Patch(torch.autograd, "backward", lambda original: _wrap_backward(original, on_begin, is_training_thread)),
     ]
 
 
-def _around_exchange(before: Callable[..., Any], begins: Begins, is_ours: Callable[[], bool]) -> Callable[..., Any]:
+def _wrap_backward(
+    original: Callable[..., Any], on_begin: OnBegin, is_training_thread: Callable[[], bool]
+) -> Callable[..., Any]:
     import torch
 
     engine: Any = torch.autograd.Variable._execution_engine
 
-    @functools.wraps(before)
-    def backward(tensors: Any, *args: Any, **named: Any) -> Any:
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         root: Any = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else tensors
-        if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_ours():
-            return before(tensors, *args, **named)
-        open_ends: list[Ends] = []
+        if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_training_thread():
+            return original(tensors, *args, **kwargs)
+        open_waits: list[OnEnd] = []
 
         def gradients_done() -> None:
-            open_ends.append(begins())
+            open_waits.append(on_begin())
             engine.queue_callback(exchange_done)
 
         def exchange_done() -> None:
-            open_ends.pop()()
+            open_waits.pop()()
 
         hook = root.register_hook(lambda _: engine.queue_callback(gradients_done))  # type: ignore[no-untyped-call]
         try:
-            return before(tensors, *args, **named)
+            return original(tensors, *args, **kwargs)
         finally:
             hook.remove()
-            if open_ends:  # the exchange raised
+            if open_waits:  # the exchange raised
                 exchange_done()
 
     return backward

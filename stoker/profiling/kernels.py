@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from stoker.runs.schemas import Gap, KernelShare, TraceWindow
+from stoker.runs.schemas import Gap, KernelTime, TraceWindow
 
-MOST = 10
+MAX_ENTRIES = 10
 """Kernels and gaps that a window names."""
 
-NAME_LENGTH = 160
+MAX_NAME_LENGTH = 160
 """Of a kernel; templates make names of kilobytes, whose ends say nothing."""
 
 _TENSOR_CORES = re.compile(
@@ -34,7 +34,7 @@ Interval = tuple[float, float]
 Kind = Literal["op", "call", "kernel", "copy"]
 
 
-class Moment(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that took from start_s on took_s.
 
     kind: `kernel` and `copy` are the device's; `call` is one of the driver's runtime, `op` an operator, both on the
@@ -44,16 +44,16 @@ class Moment(NamedTuple):
     kind: Kind
     name: str
     start_s: float
-    took_s: float
+    duration_s: float
     correlation: int = 0
 
     @property
     def end_s(self) -> float:
-        return self.start_s + self.took_s
+        return self.start_s + self.duration_s
 
 
-def window(
-    moments: Iterable[Moment], *, since_s: float, began_t: float, attempt: int, step: int, steps: int
+def summarize_window(
+    events: Iterable[TraceEvent], *, issue_start_s: float, unix_time_zero: float, attempt: int, step: int, steps: int
 ) -> TraceWindow | None:
     """The line of traces.jsonl; None where the device did nothing.
 
@@ -61,50 +61,52 @@ def window(
     begins when the device has done it, and ends with the last work. So each step has the gap before it. began_t: Unix
     time of second 0.
     """
-    host: list[Moment] = []
-    device: list[Moment] = []
-    for moment in moments:
-        (device if moment.kind in ("kernel", "copy") else host).append(moment)
-    issued_s = {moment.correlation: moment.start_s for moment in host if moment.kind == "call"}
-    counted = [m for m in device if issued_s.get(m.correlation, m.start_s) >= since_s]
-    earlier = [m.end_s for m in device if issued_s.get(m.correlation, m.start_s) < since_s]
+    host_events: list[TraceEvent] = []
+    device_events: list[TraceEvent] = []
+    for event in events:
+        (device_events if event.kind in ("kernel", "copy") else host_events).append(event)
+    issued_s = {event.correlation: event.start_s for event in host_events if event.kind == "call"}
+    counted = [m for m in device_events if issued_s.get(m.correlation, m.start_s) >= issue_start_s]
+    earlier_ends = [m.end_s for m in device_events if issued_s.get(m.correlation, m.start_s) < issue_start_s]
     if not counted:
         return None
-    begin_s, end_s = max(earlier, default=since_s), max(moment.end_s for moment in counted)
-    if end_s <= begin_s:
+    start_s, end_s = max(earlier_ends, default=issue_start_s), max(event.end_s for event in counted)
+    if end_s <= start_s:
         return None
-    kernels = [moment for moment in counted if moment.kind == "kernel"]
-    copies = [moment for moment in counted if moment.kind == "copy"]
-    names = {moment.name for moment in kernels}
-    exchanging = {name for name in names if _COLLECTIVE.search(name)}
-    on_tensor_cores = {name for name in names if _TENSOR_CORES.search(name.lower())}
-    computing = [moment for moment in kernels if moment.name not in exchanging]
-    busy = _union(counted, begin_s, end_s)
-    busy_s = _length(busy)
-    in_kernels_s = sum(kernel.took_s for kernel in kernels)
+    kernels = [event for event in counted if event.kind == "kernel"]
+    copies = [event for event in counted if event.kind == "copy"]
+    names = {event.name for event in kernels}
+    collective_names = {name for name in names if _COLLECTIVE.search(name)}
+    tensor_core_names = {name for name in names if _TENSOR_CORES.search(name.lower())}
+    compute_kernels = [event for event in kernels if event.name not in collective_names]
+    busy_intervals = _union(counted, start_s, end_s)
+    busy_s = _total_length(busy_intervals)
+    kernel_s = sum(kernel.duration_s for kernel in kernels)
     return TraceWindow(
-        t=began_t + end_s,
+        t=unix_time_zero + end_s,
         attempt=attempt,
         step=step,
-        steps=steps,
-        wall_s=end_s - begin_s,
+        window_steps=steps,
+        wall_s=end_s - start_s,
         busy_s=busy_s,
-        comm_s=max(0.0, busy_s - _length(_union([*computing, *copies], begin_s, end_s))) if exchanging else 0.0,
-        copy_s=max(0.0, busy_s - _length(_union(kernels, begin_s, end_s))) if copies else 0.0,
+        comm_s=max(0.0, busy_s - _total_length(_union([*compute_kernels, *copies], start_s, end_s)))
+        if collective_names
+        else 0.0,
+        copy_s=max(0.0, busy_s - _total_length(_union(kernels, start_s, end_s))) if copies else 0.0,
         launches=len(kernels),
-        kernel_median_s=statistics.median(kernel.took_s for kernel in kernels) if kernels else None,
-        kernels=_shares(kernels),
-        gaps=_gaps(busy, begin_s, end_s, host),
-        tensor_core_share=sum(kernel.took_s for kernel in kernels if kernel.name in on_tensor_cores) / in_kernels_s
-        if in_kernels_s > 0
+        kernel_median_s=statistics.median(kernel.duration_s for kernel in kernels) if kernels else None,
+        kernels=_top_kernels(kernels),
+        gaps=_longest_gaps(busy_intervals, start_s, end_s, host_events),
+        tensor_core_fraction=sum(kernel.duration_s for kernel in kernels if kernel.name in tensor_core_names) / kernel_s
+        if kernel_s > 0
         else None,
     )
 
 
-def _union(moments: Iterable[Moment], begin_s: float, end_s: float) -> list[Interval]:
+def _union(events: Iterable[TraceEvent], start_s: float, end_s: float) -> list[Interval]:
     """When at least one of them was on, within [begin_s, end_s]: ascending, apart from each other."""
     merged: list[Interval] = []
-    for start, end in sorted((max(m.start_s, begin_s), min(m.end_s, end_s)) for m in moments):
+    for start, end in sorted((max(m.start_s, start_s), min(m.end_s, end_s)) for m in events):
         if end <= start:
             continue
         if merged and start <= merged[-1][1]:
@@ -114,44 +116,48 @@ def _union(moments: Iterable[Moment], begin_s: float, end_s: float) -> list[Inte
     return merged
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _total_length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _shares(kernels: Iterable[Moment]) -> list[KernelShare]:
-    took: dict[str, list[float]] = {}
+def _top_kernels(kernels: Iterable[TraceEvent]) -> list[KernelTime]:
+    durations: dict[str, list[float]] = {}
     for kernel in kernels:
-        took.setdefault(kernel.name, []).append(kernel.took_s)
-    most = sorted(took, key=lambda name: -sum(took[name]))[:MOST]
-    return [KernelShare(name=_short(name), count=len(took[name]), total_s=sum(took[name])) for name in most]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
-
-
-def _gaps(busy: Sequence[Interval], begin_s: float, end_s: float, host: list[Moment]) -> list[Gap]:
-    edges = [begin_s, *(edge for interval in busy for edge in interval), end_s]
-    between = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
-    longest = sorted(between, key=lambda gap: gap[0] - gap[1])[:MOST]
-    host.sort(key=lambda moment: moment.start_s)
-    starts = [moment.start_s for moment in host]
+        durations.setdefault(kernel.name, []).append(kernel.duration_s)
+    top_names = sorted(durations, key=lambda name: -sum(durations[name]))[:MAX_ENTRIES]
     return [
-        Gap(took_s=end - start, host=_mostly_in([m for m in host[: bisect.bisect(starts, end)] if m.end_s > start],
+        KernelTime(name=_truncate(name), count=len(durations[name]), total_s=sum(durations[name])) for name in top_names
+    ]
+
+
+def _truncate(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else name[: MAX_NAME_LENGTH - 1] + "…"
+
+
+def _longest_gaps(
+    busy_intervals: Sequence[Interval], start_s: float, end_s: float, host_events: list[TraceEvent]
+) -> list[Gap]:
+    edges = [start_s, *(edge for interval in busy_intervals for edge in interval), end_s]
+    between = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
+    longest = sorted(between, key=lambda gap: gap[0] - gap[1])[:MAX_ENTRIES]
+    host_events.sort(key=lambda event: event.start_s)
+    starts = [event.start_s for event in host_events]
+    return [
+        Gap(duration_s=end - start, host_op=_dominant_host_op([m for m in host_events[: bisect.bisect(starts, end)] if m.end_s > start],
                                                 start, end))
         for start, end in longest
     ]  # fmt: skip
 
 
-def _mostly_in(moments: Sequence[Moment], start_s: float, end_s: float) -> str:
+def _dominant_host_op(events: Sequence[TraceEvent], start_s: float, end_s: float) -> str:
     """The name that the host was in for most of [start_s, end_s], each instant by the call that began last; empty where
     it was in none. Moments in ascending order of their start."""
     edges = {start_s, end_s}
-    for moment in moments:
-        edges.update(edge for edge in (moment.start_s, moment.end_s) if start_s < edge < end_s)
-    took: dict[str, float] = {}
+    for event in events:
+        edges.update(edge for edge in (event.start_s, event.end_s) if start_s < edge < end_s)
+    durations: dict[str, float] = {}
     ordered = sorted(edges)
-    for begin, end in itertools.pairwise(ordered):
-        name = next((m.name for m in reversed(moments) if m.start_s <= begin and m.end_s >= end), "")
-        took[name] = took.get(name, 0.0) + end - begin
-    return _short(max(took, key=lambda name: took[name]))
+    for start, end in itertools.pairwise(ordered):
+        name = next((m.name for m in reversed(events) if m.start_s <= start and m.end_s >= end), "")
+        durations[name] = durations.get(name, 0.0) + end - start
+    return _truncate(max(durations, key=lambda name: durations[name]))

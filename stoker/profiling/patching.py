@@ -9,37 +9,37 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Told = Callable[[float, float], None]
+OnCall = Callable[[float, float], None]
 """Takes begin and end of a call, seconds of `time.perf_counter`."""
 
 
-class Replaced:
+class Patch:
     """`owner.name` is `make(what it was)` until `put_back`."""
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._owner, self._name = owner, name
-        self._before = getattr(owner, name)
-        self._now = make(self._before)
-        setattr(owner, name, self._now)
+        self._original = getattr(owner, name)
+        self._wrapped = wrap(self._original)
+        setattr(owner, name, self._wrapped)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Unless somebody else has wrapped it since: then ours stays underneath, and tells nobody who listens."""
-        if getattr(self._owner, self._name) is self._now:
-            setattr(self._owner, self._name, self._before)
+        if getattr(self._owner, self._name) is self._wrapped:
+            setattr(self._owner, self._name, self._original)
 
 
-def timed(owner: Any, name: str, told: Told) -> Replaced:
+def time_calls(owner: Any, name: str, on_call: OnCall) -> Patch:
     """Tells `told` of each call of `owner.name`, also of one that raises."""
 
-    def make(before: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(before)
-        def call(*args: Any, **named: Any) -> Any:
-            begin_s = time.perf_counter()
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
             try:
-                return before(*args, **named)
+                return original(*args, **kwargs)
             finally:
-                told(begin_s, time.perf_counter())
+                on_call(start_s, time.perf_counter())
 
-        return call
+        return wrapper
 
-    return Replaced(owner, name, make)
+    return Patch(owner, name, wrap)

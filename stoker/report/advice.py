@@ -11,15 +11,15 @@ import msgspec
 from stoker.diagnosis.failure_signatures import UNEXPLAINED
 from stoker.evaluation.document import Evaluation
 from stoker.report import format as fmt
-from stoker.report.explain import Why
-from stoker.report.explain_terminal import unsaid_command
+from stoker.report.explain import RunExplanation
+from stoker.report.explain_terminal import extra_command
 from stoker.runs.records import CHECKPOINTS, CONFIG
 from stoker.runs.schemas import Event
 
-MISTAKES_FROM = 0.15
+MIN_ERROR_FRACTION = 0.15
 """Share of the true boxes that a kind of mistake must reach to be worth a word. Our judgment."""
 
-KINDS: dict[str, tuple[str, str]] = {
+ERROR_TYPE_ADVICE: dict[str, tuple[str, str]] = {
     "localisation": (
         "the right class, but the box is off",
         "look at whether the true boxes are drawn alike; a larger --canvas where objects are small",
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
 """Mistake → what it is, and what to look at."""
 
 
-SAID_BY_THE_END = UNEXPLAINED | {"preempted", "interrupted"}
+REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
 """Findings that know no more of a run's end than its last event, which comes first."""
 
 
@@ -57,7 +57,7 @@ class Advice(msgspec.Struct, kw_only=True):
 
     severity: Severity
     title: str
-    because: str
+    reason: str
     fix: str
     command: str | None = None
 
@@ -65,64 +65,70 @@ class Advice(msgspec.Struct, kw_only=True):
 _SEVERITIES: dict[str, Severity] = {"critical": "critical", "warning": "warning"}
 
 
-def advise(why: Why, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]) -> list[Advice]:
+def advise(
+    explanation: RunExplanation, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]
+) -> list[Advice]:
     """aps: AP of each evaluation, by step."""
-    advice = _end(why, events)
+    advice = _termination_advice(explanation, events)
     advice += [
         Advice(
             severity=_SEVERITIES.get(finding.severity, "info"),
             title=finding.title,
-            because="; ".join(evidence.text for evidence in finding.evidence),
+            reason="; ".join(evidence.text for evidence in finding.evidence),
             fix=finding.fix,
-            command=unsaid_command(finding),
+            command=extra_command(finding),
         )
-        for finding in why.findings
-        if finding.cause not in SAID_BY_THE_END
+        for finding in explanation.findings
+        if finding.cause not in REPORTED_BY_LAST_EVENT
     ]
     if evaluation is not None:
-        advice += _mistakes(evaluation)
-    if why.state == "finished":
-        advice += _still_rising(aps)
+        advice += _error_type_advice(evaluation)
+    if explanation.state == "finished":
+        advice += _rising_ap_advice(aps)
     return advice + [
-        Advice(severity="info", title=one.title, because="; ".join(said.text for said in one.evidence), fix=one.fix)
-        for one in why.advice
+        Advice(
+            severity="info", title=sizing.title, reason="; ".join(item.text for item in sizing.evidence), fix=sizing.fix
+        )
+        for sizing in explanation.sizing_advice
     ]
 
 
-def _end(why: Why, events: list[Event]) -> list[Advice]:
+def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Advice]:
     """What an unfinished run needs."""
-    resume = f"stoker train --resume {why.run}"
-    if why.state == "failed":
-        said = next((event.text for event in reversed(events) if event.kind == "failed"), "")
-        what, _, rest = said.partition("\n")
+    resume = f"stoker train --resume {explanation.run}"
+    if explanation.state == "failed":
+        message = next((event.text for event in reversed(events) if event.kind == "failed"), "")
+        first_line, _, rest = message.partition("\n")
         lines = [line.strip() for line in rest.splitlines()]
         fix = next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
-        because = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
+        reason = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
         return [
             Advice(
                 severity="critical",
-                title=f"The run failed: {what}",
-                because=because,
+                title=f"The run failed: {first_line}",
+                reason=reason,
                 fix=fix or "set right what the message names, then continue it",
                 command=resume,
             )
         ]
-    if why.state == "dead":
+    if explanation.state == "dead":
         return [
             Advice(
                 severity="critical",
                 title="The run died without a word",
-                because=why.state_text,
-                fix="continue it from its last checkpoint" if CHECKPOINTS in why.places else "start it again",
-                command=resume if CONFIG in why.places else None,
+                reason=explanation.state_text,
+                fix="continue it from its last checkpoint"
+                if CHECKPOINTS in explanation.evidence_paths
+                else "start it again",
+                command=resume if CONFIG in explanation.evidence_paths else None,
             )
         ]
-    if why.state == "preempted":
+    if explanation.state == "preempted":
         return [
             Advice(
                 severity="warning",
                 title="The run was stopped by a signal",
-                because="its state is saved",
+                reason="its state is saved",
                 fix="continue it exactly where it was",
                 command=resume,
             )
@@ -130,41 +136,41 @@ def _end(why: Why, events: list[Event]) -> list[Advice]:
     return []
 
 
-def _mistakes(evaluation: Evaluation) -> list[Advice]:
+def _error_type_advice(evaluation: Evaluation) -> list[Advice]:
     """The most frequent kind of mistake, where it is frequent."""
-    counts = mistake_counts(evaluation)
+    counts = sum_error_types(evaluation)
     boxes = evaluation.metrics.boxes
-    kind = max(counts, key=lambda name: counts[name], default=None)
-    if kind is None or not boxes or counts[kind] < MISTAKES_FROM * boxes:
+    error_type = max(counts, key=lambda name: counts[name], default=None)
+    if error_type is None or not boxes or counts[error_type] < MIN_ERROR_FRACTION * boxes:
         return []
-    meaning, fix = KINDS[kind]
-    because = f"{counts[kind]:,} of them, at {boxes:,} true boxes: {meaning}"
-    return [Advice(severity="info", title=f"The most frequent mistake: {kind}", because=because, fix=fix)]
+    meaning, fix = ERROR_TYPE_ADVICE[error_type]
+    reason = f"{counts[error_type]:,} of them, at {boxes:,} true boxes: {meaning}"
+    return [Advice(severity="info", title=f"The most frequent mistake: {error_type}", reason=reason, fix=fix)]
 
 
-def mistake_counts(evaluation: Evaluation) -> dict[str, int]:
+def sum_error_types(evaluation: Evaluation) -> dict[str, int]:
     """Kind → count over all classes, of the kinds that occur."""
     counts: dict[str, int] = {}
-    for of in evaluation.classes:
-        for kind, count in of.mistakes.items():
-            counts[kind] = counts.get(kind, 0) + count
+    for class_eval in evaluation.classes:
+        for error_type, count in class_eval.error_types.items():
+            counts[error_type] = counts.get(error_type, 0) + count
     return counts
 
 
-RISING = 0.01
+MIN_AP_GAIN = 0.01
 """Gain of AP between the last two evaluations from which on more training is worth a try. Our judgment."""
 
 
-def _still_rising(aps: list[float | None]) -> list[Advice]:
+def _rising_ap_advice(aps: list[float | None]) -> list[Advice]:
     known = [value for value in aps if value is not None]
-    if len(known) < 2 or known[-1] - known[-2] < RISING:
+    if len(known) < 2 or known[-1] - known[-2] < MIN_AP_GAIN:
         return []
-    because = f"AP went from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
+    reason = f"AP went from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
     return [
         Advice(
             severity="info",
             title="AP was still rising at the end",
-            because=because,
+            reason=reason,
             fix="a new run that is longer",
             command="--for",
         )

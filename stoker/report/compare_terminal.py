@@ -8,40 +8,42 @@ from rich.text import Text
 
 from stoker.report import format as fmt
 from stoker.report.compare import Change, Comparison
-from stoker.report.console import plain_text, print_parts, table
+from stoker.report.console import plain_text, print_renderables, table
 
 
-def print_comparison(found: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
+def print_comparison(comparison: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
     """The statement, then tables of the times, the settings, and what they ran on."""
     head = table("", "", header=False)
-    head.add_row("first", plain_text(found.before))
-    head.add_row("second", plain_text(found.after))
-    parts: list[RenderableType] = [head, "", *(plain_text(sentence) for sentence in found.statement)]
-    parts += [
-        *_times(found),
-        *_changes("settings", found.settings),
-        *_changes("machine and versions", found.environment),
+    head.add_row("first", plain_text(comparison.before))
+    head.add_row("second", plain_text(comparison.after))
+    renderables: list[RenderableType] = [head, "", *(plain_text(sentence) for sentence in comparison.statement)]
+    renderables += [
+        *_times(comparison),
+        *_changes("settings", comparison.settings),
+        *_changes("machine and versions", comparison.environment),
     ]
-    print_parts(parts, file, width=width)
+    print_renderables(renderables, file, width=width)
 
 
-def _times(found: Comparison) -> Iterator[RenderableType]:
-    if not found.phases:
+def _times(comparison: Comparison) -> Iterator[RenderableType]:
+    if not comparison.phases:
         return
     yield ""
-    unit = "s per step" if found.per == "step" else "device-seconds per 1,000 pictures"
-    made = table("phase", "first", "second", "change", "share, first", "second", right=(1, 2, 3, 4, 5))
-    for row in found.phases:
+    unit = "s per step" if comparison.unit == "step" else "device-seconds per 1,000 pictures"
+    rendered = table("phase", "first", "second", "change", "share, first", "second", right=(1, 2, 3, 4, 5))
+    for row in comparison.phases:
         change = row.after_s - row.before_s
-        shares = fmt.share(row.before_share), fmt.share(row.after_share)
-        made.add_row(plain_text(row.phase), fmt.number(row.before_s), fmt.number(row.after_s), _signed(change), *shares)
-    first, second = found.total_s
+        fractions = fmt.percentage(row.before_fraction), fmt.percentage(row.after_fraction)
+        rendered.add_row(
+            plain_text(row.phase), fmt.number(row.before_s), fmt.number(row.after_s), _signed(change), *fractions
+        )
+    first, second = comparison.total_s
     if first is not None and second is not None:
-        made.add_row("total", fmt.number(first), fmt.number(second), _signed(second - first), "100 %", "100 %")
-    made.add_row("img/s", *(fmt.number(value) for value in found.img_per_s), "", "", "")
-    made.add_row("AP", *(fmt.metric(value) for value in found.ap), "", "", "")
+        rendered.add_row("total", fmt.number(first), fmt.number(second), _signed(second - first), "100 %", "100 %")
+    rendered.add_row("img/s", *(fmt.number(value) for value in comparison.img_per_s), "", "", "")
+    rendered.add_row("AP", *(fmt.metric(value) for value in comparison.ap), "", "", "")
     yield Text(f"time, {unit}", "bold")
-    yield made
+    yield rendered
 
 
 def _signed(value: float) -> str:
@@ -53,8 +55,8 @@ def _changes(title: str, changes: list[Change]) -> Iterator[RenderableType]:
         return
     yield ""
     yield Text(title, "bold")
-    made = table("", "first", "second", header=False)
-    for one in changes:
-        values = (fmt.MISSING if value is None else value for value in (one.before, one.after))
-        made.add_row(plain_text(one.name), *map(plain_text, values))
-    yield made
+    rendered = table("", "first", "second", header=False)
+    for change in changes:
+        values = (fmt.MISSING if value is None else value for value in (change.before, change.after))
+        rendered.add_row(plain_text(change.name), *map(plain_text, values))
+    yield rendered

@@ -13,11 +13,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-UNBOUNDED = 10_000
+UNBOUNDED_WIDTH = 10_000
 """Columns of a page that nobody wraps."""
 
 
-def can_move(file: TextIO) -> bool:
+def supports_cursor(file: TextIO) -> bool:
     """Whether `file` is a terminal whose cursor can be moved."""
     return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
@@ -32,7 +32,7 @@ def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> C
     return Console(
         file=file,
         force_terminal=terminal,
-        width=width if terminal or width else UNBOUNDED,
+        width=width if terminal or width else UNBOUNDED_WIDTH,
         color_system="auto" if terminal else None,
         highlight=False,
         emoji=False,
@@ -41,32 +41,34 @@ def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> C
     )
 
 
-def as_plain(renderable: RenderableType, width: int | None = None) -> str:
+def render_plain(renderable: RenderableType, width: int | None = None) -> str:
     """Lines without colours and without the spaces that fill a table's lines."""
     text = io.StringIO()
     make_console(text, terminal=False, width=width).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
 
 
-def print_parts(parts: Iterable[RenderableType], file: TextIO | None = None, *, width: int | None = None) -> None:
+def print_renderables(
+    renderables: Iterable[RenderableType], file: TextIO | None = None, *, width: int | None = None
+) -> None:
     """Prints texts and tables one under the other."""
     stream = sys.stdout if file is None else file
-    terminal = can_move(stream)
+    terminal = supports_cursor(stream)
     console = make_console(stream, terminal=terminal, width=width)
-    for part in parts:
+    for renderable in renderables:
         if terminal:
-            console.print(part)
+            console.print(renderable)
         else:
-            stream.write(as_plain(part, width) + "\n")
+            stream.write(render_plain(renderable, width) + "\n")
 
 
 def table(*columns: str, right: Iterable[int] = (), header: bool = True) -> Table:
     """A table without lines. right: positions of the columns of numbers."""
-    made = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
-    for position, name in enumerate(columns):
-        aligned: Any = "right" if position in right else "left"
-        made.add_column(name, justify=aligned, no_wrap=position in right, overflow="fold")
-    return made
+    result = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
+    for index, name in enumerate(columns):
+        justify: Any = "right" if index in right else "left"
+        result.add_column(name, justify=justify, no_wrap=index in right, overflow="fold")
+    return result
 
 
 def plain_text(text: object, style: str = "") -> Text:

@@ -3,31 +3,31 @@ Not here: converting (`stoker/data/convert/`)."""
 
 from typing import TextIO
 
-from stoker.data.convert.writing import Converted
+from stoker.data.convert.writing import ConversionResult
 from stoker.data.index import Index
-from stoker.data.validation.problems import KINDS
-from stoker.report.console import plain_text, print_parts
+from stoker.data.validation.problems import PROBLEM_KINDS
+from stoker.report.console import plain_text, print_renderables
 
-SHOWN = 5
+MAX_EXAMPLES = 5
 """Examples of what was left out."""
 
 
-def print_converted(index: Index, converted: Converted, file: TextIO | None = None) -> None:
+def print_converted(index: Index, converted: ConversionResult, file: TextIO | None = None) -> None:
     """Prints the summary of a conversion of `index`."""
     lines = [*index.notes]
-    for found in index.problems:
-        example = f", e.g. {found.examples[0]}" if found.examples else ""
-        lines.append(f"{found.count:,} × {found.title}: {KINDS[found.kind].does}{example}")
-    splits = ", ".join(f"{split} {count:,}" for split, count in converted.pictures.items())
+    for problem in index.problems:
+        example = f", e.g. {problem.examples[0]}" if problem.examples else ""
+        lines.append(f"{problem.count:,} × {problem.title}: {PROBLEM_KINDS[problem.kind].effect}{example}")
+    splits = ", ".join(f"{split} {count:,}" for split, count in converted.num_images.items())
     lines += converted.notes
-    if converted.left_out:
-        lines.append(f"{len(converted.left_out):,} pictures are left out:")
-        lines += [f"  {path}: {why}" for path, why in converted.left_out[:SHOWN]]
-        if len(converted.left_out) > SHOWN:
-            lines.append(f"  and {len(converted.left_out) - SHOWN:,} more")
+    if converted.skipped:
+        lines.append(f"{len(converted.skipped):,} pictures are left out:")
+        lines += [f"  {path}: {reason}" for path, reason in converted.skipped[:MAX_EXAMPLES]]
+        if len(converted.skipped) > MAX_EXAMPLES:
+            lines.append(f"  and {len(converted.skipped) - MAX_EXAMPLES:,} more")
     lines.append(
-        f"{sum(converted.pictures.values()):,} pictures ({splits}), {converted.boxes:,} boxes,"
+        f"{sum(converted.num_images.values()):,} pictures ({splits}), {converted.num_boxes:,} boxes,"
         f" {len(index.class_names)} classes"
     )
     lines.append(f"written: {converted.folder}")
-    print_parts([plain_text(line) for line in lines], file)
+    print_renderables([plain_text(line) for line in lines], file)

@@ -15,17 +15,17 @@ from stoker.diagnosis import rules
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
-from stoker.report.idle_estimate import Stillness, estimate
-from stoker.report.sizing import Sizing, advise, load_of
+from stoker.report.idle_estimate import DeviceIdleEstimate, estimate_idle
+from stoker.report.sizing import SizingAdvice, advise_sizing, read_resource_usage
 from stoker.runs import records
 from stoker.runs.schemas import Event, Finding, Probe
 from stoker.runs.totals import Totals
-from stoker.storage.run_uri import shown
-from stoker.storage.uri import is_address
+from stoker.storage.run_uri import display_path
+from stoker.storage.uri import is_uri
 
 State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
 
-MEANINGS = {
+PHASE_MEANINGS = {
     "compute": "the device worked on optimizer steps",
     "startup": "imports, weights, index, choice of the batch, until the first step",
     "compile": "kernels were compiled or chosen",
@@ -43,7 +43,7 @@ MEANINGS = {
 }
 """A phase in a few words; docs/run-folder.md has more."""
 
-STAGES = {
+STAGE_MEANINGS = {
     "fetch": "for their bytes, from the disk or the bucket",
     "decode": "for decoding and resizing",
     "copy": "for copies to the device",
@@ -52,7 +52,7 @@ STAGES = {
 """A stage of `input_wait` in a few words."""
 
 
-PLACES = (
+EVIDENCE_FILES = (
     records.STEPS, records.EVENTS, records.DEVICES, records.TRACES, records.STACKS, records.PROBES, records.RANKS,
     records.QUARANTINE, records.CONFIG, records.ENVIRONMENT, records.CHECKPOINTS, records.BEST, records.FINAL,
     records.OUTPUT,
@@ -60,19 +60,19 @@ PLACES = (
 """Records that the answer may rest on."""
 
 
-class PhaseShare(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table. share: of all device time, 0 … 1; money: None without a price."""
 
     phase: str
     device_s: float
-    share: float
-    money: float | None
+    fraction: float
+    cost: float | None
     meaning: str
-    parts: list["PhaseShare"] = []
+    stages: list["PhaseTime"] = []
     """Of `input_wait`: its stages, the largest first; their shares are of all device time too."""
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True):
+class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer."""
 
     run: str
@@ -80,7 +80,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     state_text: str
     """The state in a sentence."""
     last_event: Event | None
-    last_sign_t: float | None
+    last_record_t: float | None
     """Unix time of the last line of any record."""
     wall_s: float
     devices: int
@@ -88,99 +88,101 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     steps: int
     """Of the newest state."""
-    steps_lost: int
+    lost_steps: int
     """Done, lost by a restart and done again."""
-    pictures: int
+    num_images: int
     img_per_s: float | None
-    price: float
+    price_per_device_hour: float
     """Money per device-hour; 0: unknown, or only a range is known."""
-    rate: Price | None = None
+    price_range: Price | None = None
     """What a device-hour costs and who says so; a range where only the kind of GPU is known."""
-    phases: list[PhaseShare]
+    phases: list[PhaseTime]
     """The largest first."""
-    productive_share: float | None
-    largest_loss: PhaseShare | None
+    productive_fraction: float | None
+    largest_loss: PhaseTime | None
     findings: list[Finding]
-    places: dict[str, str]
+    evidence_paths: dict[str, str]
     """Record → path, of those that are there."""
-    watched: dict[str, str] = {}
+    coverage: dict[str, str] = {}
     """Of a job that stoker did not write: what could be recorded of it, and what not, and why. Else empty."""
-    stillness: Stillness | None = None
+    idle_estimate: DeviceIdleEstimate | None = None
     """Estimate of how long the device stood still inside `compute`; part of no sum."""
-    advice: list[Sizing] = []
+    sizing_advice: list[SizingAdvice] = []
     """Whether the machine has the right size."""
     probes: list[Probe] = []
     """Experiments that were made with the run."""
 
-    def lines(self) -> Iterator[tuple[str, PhaseShare]]:
+    def rows(self) -> Iterator[tuple[str, PhaseTime]]:
         """The rows of a table: each phase, and indented below it its parts, and of `compute` the estimate."""
         for row in self.phases:
             yield row.phase, row
-            if row.phase == "compute" and self.stillness is not None:
-                yield "  stood still, estimated", self._still(self.stillness)
-            for part in row.parts:
-                yield f"  {part.phase}", part
+            if row.phase == "compute" and self.idle_estimate is not None:
+                yield "  stood still, estimated", self._idle_row(self.idle_estimate)
+            for stage in row.stages:
+                yield f"  {stage.phase}", stage
 
-    def _still(self, found: Stillness) -> PhaseShare:
-        meaning = f"an estimate from {found.windows:,} profiler windows, {found.steps:,} steps; part of no sum"
-        money = found.device_s * self.price / 3600 if self.price > 0 else None
-        return PhaseShare(phase="compute", device_s=found.device_s, share=found.share, money=money, meaning=meaning)
+    def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
+        meaning = f"an estimate from {idle.windows:,} profiler windows, {idle.steps:,} steps; part of no sum"
+        money = idle.device_s * self.price_per_device_hour / 3600 if self.price_per_device_hour > 0 else None
+        return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=money, meaning=meaning)
 
     def cost(self, device_s: float | None) -> tuple[float, float] | None:
         """Least and most money for so many device-seconds; None where no price is known."""
-        return None if self.rate is None or device_s is None else self.rate.cost(device_s)
+        return None if self.price_range is None or device_s is None else self.price_range.cost(device_s)
 
 
-def gather(run: str | Path, price: float | None = None) -> Why:
+def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> RunExplanation:
     """Reads a run. price: money per device-hour; None: the run's own, else the list price of its machine. Raises
     UsageError when there is no such run, or when another version of stoker wrote it."""
     path = open_records(run)
     settings = records.read_settings(path) or {}
     environment = read_environment(path)
-    rate = rate_of(path, price, environment)
-    exact = rate.low if rate is not None and rate.exact else 0.0
-    seen = rules.read(path, exact)
-    totals = seen.totals
+    price_range = resolve_price(path, price_per_device_hour, environment)
+    exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
+    run_records = rules.read_run(path, exact_price)
+    totals = run_records.totals
     events = list(records.read_lines(path, records.EVENTS, Event))
-    last = events[-1] if events else None
-    sign_t = last_sign(path)
-    watched: dict[str, str] = next((event.data["watched"] for event in reversed(events) if "watched" in event.data), {})
-    state, text = state_of(path, events, sign_t)
-    if watched:
-        text = _WATCHED_STATES.get(state, text)
-    phases = _phases(totals, exact)
+    last_event = events[-1] if events else None
+    last_record_t = last_record_time(path)
+    coverage: dict[str, str] = next(
+        (event.data["watched"] for event in reversed(events) if "watched" in event.data), {}
+    )
+    state, state_text = read_run_state(path, events, last_record_t)
+    if coverage:
+        state_text = _EXTERNAL_STATES.get(state, state_text)
+    phases = _phases(totals, exact_price)
     losses = [row for row in phases if row.phase != "compute"]
-    load = load_of(
+    usage = read_resource_usage(
         path,
         totals,
         environment,
-        from_bucket=is_address(str(settings.get("data", {}).get("data", ""))),
+        from_bucket=is_uri(str(settings.get("data", {}).get("data", ""))),
         cached=settings.get("run", {}).get("cache", "none") != "none",
     )
-    return Why(
-        run=shown(path),
+    return RunExplanation(
+        run=display_path(path),
         state=state,
-        state_text=text,
-        last_event=last,
-        last_sign_t=sign_t,
+        state_text=state_text,
+        last_event=last_event,
+        last_record_t=last_record_t,
         wall_s=totals.wall_s,
         devices=totals.devices,
         device_s=totals.device_s,
         attempts=totals.attempts,
         steps=totals.step,
-        steps_lost=max(0, totals.steps - totals.step),
-        pictures=totals.pictures,
-        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 and (totals.pictures or not watched) else None,
-        price=exact,
-        rate=rate,
+        lost_steps=max(0, totals.steps - totals.step),
+        num_images=totals.pictures,
+        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 and (totals.pictures or not coverage) else None,
+        price_per_device_hour=exact_price,
+        price_range=price_range,
         phases=phases,
-        productive_share=productive_share(totals, watched=bool(watched)),
+        productive_fraction=compute_productive_fraction(totals, is_external=bool(coverage)),
         largest_loss=losses[0] if losses else None,
-        findings=rules.judge(seen),
-        places={name: str(path / name) for name in PLACES if (path / name).exists()},
-        watched=watched,
-        stillness=estimate(path, totals),
-        advice=advise(load),
+        findings=rules.run_rules(run_records),
+        evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
+        coverage=coverage,
+        idle_estimate=estimate_idle(path, totals),
+        sizing_advice=advise_sizing(usage),
         probes=list(records.read_lines(path, records.PROBES, Probe)),
     )
 
@@ -196,96 +198,108 @@ def open_records(run: str | Path) -> Path:
 def read_environment(path: Path) -> dict[str, Any]:
     """environment.json of a run; empty where it is not there or damaged: nothing that is decided rests on it."""
     try:
-        found = json.loads((path / records.ENVIRONMENT).read_bytes())
+        environment = json.loads((path / records.ENVIRONMENT).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
-def rate_of(run: Path, price: float | None, environment: Mapping[str, Any]) -> Price | None:
+def resolve_price(run: Path, price_per_device_hour: float | None, environment: Mapping[str, Any]) -> Price | None:
     """What a device-hour costs: as asked (0: unknown), else as the run was told, else by the list."""
-    if price is not None:
-        return prices.given(price, "--price")
-    return prices.given(records.price_of(run), "the run's own setting") or prices.of_environment(environment)
+    if price_per_device_hour is not None:
+        return prices.user_price(price_per_device_hour, "--price")
+    return prices.user_price(records.recorded_price(run), "the run's own setting") or prices.price_from_environment(
+        environment
+    )
 
 
-def was_watched(events: Sequence[Event]) -> bool:
+def is_external_job(events: Sequence[Event]) -> bool:
     """Whether the run is a job that stoker did not write."""
     return any("watched" in event.data for event in events)
 
 
-def productive_share(totals: Totals, *, watched: bool) -> float | None:
+def compute_productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
     """Share of `compute`; None without a window, and for a watched job whose steps nobody timed from inside."""
-    if totals.device_s <= 0 or (watched and "compute" not in totals.phases):
+    if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
         return None
     return totals.phases.get("compute", 0.0) / totals.device_s
 
 
-def why_as_dict(why: Why) -> dict[str, Any]:
+def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
     """The answer in plain values, for JSON."""
-    built: dict[str, Any] = msgspec.to_builtins(why)
+    built: dict[str, Any] = msgspec.to_builtins(explanation)
     return built
 
 
-def _phases(totals: Totals, price: float) -> list[PhaseShare]:
-    def share_of(name: str, seconds: float, meaning: str, parts: list[PhaseShare]) -> PhaseShare:
-        return PhaseShare(
+def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
+    def make_phase_time(name: str, seconds: float, meaning: str, stages: list[PhaseTime]) -> PhaseTime:
+        return PhaseTime(
             phase=name,
             device_s=seconds,
-            share=seconds / totals.device_s,
-            money=seconds * price / 3600 if price > 0 else None,
+            fraction=seconds / totals.device_s,
+            cost=seconds * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
             meaning=meaning,
-            parts=parts,
+            stages=stages,
         )
 
-    def largest_first(rows: list[PhaseShare]) -> list[PhaseShare]:
+    def largest_first(rows: list[PhaseTime]) -> list[PhaseTime]:
         return sorted(rows, key=lambda row: -row.device_s)
 
-    stages = [share_of(name, took_s, STAGES.get(name, ""), []) for name, took_s in totals.input.items() if took_s > 0]
+    stages = [
+        make_phase_time(name, duration_s, STAGE_MEANINGS.get(name, ""), [])
+        for name, duration_s in totals.input.items()
+        if duration_s > 0
+    ]
     return largest_first(
         [
-            share_of(name, took_s, MEANINGS.get(name, ""), largest_first(stages) if name == "input_wait" else [])
-            for name, took_s in totals.phases.items()
-            if took_s > 0
+            make_phase_time(
+                name, duration_s, PHASE_MEANINGS.get(name, ""), largest_first(stages) if name == "input_wait" else []
+            )
+            for name, duration_s in totals.phases.items()
+            if duration_s > 0
         ]
     )
 
 
-def last_sign(path: Path) -> float | None:
+def last_record_time(path: Path) -> float | None:
     times = [(path / name).stat().st_mtime for name in (records.EVENTS, records.STEPS, records.DEVICES)
              if (path / name).exists()]  # fmt: skip
     return max(times, default=None)
 
 
-_WATCHED_STATES: dict[State, str] = {
+_EXTERNAL_STATES: dict[State, str] = {
     "live": "live: the job runs",
     "dead": "dead: `stoker watch` was killed or the machine went down, and nobody saw how the job ended",
 }
-_ENDS: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
+_END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
-def state_of(path: Path, events: list[Event], sign_t: float | None) -> tuple[State, str]:
+def read_run_state(path: Path, events: list[Event], last_record_t: float | None) -> tuple[State, str]:
     """Live when a process holds the run, of one in a bucket when its lease is fresh; else what the newest attempt wrote
     last; dead when it wrote no end."""
-    held = is_held(path)
-    if held:
+    lock_held = is_held(path)
+    if lock_held:
         return "live", "live: a process is training it"
     holder = lease_holder(path)
     if holder is not None:
         return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
     attempt = max((event.attempt for event in events), default=0)
-    ended = next((event for event in reversed(events) if event.attempt == attempt and event.kind in _ENDS), None)
-    if ended is not None:
-        said = ended.text.partition("\n")[0]
-        words = {"preempted": f"stopped by a signal, everything saved{_continues(path)}"}
-        return _ENDS[ended.kind], f"{ended.kind}: {words.get(ended.kind, said)}"
-    if held is None:
+    end_event = next(
+        (event for event in reversed(events) if event.attempt == attempt and event.kind in _END_STATES), None
+    )
+    if end_event is not None:
+        message = end_event.text.partition("\n")[0]
+        descriptions = {"preempted": f"stopped by a signal, everything saved{_resume_hint(path)}"}
+        return _END_STATES[end_event.kind], f"{end_event.kind}: {descriptions.get(end_event.kind, message)}"
+    if lock_held is None:
         return "unknown", "no end is recorded, and its lock cannot be asked from here"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign_t)) if sign_t is not None else "never"
-    text = f"dead: the process ended without a word (killed?); its last sign was at {when}{_continues(path)}"
+    last_seen = (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t)) if last_record_t is not None else "never"
+    )
+    text = f"dead: the process ended without a word (killed?); its last sign was at {last_seen}{_resume_hint(path)}"
     return "dead", text
 
 
-def _continues(path: Path) -> str:
+def _resume_hint(path: Path) -> str:
     """How a training goes on, behind a sentence; nothing for jobs of others."""
-    return f"; `stoker train --resume {shown(path)}` continues it" if (path / records.CONFIG).exists() else ""
+    return f"; `stoker train --resume {display_path(path)}` continues it" if (path / records.CONFIG).exists() else ""

@@ -12,14 +12,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from stoker.report import format as fmt
-from stoker.report.console import plain_text, print_parts, table
-from stoker.report.explain import Why
-from stoker.report.sizing import Sizing
+from stoker.report.console import plain_text, print_renderables, table
+from stoker.report.explain import RunExplanation
+from stoker.report.sizing import SizingAdvice
 from stoker.runs.schemas import Evidence, Finding, Probe
 
-FINDINGS_SHOWN = 5
+MAX_FINDINGS = 5
 """The rest is counted."""
-PROBE_WORDS = {
+PROBE_LABELS = {
     "cached_batch": "one batch, kept on the device",
     "twice_the_batch": "twice the batch",
     "no_exchange": "no exchange of gradients",
@@ -30,98 +30,115 @@ PROBE_WORDS = {
 """What an experiment changes, in a few words."""
 
 
-def print_why(why: Why, file: TextIO | None = None, *, width: int | None = None) -> None:
+def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Where the time of a run went, in seconds, percent and money; the largest loss; what to change."""
-    ends: list[RenderableType] = [*_findings(why), *_advice(why.advice), *_experiments(why.probes), "", _places(why)]
-    if not why.phases:
-        first = "No time is recorded yet: the run did not come to its first step."
-        has_more = bool(why.findings or why.advice or why.probes)  # what ended it, above all
-        print_parts([_facts(why), "", first, *(ends if has_more else [])], file, width=width)
+    trailing: list[RenderableType] = [
+        *_findings(explanation),
+        *_advice(explanation.sizing_advice),
+        *_experiments(explanation.probes),
+        "",
+        _sources_line(explanation),
+    ]
+    if not explanation.phases:
+        message = "No time is recorded yet: the run did not come to its first step."
+        has_more = bool(
+            explanation.findings or explanation.sizing_advice or explanation.probes
+        )  # what ended it, above all
+        print_renderables([_facts(explanation), "", message, *(trailing if has_more else [])], file, width=width)
         return
-    print_parts([_facts(why), "", _phases(why), "", *_verdict(why), *ends], file, width=width)
+    print_renderables(
+        [_facts(explanation), "", _phases(explanation), "", *_verdict(explanation), *trailing], file, width=width
+    )
 
 
-def cost(money: tuple[float, float] | None) -> str:
+def format_cost(cost_range: tuple[float, float] | None) -> str:
     """1.20, or from the least to the most, 1.20–3.40; `n/a` where no price is known."""
-    if money is None:
+    if cost_range is None:
         return fmt.MISSING
-    low, high = map(fmt.money, money)
+    low, high = map(fmt.cost, cost_range)
     return low if low == high else f"{low}–{high}"
 
 
-def _facts(why: Why) -> RenderableType:
+def _facts(explanation: RunExplanation) -> RenderableType:
     facts = table("", "", header=False)
-    facts.add_row("run", plain_text(why.run))
-    facts.add_row("state", plain_text(why.state_text))
-    lost = f", {fmt.plural(why.steps_lost, 'step')} done again" if why.steps_lost else ""
-    facts.add_row("time", f"{fmt.duration(why.wall_s)} on {fmt.plural(why.devices, 'device')}, "
-                  f"{fmt.plural(max(0, why.attempts - 1), 'restart')}{lost}")  # fmt: skip
-    speed = f", {fmt.plural(why.pictures, 'picture')}, {fmt.number(why.img_per_s)} img/s over all of the time"
-    unknown = why.watched and not why.pictures
-    facts.add_row("work", f"{fmt.plural(why.steps, 'step')}{' that its output tells' if unknown else speed}")
-    if why.rate is not None and why.rate.currency:  # who gave a price knows it
-        each = cost((why.rate.low, why.rate.high))
-        facts.add_row("price", plain_text(f"{each} {why.rate.currency} per device-hour: {why.rate.source}"))
-    for tier, said in why.watched.items():
-        facts.add_row("seen", plain_text(f"{tier}: {said}"))
+    facts.add_row("run", plain_text(explanation.run))
+    facts.add_row("state", plain_text(explanation.state_text))
+    lost = f", {fmt.plural(explanation.lost_steps, 'step')} done again" if explanation.lost_steps else ""
+    facts.add_row("time", f"{fmt.duration(explanation.wall_s)} on {fmt.plural(explanation.devices, 'device')}, "
+                  f"{fmt.plural(max(0, explanation.attempts - 1), 'restart')}{lost}")  # fmt: skip
+    speed = f", {fmt.plural(explanation.num_images, 'picture')}, {fmt.number(explanation.img_per_s)} img/s over all of the time"
+    unknown = explanation.coverage and not explanation.num_images
+    facts.add_row("work", f"{fmt.plural(explanation.steps, 'step')}{' that its output tells' if unknown else speed}")
+    if explanation.price_range is not None and explanation.price_range.currency:  # who gave a price knows it
+        price_text = format_cost((explanation.price_range.low, explanation.price_range.high))
+        facts.add_row(
+            "price",
+            plain_text(
+                f"{price_text} {explanation.price_range.currency} per device-hour: {explanation.price_range.source}"
+            ),
+        )
+    for tier, status in explanation.coverage.items():
+        facts.add_row("seen", plain_text(f"{tier}: {status}"))
     return facts
 
 
-def _phases(why: Why) -> RenderableType:
-    money = why.rate is not None
-    numbers = ("device time", "share", *(["cost"] if money else []))
-    made = table("phase", *numbers, "", right=range(1, 1 + len(numbers)))
-    for name, row in why.lines():
-        paid = [cost(why.cost(row.device_s))] if money else []
-        made.add_row(name, fmt.duration(row.device_s), fmt.share(row.share), *paid, plain_text(row.meaning, "dim"))
-    total = [cost(why.cost(why.device_s))] if money else []
-    made.add_row("total", fmt.duration(why.device_s), "100 %", *total, "")
-    return made
+def _phases(explanation: RunExplanation) -> RenderableType:
+    has_price = explanation.price_range is not None
+    numbers = ("device time", "share", *(["cost"] if has_price else []))
+    rendered = table("phase", *numbers, "", right=range(1, 1 + len(numbers)))
+    for name, row in explanation.rows():
+        cost_cell = [format_cost(explanation.cost(row.device_s))] if has_price else []
+        rendered.add_row(
+            name, fmt.duration(row.device_s), fmt.percentage(row.fraction), *cost_cell, plain_text(row.meaning, "dim")
+        )
+    total = [format_cost(explanation.cost(explanation.device_s))] if has_price else []
+    rendered.add_row("total", fmt.duration(explanation.device_s), "100 %", *total, "")
+    return rendered
 
 
-def _verdict(why: Why) -> Iterator[str]:
-    if why.productive_share is None:
+def _verdict(explanation: RunExplanation) -> Iterator[str]:
+    if explanation.productive_fraction is None:
         yield "How much of the time the device trained is not known: no clock was inside the job."
         return
-    productive = f"The device trained {fmt.share(why.productive_share)} of the time."
-    loss = why.largest_loss
+    productive = f"The device trained {fmt.percentage(explanation.productive_fraction)} of the time."
+    loss = explanation.largest_loss
     if loss is None:
         yield productive
         return
-    paid = f", cost {cost(why.cost(loss.device_s))}" if why.rate is not None else ""
-    yield (f"{productive} The largest loss is {loss.phase}: {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}"
-           f"{paid} ({loss.meaning}).")  # fmt: skip
+    cost_text = f", cost {format_cost(explanation.cost(loss.device_s))}" if explanation.price_range is not None else ""
+    yield (f"{productive} The largest loss is {loss.phase}: {fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}"
+           f"{cost_text} ({loss.meaning}).")  # fmt: skip
 
 
-def _findings(why: Why) -> Iterator[RenderableType]:
-    if not why.findings:
+def _findings(explanation: RunExplanation) -> Iterator[RenderableType]:
+    if not explanation.findings:
         yield "No rule of the diagnosis found more than that."
         return
-    for finding in why.findings[:FINDINGS_SHOWN]:
+    for finding in explanation.findings[:MAX_FINDINGS]:
         yield ""
-        yield from finding_lines(finding, why.cost(finding.lost_device_s))
-    more = len(why.findings) - FINDINGS_SHOWN
+        yield from finding_lines(finding, explanation.cost(finding.lost_device_s))
+    more = len(explanation.findings) - MAX_FINDINGS
     if more > 0:
         yield ""
-        yield plain_text(f"{more} more: stoker why {why.run} --json")
+        yield plain_text(f"{more} more: stoker why {explanation.run} --json")
 
 
-def finding_lines(finding: Finding, money: tuple[float, float] | None = None) -> Iterator[RenderableType]:
+def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:
     """A finding: what, what it cost, each number with its place, the fix, how sure it is."""
-    paid = f", cost {cost(money)}" if money is not None else ""
-    lost = f" ({fmt.duration(finding.lost_device_s)} lost{paid})" if finding.lost_device_s is not None else ""
+    cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
+    lost = f" ({fmt.duration(finding.lost_device_s)} lost{cost_text})" if finding.lost_device_s is not None else ""
     style = "bold red" if finding.severity == "critical" else "bold yellow" if finding.severity == "warning" else "bold"
     yield Text.assemble((f"{finding.severity}: ", style), (finding.title, "bold"), lost)
-    yield from map(_evidence, finding.evidence)
-    command = unsaid_command(finding)
+    yield from map(_evidence_line, finding.evidence)
+    command = extra_command(finding)
     yield indented(f"fix: {finding.fix}" + (f" ({command})" if command else ""))
     if finding.confidence is not None:
-        yield indented(f"confidence: {fmt.share(finding.confidence)}")
-    if finding.verified:
-        yield indented(f"verified: {finding.verified}")
+        yield indented(f"confidence: {fmt.percentage(finding.confidence)}")
+    if finding.probe_result:
+        yield indented(f"verified: {finding.probe_result}")
 
 
-def unsaid_command(finding: Finding) -> str | None:
+def extra_command(finding: Finding) -> str | None:
     """The command of a finding, where the words of its fix do not have it already."""
     return finding.command if finding.command and finding.command not in finding.fix else None
 
@@ -131,17 +148,17 @@ def indented(text: str) -> RenderableType:
     return Padding(plain_text(text), (0, 0, 0, 2), expand=False)
 
 
-def _evidence(one: Evidence) -> RenderableType:
-    return indented(one.text + (f"  [{one.place}]" if one.place else ""))
+def _evidence_line(evidence: Evidence) -> RenderableType:
+    return indented(evidence.text + (f"  [{evidence.source}]" if evidence.source else ""))
 
 
-def _advice(advice: list[Sizing]) -> Iterator[RenderableType]:
+def _advice(advice: list[SizingAdvice]) -> Iterator[RenderableType]:
     if advice:
         yield ""
         yield Text("Advice on the machine", "bold")
-    for one in advice:
-        yield plain_text(f"{one.title}: {one.fix}")
-        yield from map(_evidence, one.evidence)
+    for sizing in advice:
+        yield plain_text(f"{sizing.title}: {sizing.fix}")
+        yield from map(_evidence_line, sizing.evidence)
 
 
 def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:
@@ -149,24 +166,24 @@ def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:
         return
     yield ""
     yield Text("Experiments", "bold")
-    made = table("changed", "img/s before", "after", "ratio", "90 % interval", right=(1, 2, 3))
-    for row in experiments(probes):
-        made.add_row(*map(plain_text, row))
-    yield made
+    rendered = table("changed", "img/s before", "after", "ratio", "90 % interval", right=(1, 2, 3))
+    for row in probe_rows(probes):
+        rendered.add_row(*map(plain_text, row))
+    yield rendered
 
 
-def experiments(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
+def probe_rows(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
     """Rows: what was changed, pictures/s before and after, their ratio, its interval or why there is none."""
-    for one in probes:
-        what = PROBE_WORDS.get(one.what, one.what)
-        if one.reason:
-            yield what, "", "", "", f"not measured: {one.reason}"
+    for probe in probes:
+        label = PROBE_LABELS.get(probe.probe, probe.probe)
+        if probe.reason:
+            yield label, "", "", "", f"not measured: {probe.reason}"
             continue
-        unclear = " (unclear)" if one.ratio_low < 1 < one.ratio_high else ""
-        interval = f"{one.ratio_low:.2f} … {one.ratio_high:.2f}{unclear}, {fmt.plural(one.steps, 'step')} each"
-        yield (what, fmt.number(one.before_img_per_s), fmt.number(one.after_img_per_s), f"{one.ratio:.2f}",
-               interval + (", by itself" if one.automatic else ""))  # fmt: skip
+        unclear = " (unclear)" if probe.ratio_low < 1 < probe.ratio_high else ""
+        interval = f"{probe.ratio_low:.2f} … {probe.ratio_high:.2f}{unclear}, {fmt.plural(probe.steps, 'step')} each"
+        yield (label, fmt.number(probe.before_img_per_s), fmt.number(probe.after_img_per_s), f"{probe.ratio:.2f}",
+               interval + (", by itself" if probe.automatic else ""))  # fmt: skip
 
 
-def _places(why: Why) -> RenderableType:
-    return plain_text(f"evidence: {', '.join(why.places)} in {why.run}", "dim")
+def _sources_line(explanation: RunExplanation) -> RenderableType:
+    return plain_text(f"evidence: {', '.join(explanation.evidence_paths)} in {explanation.run}", "dim")

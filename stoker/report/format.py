@@ -27,7 +27,7 @@ def metric(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3f}"
 
 
-def share(value: float | None) -> str:
+def percentage(value: float | None) -> str:
     """A share of 0 … 1 in percent: 61 %, 4.2 %, 0.03 %; what is there is never shown as 0 %, nor a part as 100 %."""
     if value is None:
         return MISSING
@@ -79,7 +79,7 @@ def memory(used_bytes: float, total_bytes: float) -> str:
     return f"{used_bytes / unit:.1f} of {total_bytes / unit:.1f} {name}"
 
 
-def money(value: float | None) -> str:
+def cost(value: float | None) -> str:
     """In the currency of the price: 12.30, 0.0042; of a few seconds <0.0001."""
     if value is None:
         return MISSING
@@ -88,6 +88,6 @@ def money(value: float | None) -> str:
     return f"{value:,.2f}" if value >= 0.095 or value <= 0 else f"{value:.2g}"
 
 
-def plural(value: int, noun: str, many: str | None = None) -> str:
+def plural(value: int, noun: str, plural_form: str | None = None) -> str:
     """1 step, 2 steps, 3 boxes (where `many` says so)."""
-    return f"{value:,} {noun if value == 1 else many or noun + 's'}"
+    return f"{value:,} {noun if value == 1 else plural_form or noun + 's'}"

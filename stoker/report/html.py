@@ -17,17 +17,17 @@ from stoker.report.page import results, run_sections
 from stoker.report.page import runs_summary as fleet_page
 from stoker.report.page.charts import Charts
 from stoker.report.page.markup import Child, Markup, code, join, tag
-from stoker.report.run_report import Report, collect
-from stoker.report.runs_summary import Fleet
+from stoker.report.run_report import RunReport, collect
+from stoker.report.runs_summary import RunsSummary
 from stoker.runs.records import REPORT
-from stoker.storage.local_files import write_whole
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.local_files import write_atomic
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 _POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'"
 )
-FLEET_REPORT = "runs-report.html"
+RUNS_REPORT = "runs-report.html"
 SECTIONS = (
     ("summary", "Summary"),
     ("results", "Results"),
@@ -40,84 +40,89 @@ SECTIONS = (
     ("environment", "Environment"),
     ("events", "Events"),
 )
-OURS = frozenset({"results", "pictures", "settings"})
+NATIVE_RUN_SECTIONS = frozenset({"results", "pictures", "settings"})
 """Sections of which jobs of others record nothing."""
 
 
-def write_report(run: str | Path, out: Path | None = None, *, price: float | None = None) -> Path:
+def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
     """Writes the page of a run, live or not, into its folder or to `out`; returns where it is. That of a run in a
     bucket is NAME-report.html in the current folder: whoever looks at a run changes nothing there.
 
     Raises UsageError when there is no such run, StorageError when the page cannot be written.
     """
-    page = render(collect(run, price))
-    path = out or _default(str(run))
+    page = render(collect(run, price_per_device_hour))
+    path = out or _default_path(str(run))
     with writing("The report cannot be written.", path, fix="name another file: --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, page.encode())
+        write_atomic(path, page.encode())
     return path
 
 
-def write_fleet(fleet: Fleet, out: Path | None = None) -> Path:
+def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
     """Writes the page of many runs into their folder, `runs-report.html`, or to `out`; of a bucket into the current
     folder. Raises StorageError when it cannot be written."""
-    folder = expand(fleet.folder)
-    path = out or (Path(FLEET_REPORT) if is_address(folder) else Path(folder) / FLEET_REPORT)
+    folder = expand_variables(runs_summary.folder)
+    path = out or (Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT)
     with writing("The report cannot be written.", path, fix="name another file: --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, render_fleet(fleet).encode())
+        write_atomic(path, render_runs_summary(runs_summary).encode())
     return path
 
 
-def _default(run: str) -> Path:
-    run = expand(run)
-    return Path(f"{parse(run).name}-{REPORT}") if is_address(run) else Path(run) / REPORT
+def _default_path(run: str) -> Path:
+    run = expand_variables(run)
+    return Path(f"{parse_uri(run).name}-{REPORT}") if is_uri(run) else Path(run) / REPORT
 
 
-def report_as_json(report: Report) -> str:
+def report_as_json(report: RunReport) -> str:
     """The same facts as one JSON document; the schema is `facts.Report`."""
     return msgspec.json.encode(report).decode()
 
 
-def render(report: Report) -> str:
+def render(report: RunReport) -> str:
     """The page. That of a job of others has no scores, pictures and settings, as nothing of them is recorded."""
     charts = Charts()
-    bar = run_sections.time_bar(report)
-    sections = [(name, title) for name, title in SECTIONS if report.ours or name not in OURS]
+    time_bar = run_sections.time_bar(report)
+    sections = [(name, title) for name, title in SECTIONS if report.is_native_run or name not in NATIVE_RUN_SECTIONS]
     body = join(
         tag("a", f"Skip to {sections[1][1].lower()}", href=f"#{sections[1][0]}", class_="skip"),
         _navigation(sections),
         tag(
             "main",
             results.head(report),
-            results.summary(report, bar),
+            results.summary(report, time_bar),
             _missing(report.missing),
-            [results.scores(report, charts), results.pictures(report)] if report.ours else None,
+            [results.scores(report, charts), results.images(report)] if report.is_native_run else None,
             results.curves(report, charts),
             run_sections.times(report, charts),
             run_sections.machine(report, charts),
             run_sections.data(report),
-            run_sections.settings(report) if report.ours else None,
+            run_sections.settings(report) if report.is_native_run else None,
             run_sections.environment(report),
             run_sections.events(report),
-            _foot(report),
+            _footer(report),
         ),
     )
     return document(report.run, body, charts)
 
 
-def render_fleet(fleet: Fleet) -> str:
+def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     charts = Charts()
-    same = code(f"stoker why --all {fleet.folder} --json")
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    foot = tag("footer", f"Made by stoker {metadata.version('stoker')} at {made}. The same as data: ", same, ".")
+    json_command = code(f"stoker why --all {runs_summary.folder} --json")
+    generated_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    footer = tag(
+        "footer",
+        f"Made by stoker {metadata.version('stoker')} at {generated_at}. The same as data: ",
+        json_command,
+        ".",
+    )
     body = join(
         tag("a", "Skip to the causes", href="#causes", class_="skip"),
         _navigation(fleet_page.SECTIONS),
-        tag("main", fleet_page.main(fleet, charts), foot),
+        tag("main", fleet_page.main(runs_summary, charts), footer),
     )
-    return document(fleet.folder, body, charts)
+    return document(runs_summary.folder, body, charts)
 
 
 def document(name: str, body: Markup, charts: Charts) -> str:
@@ -133,7 +138,7 @@ def document(name: str, body: Markup, charts: Charts) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             title,
-            f"<style>\n{_file('style.css')}</style>",
+            f"<style>\n{_read_asset('style.css')}</style>",
             "</head>",
             f"<body>\n{body}",
             script(charts),
@@ -153,15 +158,18 @@ def _missing(sentences: list[str]) -> Markup | None:
     if not sentences:
         return None
     return tag(
-        "aside", tag("b", "What this page lacks"), tag("ul", [tag("li", one) for one in sentences]), class_="missing"
+        "aside",
+        tag("b", "What this page lacks"),
+        tag("ul", [tag("li", sentence) for sentence in sentences]),
+        class_="missing",
     )
 
 
-def _foot(report: Report) -> Markup:
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.made_t))
+def _footer(report: RunReport) -> Markup:
+    generated_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.generated_t))
     return tag(
         "footer",
-        f"Made by stoker {report.stoker} at {made} from ",
+        f"Made by stoker {report.stoker_version} at {generated_at} from ",
         code(report.run),
         ". The same as data: ",
         code(f"stoker report {report.run} --json"),
@@ -177,18 +185,18 @@ def script(charts: Charts) -> str:
 
     # < ends no script element early, whatever a class is called; plotly's own text has no such end (a test looks)
     data = json.dumps(charts.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
-    needs_script = tag(
+    noscript = tag(
         "noscript", tag("p", "The charts need JavaScript; all other numbers and pictures do not.", class_="missing")
     )
     return "\n".join(
         (
-            needs_script,
+            noscript,
             f'<script type="application/json" id="charts">{data}</script>',
             f"<script>{get_plotlyjs()}</script>",
-            f"<script>\n{_file('page.js')}</script>",
+            f"<script>\n{_read_asset('page.js')}</script>",
         )
     )
 
 
-def _file(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (resources.files("stoker.report.page") / name).read_text(encoding="utf-8")

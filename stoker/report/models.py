@@ -11,24 +11,24 @@ import msgspec
 
 from stoker.errors import ConfigError, nearest
 from stoker.report import format as fmt
-from stoker.report.console import plain_text, print_parts, table
+from stoker.report.console import plain_text, print_renderables, table
 
 FILE = Path(__file__).with_name("models.json")
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A row of MODELS, as data."""
 
     name: str
-    what_for: str
+    use_case: str
     parameters: int
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width of which the following three are; the canvas of a run follows its data."""
     gflop: float
     training_gflop: float
     memory_gib: float
     recipe: str
-    batch: int
+    batch_size: int
     """Of the recipe."""
     weights: dict[str, str]
     """Pretrained weights and their addresses: coco, imagenet."""
@@ -36,11 +36,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that belong to it: default and its reason."""
 
 
-def read_models() -> list[Model]:
-    return msgspec.json.decode(FILE.read_bytes(), type=list[Model])
+def read_models() -> list[ModelInfo]:
+    return msgspec.json.decode(FILE.read_bytes(), type=list[ModelInfo])
 
 
-def find(name: str) -> Model:
+def find_model(name: str) -> ModelInfo:
     """Raises ConfigError with the valid names."""
     models = {model.name: model for model in read_models()}
     if name not in models:
@@ -53,24 +53,26 @@ def find(name: str) -> Model:
 
 def as_json(name: str | None) -> str:
     """All models, or the one called `name`."""
-    return msgspec.json.encode(read_models() if name is None else find(name)).decode()
+    return msgspec.json.encode(read_models() if name is None else find_model(name)).decode()
 
 
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:
     """A line for each, the one with the least work first."""
-    lines = table("model", "params", "canvas", "GFLOP", "training", "memory", "weights", "for", right=(1, 2, 3, 4, 5))
-    for model in sorted(read_models(), key=lambda some: some.gflop):
-        lines.add_row(
+    rendered = table(
+        "model", "params", "canvas", "GFLOP", "training", "memory", "weights", "for", right=(1, 2, 3, 4, 5)
+    )
+    for model in sorted(read_models(), key=lambda m: m.gflop):
+        rendered.add_row(
             model.name,
             f"{model.parameters / 1e6:.1f} M",
-            str(model.canvas[0]),
+            str(model.image_size[0]),
             fmt.number(model.gflop),
             fmt.number(model.training_gflop),
-            memory(model),
+            format_memory(model),
             " ".join(model.weights) or "none",
-            model.what_for,
+            model.use_case,
         )
-    print_parts([lines, plain_text(LEGEND)], file, width=width)
+    print_renderables([rendered, plain_text(LEGEND)], file, width=width)
 
 
 LEGEND = """
@@ -78,39 +80,39 @@ GFLOP: of a picture, found in and trained on. memory: predicted peak of a traini
 `stoker models NAME` shows one in full; `stoker train DATA --model NAME` trains it."""
 
 
-def memory(model: Model) -> str:
+def format_memory(model: ModelInfo) -> str:
     """4.2 GiB / 16."""
-    return f"{model.memory_gib:.2g} GiB / {model.batch}"
+    return f"{model.memory_gib:.2g} GiB / {model.batch_size}"
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:
     """One in full: what it costs, its settings with their reasons, where its weights come from."""
-    model = find(name)
+    model = find_model(name)
     facts = table("", "", header=False)
-    for what, value in (
-        ("for", model.what_for),
+    for label, value in (
+        ("for", model.use_case),
         ("parameters", f"{fmt.count(model.parameters)} with 80 classes"),
-        ("operations", f"{fmt.number(model.gflop)} GFLOP a picture of {_sides(model)}; "
+        ("operations", f"{fmt.number(model.gflop)} GFLOP a picture of {_format_size(model)}; "
                        f"{fmt.number(model.training_gflop)} in training"),
-        ("memory", f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch} such pictures in bf16"),
-        ("recipe", f"{model.recipe}, a batch of {model.batch}"),
-        *((f"{kind} weights", address) for kind, address in model.weights.items()),
+        ("memory", f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch_size} such pictures in bf16"),
+        ("recipe", f"{model.recipe}, a batch of {model.batch_size}"),
+        *((f"{kind} weights", uri) for kind, uri in model.weights.items()),
     ):  # fmt: skip
-        facts.add_row(what, value)
+        facts.add_row(label, value)
     if not model.weights:
         facts.add_row("weights", "none: it is trained from scratch")
-    own = table("setting", "default", "why")
+    settings_table = table("setting", "default", "why")
     for setting, (value, reason) in model.settings.items():
-        own.add_row("--" + setting.replace("_", "-"), shown(value), reason)
-    print_parts([plain_text(model.name, "bold"), facts, plain_text(""), own], file, width=width)
+        settings_table.add_row("--" + setting.replace("_", "-"), format_default(value), reason)
+    print_renderables([plain_text(model.name, "bold"), facts, plain_text(""), settings_table], file, width=width)
 
 
-def _sides(model: Model) -> str:
-    return f"{model.canvas[1]}x{model.canvas[0]}"
+def _format_size(model: ModelInfo) -> str:
+    return f"{model.image_size[1]}x{model.image_size[0]}"
 
 
-def shown(value: object) -> str:
+def format_default(value: object) -> str:
     """A default as it is written on the command line."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(shown, value))
+        return " ".join(map(format_default, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)

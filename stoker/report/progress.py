@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stoker.report.console import can_move, make_console
+from stoker.report.console import make_console, supports_cursor
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a bar on stderr while the block runs. Gives a function of (done, of how many)."""
-    if not can_move(sys.stderr):
+    if not supports_cursor(sys.stderr):
         yield lambda _done, _all: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -17,17 +17,17 @@ from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation, read_evaluation
 from stoker.evaluation.metrics import Metrics
 from stoker.report.advice import Advice, advise
-from stoker.report.explain import Why, gather, open_records
-from stoker.report.series import Bins, Series, ShareBins, Shares
-from stoker.report.timeline import Mark, marks
+from stoker.report.explain import RunExplanation, explain_run, open_records
+from stoker.report.series import Bins, FractionBins, FractionSeries, Series
+from stoker.report.timeline import TimelineMark, collect_marks
 from stoker.runs import records
 from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
-from stoker.storage.run_uri import shown
+from stoker.storage.run_uri import display_path
 
-EVENTS_KEPT, QUARANTINED_KEPT = 300, 100
+MAX_EVENTS, MAX_QUARANTINED = 300, 100
 """Of long lists, the first and the last half of so many are kept; how many there were is said."""
 Kept = TypeVar("Kept")
-GAP_S = 10.0
+MAX_SAMPLE_GAP_S = 10.0
 """Samples further apart are not joined by a line: nobody looked in between."""
 
 
@@ -41,7 +41,7 @@ class Setting(msgspec.Struct, kw_only=True):
     """Why stoker chose it; None: the user set it."""
 
 
-class Scored(msgspec.Struct, kw_only=True):
+class EvalResult(msgspec.Struct, kw_only=True):
     """An evaluation of the run."""
 
     step: int
@@ -58,180 +58,184 @@ class Restart(msgspec.Struct, kw_only=True):
     t: float
     after_s: float
     """Seconds since the beginning of the run."""
-    ended: str
+    previous_end: str
     """How the attempt before ended: preempted, failed, or killed."""
 
 
-class Report(msgspec.Struct, kw_only=True):
+class RunReport(msgspec.Struct, kw_only=True):
     """All of it. Times in `machine` and `phases` are seconds since `start_t`, places in `curves` are steps."""
 
-    stoker: str
+    stoker_version: str
     """Version that made this report."""
-    made_t: float
+    generated_t: float
     run: str
-    ours: bool
+    is_native_run: bool
     """A training of stoker's own; else a job that it watched or a loop that it measured: nothing is scored there."""
     model: str | None
     data: str | None
     start_t: float | None
-    why: Why
+    explanation: RunExplanation
     missing: list[str]
     """What this report lacks and why, in sentences."""
     advice: list[Advice]
     """What to do next, the most urgent first."""
-    scored: list[Scored]
+    eval_history: list[EvalResult]
     evaluation: Evaluation | None
     restarts: list[Restart]
     curves: dict[str, Series]
     """Name → by step: `loss/…` for each part of it, `rate`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
-    phases: Shares
-    marks: list[Mark]
+    phases: FractionSeries
+    marks: list[TimelineMark]
     """Where on the time line findings and events lie."""
     machine: dict[str, Series]
     """Name → by time, as `gpu 0/utilisation`, `cpu/mean`, `memory/process`."""
     settings: list[Setting]
     environment: dict[str, Any]
     events: list[Event]
-    events_left_out: int
+    events_omitted: int
     quarantined: list[Quarantined]
-    quarantined_left_out: int
+    quarantined_omitted: int
 
     @property
-    def best(self) -> Scored | None:
+    def best(self) -> EvalResult | None:
         """The first evaluation with the highest AP: its weights are what `eval`, `predict` and `export` use."""
-        return max(self.scored, key=lambda one: one.metrics.ap or 0.0, default=None)
+        return max(self.eval_history, key=lambda result: result.metrics.ap or 0.0, default=None)
 
 
-def collect(run: str | Path, price: float | None = None) -> Report:
+def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunReport:
     """Reads a run. price: as for `why.gather`. Raises UsageError when there is no such run."""
     path = open_records(run)
-    why = gather(path, price)
+    explanation = explain_run(path, price_per_device_hour)
     missing: list[str] = []
     events = list(records.read_lines(path, records.EVENTS, Event))
-    start_t = _start(path, events)
-    settings = settings_of(path)
-    ours = not any("watched" in event.data or "measured" in event.data for event in events)
-    if ours and not (path / records.CONFIG).exists():
+    start_t = _start_time(path, events)
+    settings = read_settings_rows(path)
+    is_native_run = not any("watched" in event.data or "measured" in event.data for event in events)
+    if is_native_run and not (path / records.CONFIG).exists():
         missing.append(f"The settings are not known: {records.CONFIG} is not there.")
-    values = {one.name: one.value for one in settings}
-    scored = _evaluations(events, path)
-    evaluation = _evaluation(path, missing, bool(scored)) if ours else None
+    values = {entry.name: entry.value for entry in settings}
+    eval_history = _read_eval_history(events, path)
+    evaluation = _read_final_evaluation(path, missing, bool(eval_history)) if is_native_run else None
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
-    curves, phases = _steps(path, missing, start_t or 0.0)
-    machine = _machine(path, missing, start_t or 0.0)
-    kept_events = _ends([event for event in events if event.kind != "evaluated"], EVENTS_KEPT)
-    kept_quarantined = _ends(quarantined, QUARANTINED_KEPT)
-    missing += [f"Of the job, {tier}: {said}." for tier, said in why.watched.items() if said.startswith("not ")]
-    report = Report(
-        stoker=metadata.version("stoker"),
-        made_t=time.time(),
-        run=shown(path),
-        ours=ours,
+    curves, phases = _step_curves(path, missing, start_t or 0.0)
+    machine = _machine_curves(path, missing, start_t or 0.0)
+    kept_events = _truncate_middle([event for event in events if event.kind != "evaluated"], MAX_EVENTS)
+    kept_quarantined = _truncate_middle(quarantined, MAX_QUARANTINED)
+    missing += [
+        f"Of the job, {tier}: {status}." for tier, status in explanation.coverage.items() if status.startswith("not ")
+    ]
+    report = RunReport(
+        stoker_version=metadata.version("stoker"),
+        generated_t=time.time(),
+        run=display_path(path),
+        is_native_run=is_native_run,
         model=values.get("model"),
         data=Path(values["data"]).name if "data" in values else None,
         start_t=start_t,
-        why=why,
+        explanation=explanation,
         missing=missing,
         advice=[],
-        scored=scored,
+        eval_history=eval_history,
         evaluation=evaluation,
         restarts=_restarts(events, start_t or 0.0),
         curves=curves,
         phases=phases,
-        marks=marks(why.findings, events, phases, machine, start_t or 0.0),
+        marks=collect_marks(explanation.findings, events, phases, machine, start_t or 0.0),
         machine=machine,
         settings=settings,
         environment=_environment(path, missing),
         events=kept_events,
-        events_left_out=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
+        events_omitted=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
         quarantined=kept_quarantined,
-        quarantined_left_out=len(quarantined) - len(kept_quarantined),
+        quarantined_omitted=len(quarantined) - len(kept_quarantined),
     )
-    report.advice = advise(why, [one.metrics.ap for one in scored], evaluation, events)
+    report.advice = advise(explanation, [entry.metrics.ap for entry in eval_history], evaluation, events)
     return report
 
 
-def _start(path: Path, events: list[Event]) -> float | None:
+def _start_time(path: Path, events: list[Event]) -> float | None:
     """When the run began, Unix time: the first window reaches back to the start of the process, before any event."""
-    first = next(records.read_lines(path, records.STEPS, StepWindow), None)
-    times = [event.t for event in events[:1]] + ([] if first is None else [first.t - first.wall_s])
+    first_window = next(records.read_lines(path, records.STEPS, StepWindow), None)
+    times = [event.t for event in events[:1]] + ([] if first_window is None else [first_window.t - first_window.wall_s])
     return min(times, default=None)
 
 
-def _evaluations(events: list[Event], path: Path) -> list[Scored]:
+def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
     """Ascending in step: those of steps that a kill lost are replaced when the steps are done again."""
-    kept: list[Scored] = []
+    results: list[EvalResult] = []
     for event in events:
         if event.kind == "evaluated" and "metrics" in event.data:
-            one = _scored(event, path)
-            while kept and kept[-1].step >= one.step:
-                kept.pop()
-            kept.append(one)
-    return kept
+            result = _parse_evaluation(event, path)
+            while results and results[-1].step >= result.step:
+                results.pop()
+            results.append(result)
+    return results
 
 
-def _scored(event: Event, path: Path) -> Scored:
+def _parse_evaluation(event: Event, path: Path) -> EvalResult:
     try:
         metrics = msgspec.convert(event.data["metrics"], Metrics)
     except msgspec.ValidationError as error:
         raise UsageError(
             "An evaluation of the run is not what this stoker writes.",
-            place=f"{path / records.EVENTS}: evaluated at step {event.step}",
+            location=f"{path / records.EVENTS}: evaluated at step {event.step}",
             cause=str(error),
             fix=f"read the run with the version of stoker that {records.ENVIRONMENT} beside it names",
         ) from error
-    return Scored(step=event.step or 0, t=event.t, metrics=metrics)
+    return EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
 
 
-def _evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:
+def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:
     try:
-        found = read_evaluation(path)
+        evaluation = read_evaluation(path)
     except UsageError as error:
         missing.append(f"{error.what} ({error.cause}) Curves, mistakes and pictures are left out.")
         return None
-    if found is None:
-        why = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
+    if evaluation is None:
+        reason = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
         missing.append(
-            f"No precision-recall curves, mistakes and pictures: {records.EVALUATION} is not there, because {why}."
+            f"No precision-recall curves, mistakes and pictures: {records.EVALUATION} is not there, because {reason}."
         )
-    return found
+    return evaluation
 
 
-def _steps(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], Shares]:
+def _step_curves(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], FractionSeries]:
     curves: dict[str, Bins] = {}
-    phases = ShareBins()
+    phases = FractionBins()
     for window in records.read_lines(path, records.STEPS, StepWindow):
         phases.add(window.t - window.wall_s - start_t, window.t - start_t, window.phases)
-        if not window.steps:
+        if not window.window_steps:
             continue
         values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
-        values |= {"rate": window.rate, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
-        if window.wall_s > 0 and window.pictures:  # none: a watched job that does not tell them
-            values["img_per_s"] = window.pictures / window.wall_s
+        values |= {"rate": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
+        if window.wall_s > 0 and window.num_images:  # none: a watched job that does not tell them
+            values["img_per_s"] = window.num_images / window.wall_s
         for name, value in values.items():
             if value is not None:
                 curves.setdefault(name, Bins()).add(window.step, value)
     if not curves:
         missing.append("No curves of the training: no optimizer step is recorded.")
-    return {name: bins.series() for name, bins in curves.items()}, phases.shares()
+    return {name: bins.series() for name, bins in curves.items()}, phases.fraction_series()
 
 
-def _machine(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
+def _machine_curves(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
     curves: dict[str, Bins] = {}
     for sample in records.read_lines(path, records.DEVICES, DeviceSample):
-        for name, value in _values(sample).items():
+        for name, value in _sample_values(sample).items():
             if value is not None:
                 curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
     if not curves:
         missing.append(f"Nothing is known of GPUs and host: {records.DEVICES} has no line.")
-    return {name: bins.series(gap=GAP_S) for name, bins in curves.items()}
+    return {name: bins.series(max_gap=MAX_SAMPLE_GAP_S) for name, bins in curves.items()}
 
 
-def _values(sample: DeviceSample) -> dict[str, float | None]:
+def _sample_values(sample: DeviceSample) -> dict[str, float | None]:
     """What a sample says, by the name of its curve."""
     values: dict[str, float | None] = {
-        "cpu/mean": sum(sample.cpu) / len(sample.cpu) if sample.cpu else None,
-        "cpu/busiest core": max(sample.cpu, default=None),
+        "cpu/mean": sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
+        if sample.cpu_core_utilization
+        else None,
+        "cpu/busiest core": max(sample.cpu_core_utilization, default=None),
         "cpu/this process, cores": sample.process_cpu,
         "memory/process": sample.rss_bytes,
         "memory/used": sample.memory_used_bytes,
@@ -244,7 +248,7 @@ def _values(sample: DeviceSample) -> dict[str, float | None]:
     for gpu in sample.gpus:
         name = f"gpu {gpu.index}"
         values |= {
-            f"{name}/utilisation": gpu.utilisation,
+            f"{name}/utilisation": gpu.utilization,
             f"{name}/SM active": gpu.sm_active,
             f"{name}/memory": gpu.memory_used_bytes,
             f"{name}/memory of the GPU": gpu.memory_total_bytes,
@@ -259,40 +263,46 @@ def _values(sample: DeviceSample) -> dict[str, float | None]:
 def _restarts(events: list[Event], start_t: float) -> list[Restart]:
     """The later attempts; their first step is that of their first event that has one, else that of the last save."""
     restarts = []
-    saved = 0
-    ended = "killed"
+    last_saved_step = 0
+    previous_end = "killed"
     for event in events:
         if event.kind == "resumed":
             restarts.append(
-                Restart(attempt=event.attempt, step=saved, t=event.t, after_s=event.t - start_t, ended=ended)
+                Restart(
+                    attempt=event.attempt,
+                    step=last_saved_step,
+                    t=event.t,
+                    after_s=event.t - start_t,
+                    previous_end=previous_end,
+                )
             )
-            ended = "killed"
+            previous_end = "killed"
         elif event.kind == "checkpoint" and event.step is not None:
-            saved = event.step
+            last_saved_step = event.step
         elif event.kind in ("preempted", "failed"):
-            ended = event.kind
+            previous_end = event.kind
     return restarts
 
 
-def settings_of(path: Path) -> list[Setting]:
+def read_settings_rows(path: Path) -> list[Setting]:
     """Of a run; empty where it has none. Read without a schema: a run of another version has its own settings."""
     sections = records.read_settings(path) or {}
     reasons = sections.pop("reasons", {})
     return [
-        Setting(section=section, name=name, value=_shown(value), reason=reasons.get(name))
+        Setting(section=section, name=name, value=_format_value(value), reason=reasons.get(name))
         for section, values in sections.items()
         if isinstance(values, dict)
         for name, value in values.items()
     ]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return " ".join(_shown(item) for item in value)
+        return " ".join(_format_value(item) for item in value)
     return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", str(value))
 
 
@@ -302,14 +312,14 @@ def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
         missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} is not there.")
         return {}
     try:
-        found = json.loads(file.read_bytes())
+        environment = json.loads(file.read_bytes())
     except ValueError as error:
-        found = error
-    if not isinstance(found, dict):
-        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({found}).")
+        environment = error
+    if not isinstance(environment, dict):
+        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({environment}).")
         return {}
-    return found
+    return environment
 
 
-def _ends(lines: list[Kept], most: int) -> list[Kept]:
-    return lines if len(lines) <= most else lines[: most // 2] + lines[-(most - most // 2) :]
+def _truncate_middle(items: list[Kept], max_items: int) -> list[Kept]:
+    return items if len(items) <= max_items else items[: max_items // 2] + items[-(max_items - max_items // 2) :]

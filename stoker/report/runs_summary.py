@@ -13,35 +13,35 @@ from pathlib import Path
 import msgspec
 
 from stoker.diagnosis import rules
-from stoker.diagnosis.failure_signatures import DEATHS
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
 from stoker.errors import StokerError, UsageError
 from stoker.hardware.prices import Price
 from stoker.report.explain import (
-    MEANINGS,
-    last_sign,
+    PHASE_MEANINGS,
+    compute_productive_fraction,
+    is_external_job,
+    last_record_time,
     open_records,
-    productive_share,
-    rate_of,
     read_environment,
-    state_of,
-    was_watched,
+    read_run_state,
+    resolve_price,
 )
 from stoker.runs import records
 from stoker.runs.schemas import Event, Finding, StepWindow
-from stoker.storage.run_uri import shown
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.run_uri import display_path
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-WORST = 10
-DAMAGED_KEPT = 50
-EXAMPLES = 3
+MAX_WORST_RUNS = 10
+MAX_UNREADABLE = 50
+MAX_EXAMPLES = 3
 """Runs that are named beside a cause of death."""
-DAMAGE = (StokerError, OSError, ValueError, TypeError, AttributeError, KeyError, msgspec.MsgspecError)
+READ_ERRORS = (StokerError, OSError, ValueError, TypeError, AttributeError, KeyError, msgspec.MsgspecError)
 """What reading damaged records, or those of another version, raises."""
-MARKS = (records.EVENTS, records.STEPS, records.DEVICES)
+RUN_MARKER_FILES = (records.EVENTS, records.STEPS, records.DEVICES)
 """A folder that has one of these is a run."""
 
 
-class Money(msgspec.Struct, kw_only=True):
+class Cost(msgspec.Struct, kw_only=True):
     """From `low` to `high`: some prices are known by the kind of GPU alone."""
 
     low: float = 0.0
@@ -49,13 +49,13 @@ class Money(msgspec.Struct, kw_only=True):
     runs: int = 0
     """That it is of; the price of the others is not known, so with 0 nothing is."""
 
-    def add(self, rate: Price | None, device_s: float) -> None:
-        if rate is not None:
-            low, high = rate.cost(device_s)
+    def add(self, price_range: Price | None, device_s: float) -> None:
+        if price_range is not None:
+            low, high = price_range.cost(device_s)
             self.low, self.high, self.runs = self.low + low, self.high + high, self.runs + 1
 
 
-class Sum(msgspec.Struct, kw_only=True):
+class Aggregate(msgspec.Struct, kw_only=True):
     """Of a cause, a month or a host. device_s: lost by the cause; of a month or a host: all of it."""
 
     name: str
@@ -65,14 +65,14 @@ class Sum(msgspec.Struct, kw_only=True):
     """Of it, device-seconds of runs whose compute is known."""
     compute_s: float = 0.0
     runs: int = 0
-    money: Money = msgspec.field(default_factory=Money)
+    cost: Cost = msgspec.field(default_factory=Cost)
 
     @property
-    def productive_share(self) -> float | None:
+    def productive_fraction(self) -> float | None:
         return self.compute_s / self.measured_s if self.measured_s > 0 else None
 
 
-class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One of the worst runs."""
 
     run: str
@@ -80,13 +80,13 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     device_s: float
     lost_s: float
-    money_lost: Money
+    lost_cost: Cost
     largest_loss: str
     finding: str
     """Title of its first finding; empty without one."""
 
 
-class Died(msgspec.Struct, kw_only=True):
+class FailureCount(msgspec.Struct, kw_only=True):
     """A way in which runs ended before their time."""
 
     cause: str
@@ -95,14 +95,14 @@ class Died(msgspec.Struct, kw_only=True):
     examples: list[str] = []
 
 
-class Damaged(msgspec.Struct, frozen=True, kw_only=True):
+class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that could not be read."""
 
     run: str
     error: str
 
 
-class Fleet(msgspec.Struct, kw_only=True):
+class RunsSummary(msgspec.Struct, kw_only=True):
     """The answer."""
 
     folder: str
@@ -113,215 +113,230 @@ class Fleet(msgspec.Struct, kw_only=True):
     measured_s: float = 0.0
     """Of runs whose compute is known; the others were watched from outside."""
     compute_s: float = 0.0
-    money: Money = msgspec.field(default_factory=Money)
-    listed_runs: int = 0
+    cost: Cost = msgspec.field(default_factory=Cost)
+    list_priced_runs: int = 0
     """Of the runs with a price, those priced by the list."""
-    phases: list[Sum] = []
+    phases: list[Aggregate] = []
     """Of the measured runs, the largest first, `compute` among them; they add up to `measured_s`."""
-    findings: list[Sum] = []
+    findings: list[Aggregate] = []
     """By cause, the largest first. They overlap with the phases and each other, so they are no parts of a whole."""
-    months: list[Sum] = []
+    months: list[Aggregate] = []
     """By the time of the work, UTC, the oldest first."""
-    hosts: list[Sum] = []
+    hosts: list[Aggregate] = []
     """By the machine of a run's newest attempt, the largest first."""
-    worst: list[RunRow] = []
-    died: list[Died] = []
+    worst_runs: list[RunSummary] = []
+    failures: list[FailureCount] = []
     """The most frequent first."""
-    damaged: list[Damaged] = []
+    unreadable: list[UnreadableRun] = []
     """The first DAMAGED_KEPT."""
-    damaged_runs: int = 0
+    num_unreadable: int = 0
 
     @property
-    def productive_share(self) -> float | None:
+    def productive_fraction(self) -> float | None:
         return self.compute_s / self.measured_s if self.measured_s > 0 else None
 
 
-class _One(msgspec.Struct, frozen=True, kw_only=True):
+class _RunData(msgspec.Struct, frozen=True, kw_only=True):
     """What is added of a run: read as a whole before any of it counts."""
 
-    row: RunRow
-    rate: Price | None
+    summary: RunSummary
+    price_range: Price | None
     measured_s: float
     phases: dict[str, float]
     months: dict[str, tuple[float, float]]
     """Month → device-seconds, of these compute."""
     findings: list[Finding]
-    died: Finding | None
+    failure: Finding | None
 
 
-def survey(folder: str | Path, price: float | None = None, progress: Callable[[int], None] | None = None) -> Fleet:
+def summarize_runs(
+    folder: str | Path, price_per_device_hour: float | None = None, on_progress: Callable[[int], None] | None = None
+) -> RunsSummary:
     """Adds up all runs below a folder or an address. price: as for `why.gather`, for all. progress: told how many runs
     are read. Raises UsageError when there is no such folder or no run in it, StorageError."""
-    sums = _Sums()
-    fleet = Fleet(folder=str(folder))
-    for number, run in enumerate(find_runs(folder, fleet), start=1):
+    aggregates = _Aggregates()
+    runs_summary = RunsSummary(folder=str(folder))
+    for number, run in enumerate(find_runs(folder, runs_summary), start=1):
         try:
-            one = _read(run, price)
-        except DAMAGE as error:
-            _damaged(fleet, run, error)
+            run_data = _read_run(run, price_per_device_hour)
+        except READ_ERRORS as error:
+            _add_unreadable(runs_summary, run, error)
         else:
-            sums.add(fleet, one)
-        if progress is not None:
-            progress(number)
-    if not fleet.runs and not fleet.damaged_runs:
+            aggregates.add(runs_summary, run_data)
+        if on_progress is not None:
+            on_progress(number)
+    if not runs_summary.runs and not runs_summary.num_unreadable:
         fix = "name a folder above the folders that training wrote"
         raise UsageError(f"There is no run below {str(folder)!r}.", fix=fix)
-    sums.finish(fleet)
-    return fleet
+    aggregates.finish(runs_summary)
+    return runs_summary
 
 
-def find_runs(folder: str | Path, fleet: Fleet) -> Iterator[str]:
+def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
     """All runs below a folder, at any depth, in the order of their names; hidden folders and links are passed over. A
     folder that cannot be listed is noted as damaged."""
-    text = expand(str(folder))
-    if is_address(text):
-        yield from _in_bucket(text)
+    text = expand_variables(str(folder))
+    if is_uri(text):
+        yield from _find_runs_in_bucket(text)
         return
     if not Path(text).is_dir():
         raise UsageError(f"{text!r} is no folder.", fix="name a folder with runs, or gs://… or s3://…")
 
-    def unreadable(error: OSError) -> None:
-        _damaged(fleet, str(error.filename), error)
+    def on_walk_error(error: OSError) -> None:
+        _add_unreadable(runs_summary, str(error.filename), error)
 
-    for place, folders, files in os.walk(text, onerror=unreadable):
-        if any(mark in files for mark in MARKS):
+    for directory, folders, files in os.walk(text, onerror=on_walk_error):
+        if any(marker in files for marker in RUN_MARKER_FILES):
             folders.clear()  # what lies in a run is of that run
-            yield place
+            yield directory
         else:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
-def _in_bucket(text: str) -> Iterator[str]:
+def _find_runs_in_bucket(text: str) -> Iterator[str]:
     from stoker.storage import download  # loads obstore, which folders do not need
     from stoker.storage.store import open_store
 
-    address = parse(text)
-    for name in download.objects(open_store(address), address):
+    uri = parse_uri(text)
+    for name in download.list_keys(open_store(uri), uri):
         run, _, file = name.rpartition("/")
         if file == records.EVENTS:
-            yield str(address.child(run)) if run else str(address)
+            yield str(uri.child(run)) if run else str(uri)
 
 
-def _damaged(fleet: Fleet, run: str, error: Exception) -> None:
-    fleet.damaged_runs += 1
-    if len(fleet.damaged) < DAMAGED_KEPT:
-        said = str(error) if isinstance(error, StokerError | OSError) else f"{type(error).__name__}: {error}"
-        fleet.damaged.append(Damaged(run=run, error=" ".join(said.split())))
+def _add_unreadable(runs_summary: RunsSummary, run: str, error: Exception) -> None:
+    runs_summary.num_unreadable += 1
+    if len(runs_summary.unreadable) < MAX_UNREADABLE:
+        message = str(error) if isinstance(error, StokerError | OSError) else f"{type(error).__name__}: {error}"
+        runs_summary.unreadable.append(UnreadableRun(run=run, error=" ".join(message.split())))
 
 
-def _read(run: str, price: float | None) -> _One:
+def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     path = open_records(run)
     environment = read_environment(path)
-    rate = rate_of(path, price, environment)
-    seen = rules.read(path, rate.low if rate is not None and rate.exact else 0.0)
-    totals = seen.totals
-    findings = rules.judge(seen)
+    price_range = resolve_price(path, price_per_device_hour, environment)
+    run_records = rules.read_run(path, price_range.low if price_range is not None and price_range.is_exact else 0.0)
+    totals = run_records.totals
+    findings = rules.run_rules(run_records)
     events = list(records.read_lines(path, records.EVENTS, Event))
-    state, _ = state_of(path, events, last_sign(path))
-    ended = [finding for finding in findings if finding.cause in DEATHS]  # what ended it comes first
-    is_known = productive_share(totals, watched=was_watched(events)) is not None
-    lost_s = totals.device_s - totals.phases.get("compute", 0.0) if is_known else 0.0
-    losses = {name: took_s for name, took_s in totals.phases.items() if name != "compute"} if is_known else {}
-    money = Money()
-    money.add(rate, lost_s)
-    row = RunRow(
-        run=shown(path),
+    state, _ = read_run_state(path, events, last_record_time(path))
+    failure_findings = [
+        finding for finding in findings if finding.cause in FAILURE_SIGNATURES
+    ]  # what ended it comes first
+    compute_known = compute_productive_fraction(totals, is_external=is_external_job(events)) is not None
+    lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
+    losses = (
+        {name: duration_s for name, duration_s in totals.phases.items() if name != "compute"} if compute_known else {}
+    )
+    lost_cost = Cost()
+    lost_cost.add(price_range, lost_s)
+    run_summary = RunSummary(
+        run=display_path(path),
         host=str(environment.get("hostname") or "unknown"),
         state=state,
         device_s=totals.device_s,
         lost_s=lost_s,
-        money_lost=money,
+        lost_cost=lost_cost,
         largest_loss=max(losses, key=lambda name: losses[name], default=""),
         finding=findings[0].title if findings else "",
     )
-    return _One(
-        row=row,
-        rate=rate,
-        measured_s=totals.device_s if is_known else 0.0,
-        phases=totals.phases if is_known else {},
+    return _RunData(
+        summary=run_summary,
+        price_range=price_range,
+        measured_s=totals.device_s if compute_known else 0.0,
+        phases=totals.phases if compute_known else {},
         months=_months(path),
         findings=findings,
-        died=ended[0] if ended and state in ("dead", "failed", "preempted", "unknown") else None,
+        failure=failure_findings[0]
+        if failure_findings and state in ("dead", "failed", "preempted", "unknown")
+        else None,
     )
 
 
 def _months(path: Path) -> dict[str, tuple[float, float]]:
     """Month (UTC) → device-seconds and compute, by the end of each window; of all ranks."""
-    days: dict[int, str] = {}
-    found: dict[str, tuple[float, float]] = {}
+    month_by_day: dict[int, str] = {}
+    by_month: dict[str, tuple[float, float]] = {}
     for folder in (path, *sorted((path / records.RANKS).glob("*"))):
         for window in records.read_lines(folder, records.STEPS, StepWindow):
             day = int(window.t // 86400)
-            if day not in days:
-                days[day] = time.strftime("%Y-%m", time.gmtime(window.t))
-            device_s, compute_s = found.get(days[day], (0.0, 0.0))
+            if day not in month_by_day:
+                month_by_day[day] = time.strftime("%Y-%m", time.gmtime(window.t))
+            device_s, compute_s = by_month.get(month_by_day[day], (0.0, 0.0))
             compute_s += window.phases.get("compute", 0.0)
-            found[days[day]] = (device_s + window.wall_s * window.devices, compute_s)
-    return found
+            by_month[month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
+    return by_month
 
 
-class _Sums:
+class _Aggregates:
     """What grows while runs are added: a row for each name, and a heap of the worst runs."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Sum] = {}
-        self.findings: dict[str, Sum] = {}
-        self.months: dict[str, Sum] = {}
-        self.hosts: dict[str, Sum] = {}
-        self.died: dict[str, Died] = {}
-        self.worst: list[tuple[float, int, RunRow]] = []
+        self.phases: dict[str, Aggregate] = {}
+        self.findings: dict[str, Aggregate] = {}
+        self.months: dict[str, Aggregate] = {}
+        self.hosts: dict[str, Aggregate] = {}
+        self.failures: dict[str, FailureCount] = {}
+        self.worst_runs: list[tuple[float, int, RunSummary]] = []
 
-    def add(self, fleet: Fleet, one: _One) -> None:
-        row, rate = one.row, one.rate
-        fleet.runs += 1
-        fleet.states[row.state] = fleet.states.get(row.state, 0) + 1
-        compute_s = one.phases.get("compute", 0.0)
-        fleet.device_s += row.device_s
-        fleet.measured_s += one.measured_s
-        fleet.compute_s += compute_s
-        fleet.money.add(rate, row.device_s)
-        fleet.listed_runs += rate is not None and bool(rate.currency)
-        for phase, took_s in one.phases.items():
-            _add(self.phases, phase, MEANINGS.get(phase, ""), took_s, rate)
-        for finding in one.findings:
-            _add(self.findings, finding.cause, finding.title, finding.lost_device_s or 0.0, rate)
-        _add(self.hosts, row.host, "", row.device_s, rate, one.measured_s, compute_s)
-        for month, (device_s, trained_s) in one.months.items():
-            is_known = one.measured_s > 0
-            known = (device_s, trained_s) if is_known else (0.0, 0.0)
-            _add(self.months, month, "", device_s, rate, *known)
-        if one.died is not None:
-            died = self.died.setdefault(one.died.cause, Died(cause=one.died.cause, title=one.died.title, examples=[]))
-            died.runs += 1
-            if len(died.examples) < EXAMPLES:
-                died.examples.append(row.run)
-        if row.lost_s > 0:
-            heapq.heappush(self.worst, (row.lost_s, -fleet.runs, row))  # the earlier of two that are alike
-            if len(self.worst) > WORST:
-                heapq.heappop(self.worst)
+    def add(self, runs_summary: RunsSummary, run_data: _RunData) -> None:
+        run_summary, price_range = run_data.summary, run_data.price_range
+        runs_summary.runs += 1
+        runs_summary.states[run_summary.state] = runs_summary.states.get(run_summary.state, 0) + 1
+        compute_s = run_data.phases.get("compute", 0.0)
+        runs_summary.device_s += run_summary.device_s
+        runs_summary.measured_s += run_data.measured_s
+        runs_summary.compute_s += compute_s
+        runs_summary.cost.add(price_range, run_summary.device_s)
+        runs_summary.list_priced_runs += price_range is not None and bool(price_range.currency)
+        for phase, duration_s in run_data.phases.items():
+            _add_to(self.phases, phase, PHASE_MEANINGS.get(phase, ""), duration_s, price_range)
+        for finding in run_data.findings:
+            _add_to(self.findings, finding.cause, finding.title, finding.lost_device_s or 0.0, price_range)
+        _add_to(self.hosts, run_summary.host, "", run_summary.device_s, price_range, run_data.measured_s, compute_s)
+        for month, (device_s, trained_s) in run_data.months.items():
+            compute_known = run_data.measured_s > 0
+            known = (device_s, trained_s) if compute_known else (0.0, 0.0)
+            _add_to(self.months, month, "", device_s, price_range, *known)
+        if run_data.failure is not None:
+            failure_count = self.failures.setdefault(
+                run_data.failure.cause,
+                FailureCount(cause=run_data.failure.cause, title=run_data.failure.title, examples=[]),
+            )
+            failure_count.runs += 1
+            if len(failure_count.examples) < MAX_EXAMPLES:
+                failure_count.examples.append(run_summary.run)
+        if run_summary.lost_s > 0:
+            heapq.heappush(
+                self.worst_runs, (run_summary.lost_s, -runs_summary.runs, run_summary)
+            )  # the earlier of two that are alike
+            if len(self.worst_runs) > MAX_WORST_RUNS:
+                heapq.heappop(self.worst_runs)
 
-    def finish(self, fleet: Fleet) -> None:
-        fleet.phases, fleet.findings, fleet.hosts = (
-            sorted(of.values(), key=lambda row: (-row.device_s, -row.runs, row.name))
-            for of in (self.phases, self.findings, self.hosts)
+    def finish(self, runs_summary: RunsSummary) -> None:
+        runs_summary.phases, runs_summary.findings, runs_summary.hosts = (
+            sorted(aggregates.values(), key=lambda row: (-row.device_s, -row.runs, row.name))
+            for aggregates in (self.phases, self.findings, self.hosts)
         )
-        fleet.months = sorted(self.months.values(), key=lambda row: row.name)
-        fleet.worst = [row for _, _, row in sorted(self.worst, key=lambda item: item[:2], reverse=True)]
-        fleet.died = sorted(self.died.values(), key=lambda row: (-row.runs, row.cause))
+        runs_summary.months = sorted(self.months.values(), key=lambda row: row.name)
+        runs_summary.worst_runs = [
+            row for _, _, row in sorted(self.worst_runs, key=lambda item: item[:2], reverse=True)
+        ]
+        runs_summary.failures = sorted(self.failures.values(), key=lambda row: (-row.runs, row.cause))
 
 
-def _add(
-    rows: dict[str, Sum],
+def _add_to(
+    aggregates: dict[str, Aggregate],
     name: str,
     meaning: str,
     device_s: float,
-    rate: Price | None,
+    price_range: Price | None,
     measured_s: float = 0.0,
     compute_s: float = 0.0,
 ) -> None:
-    row = rows.setdefault(name, Sum(name=name, meaning=meaning))
-    row.device_s += device_s
-    row.measured_s += measured_s
-    row.compute_s += compute_s
-    row.runs += 1
-    row.money.add(rate, device_s)
+    aggregate = aggregates.setdefault(name, Aggregate(name=name, meaning=meaning))
+    aggregate.device_s += device_s
+    aggregate.measured_s += measured_s
+    aggregate.compute_s += compute_s
+    aggregate.runs += 1
+    aggregate.cost.add(price_range, device_s)

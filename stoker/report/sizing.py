@@ -19,37 +19,37 @@ from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
 from stoker.runs.totals import Totals
 
-SM_LOW, SM_HIGH = 0.5, 0.8
+SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
 """Mean share of the multiprocessors at work. NVIDIA DCGM manual, profiling metrics, SM activity: 0.8 or more is needed
 to use a GPU well, below 0.5 it is likely used badly."""
-INPUT_FROM, INPUT_MUCH = 0.05, 0.20
+INPUT_BOUND_MODERATE, INPUT_BOUND_HIGH = 0.05, 0.20
 """Share of `input_wait`. TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: moderately, highly
 input-bound."""
-CORES_FULL = 0.85
+CPU_SATURATED_FRACTION = 0.85
 """Share of its cores that a run uses from which more threads do not help. Our judgment: decoding threads reach 0.9."""
-HALF_MEMORY = 0.45
+MAX_SHARED_MEMORY_FRACTION = 0.45
 """Most share of a GPU's memory with which two such jobs fit on it, a tenth left over. Our judgment."""
-FETCH_FROM = 0.5
+MIN_FETCH_FRACTION = 0.5
 """Share of `input_wait` that is waiting for bytes, from which the storage is what to change. Our judgment."""
-COMM_FROM = 0.25
+MIN_COMM_FRACTION = 0.25
 """Share of `comm` and `straggler` from which more devices buy little. Our judgment."""
-COMPUTE_HIGH = 0.85
+MIN_COMPUTE_FRACTION = 0.85
 """Share of `compute` from which only a faster device makes a run faster. Our judgment."""
-SPOT_STOP_EVERY_S = 4 * 3600.0
+SPOT_PREEMPTION_INTERVAL_S = 4 * 3600.0
 """Seconds between two reclaims that the advice on spot machines reckons with. Our judgment, on the safe side: GCP names
 5 to 15 % of preemptible machines a day as the usual rate."""
-SPOT_LOSS_MOST = 0.05
+MAX_SPOT_LOSS_FRACTION = 0.05
 """Share of the time that such reclaims may cost. Our judgment: they cost 60 to 91 % less (GCP's range)."""
-SPOT_LEAST_S = 3600.0
+MIN_SPOT_RUN_S = 3600.0
 """Length of a run below which nothing is said about spot machines. Our judgment."""
 MIG_SLICES = (("1g", 1 / 7, 1 / 8), ("2g", 2 / 7, 2 / 8), ("3g", 3 / 7, 4 / 8), ("4g", 4 / 7, 4 / 8))
 """Slice, its share of the multiprocessors, of the memory (NVIDIA MIG user guide, profiles of A100 and H100)."""
 _HAS_MIG = re.compile(r"\b(A100|H100|H200|B200|GH200)\b")
-SAMPLES_LEAST = 30
+MIN_SAMPLES = 30
 """Lines of devices.jsonl, in steps, without which nothing is said about loads. Our judgment: half a minute."""
 
 
-class Sizing(msgspec.Struct, frozen=True, kw_only=True):
+class SizingAdvice(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of advice."""
 
     kind: str
@@ -59,7 +59,7 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
+class ResourceUsage:
     """What a run used of its machine. None: nobody knows. Means are over the time from the first step to the last.
 
     shares: phase → share of all device time; fetch: share of `input_wait` that is waiting for bytes; sm_active,
@@ -67,24 +67,24 @@ class Load:
     that the run used; save_every_s: mean time between checkpoints; start_s: of an attempt until its first step."""
 
     devices: int
-    shares: Mapping[str, float]
+    phase_fractions: Mapping[str, float]
     wall_s: float = 0.0
-    fetch: float | None = None
+    fetch_fraction: float | None = None
     from_bucket: bool = False
     cached: bool = False
     gpu_name: str = ""
     sm_active: float | None = None
-    utilisation: float | None = None
-    memory: float | None = None
+    gpu_utilization: float | None = None
+    gpu_memory_fraction: float | None = None
     mig: bool | None = None
     cores: float | None = None
     used_cores: float | None = None
     attempts: int = 1
-    save_every_s: float | None = None
-    start_s: float | None = None
+    checkpoint_interval_s: float | None = None
+    startup_s: float | None = None
 
-    def share(self, *phases: str) -> float:
-        return sum(self.shares.get(phase, 0.0) for phase in phases)
+    def fraction(self, *phases: str) -> float:
+        return sum(self.phase_fractions.get(phase, 0.0) for phase in phases)
 
 
 class _Mean:
@@ -97,55 +97,61 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        return self.total / self.count if self.count >= SAMPLES_LEAST else None
+        return self.total / self.count if self.count >= MIN_SAMPLES else None
 
 
-def load_of(
+def read_resource_usage(
     run: Path, totals: Totals, environment: Mapping[str, Any], *, from_bucket: bool = False, cached: bool = False
-) -> Load:
+) -> ResourceUsage:
     """Reads steps.jsonl, devices.jsonl and events.jsonl of a run, each once."""
     first_t, last_t = math.inf, -math.inf
     for window in read_lines(run, STEPS, StepWindow):
-        if window.steps:
+        if window.window_steps:
             first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
-    sm, busy, used, cores = _Mean(), _Mean(), _Mean(), _Mean()
-    memory: float | None = None
+    sm_active, gpu_utilization, used_cores, cores = _Mean(), _Mean(), _Mean(), _Mean()
+    gpu_memory_fraction: float | None = None
     mig: bool | None = None
     for sample in read_lines(run, DEVICES, DeviceSample):
         for gpu in sample.gpus:
             if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
-                memory = max(memory or 0.0, gpu.memory_used_bytes / gpu.memory_total_bytes)
+                gpu_memory_fraction = max(gpu_memory_fraction or 0.0, gpu.memory_used_bytes / gpu.memory_total_bytes)
             mig = mig or gpu.mig
         if not first_t <= sample.t <= last_t:
             continue
         if len(sample.gpus) == totals.devices:  # else some of them do not train
             for gpu in sample.gpus:
-                sm.add(gpu.sm_active)
-                busy.add(gpu.utilisation)
-        used.add(sample.process_cpu)
-        cores.add(sample.cores)
-    known = environment.get("cores")
+                sm_active.add(gpu.sm_active)
+                gpu_utilization.add(gpu.utilization)
+        used_cores.add(sample.process_cpu)
+        cores.add(sample.cpu_limit_cores)
+    recorded_cores = environment.get("cores")
     waited_s = totals.phases.get("input_wait", 0.0)
     startup_s = totals.phases.get("startup", 0.0) + totals.phases.get("compile", 0.0)
-    began = max(1, totals.attempts)
-    whole_s = totals.device_s
-    return Load(
+    num_attempts = max(1, totals.attempts)
+    total_s = totals.device_s
+    return ResourceUsage(
         devices=totals.devices,
-        shares={name: took_s / whole_s for name, took_s in totals.phases.items()} if whole_s > 0 else {},
+        phase_fractions={name: duration_s / total_s for name, duration_s in totals.phases.items()}
+        if total_s > 0
+        else {},
         wall_s=totals.wall_s,
-        fetch=totals.input.get("fetch", 0.0) / waited_s if totals.input and waited_s > 0 else None,
+        fetch_fraction=totals.input.get("fetch", 0.0) / waited_s if totals.input and waited_s > 0 else None,
         from_bucket=from_bucket,
         cached=cached,
         gpu_name=_gpu_name(environment),
-        sm_active=sm.value,
-        utilisation=busy.value,
-        memory=memory,
+        sm_active=sm_active.value,
+        gpu_utilization=gpu_utilization.value,
+        gpu_memory_fraction=gpu_memory_fraction,
         mig=mig,
-        cores=cores.value if cores.value is not None else float(known) if isinstance(known, int | float) else None,
-        used_cores=used.value,
+        cores=cores.value
+        if cores.value is not None
+        else float(recorded_cores)
+        if isinstance(recorded_cores, int | float)
+        else None,
+        used_cores=used_cores.value,
         attempts=totals.attempts,
-        save_every_s=_save_every_s(run, totals),
-        start_s=startup_s / max(1, totals.devices) / began if startup_s > 0 else None,
+        checkpoint_interval_s=_checkpoint_interval_s(run, totals),
+        startup_s=startup_s / max(1, totals.devices) / num_attempts if startup_s > 0 else None,
     )
 
 
@@ -155,162 +161,201 @@ def _gpu_name(environment: Mapping[str, Any]) -> str:
     return str(gpus[0].get("name") or "") if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
 
 
-def _save_every_s(run: Path, totals: Totals) -> float | None:
+def _checkpoint_interval_s(run: Path, totals: Totals) -> float | None:
     saves = sum(event.kind == "checkpoint" for event in read_lines(run, EVENTS, Event))
     return totals.wall_s / saves if saves else None
 
 
-def advise(load: Load) -> list[Sizing]:
+def advise_sizing(usage: ResourceUsage) -> list[SizingAdvice]:
     """Everything that the rules say of a load, in their order."""
-    return [said for rule in RULES if (said := rule(load)) is not None]
+    return [advice for rule in RULES if (advice := rule(usage)) is not None]
 
 
-def more_cores(load: Load) -> Sizing | None:
+def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
     """Cores that are all in use while the device waits for pictures, and not for bytes."""
-    waits, computes = load.share("input_wait"), load.share("compute")
-    if load.cores is None or load.used_cores is None or waits < INPUT_FROM or computes <= 0:
+    input_wait, compute = usage.fraction("input_wait"), usage.fraction("compute")
+    if usage.cores is None or usage.used_cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
         return None
-    if load.used_cores < CORES_FULL * load.cores or (load.fetch is not None and load.fetch >= FETCH_FROM):
+    if usage.used_cores < CPU_SATURATED_FRACTION * usage.cores or (
+        usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION
+    ):
         return None
-    wanted = math.ceil(load.cores * (computes + waits) / computes)
-    each = f"{load.cores / load.devices:.3g} → {wanted / load.devices:.3g} for each device"
-    return Sizing(
+    recommended_cores = math.ceil(usage.cores * (compute + input_wait) / compute)
+    per_device = f"{usage.cores / usage.devices:.3g} → {recommended_cores / usage.devices:.3g} for each device"
+    return SizingAdvice(
         kind="more_cores",
         title="More processor cores for each device",
-        evidence=[_phase(load, "input_wait"), _cores(load)],
-        fix=f"About {wanted} cores ({each}) would prepare pictures as fast as the device takes them; or fewer decoded "
+        evidence=[_phase_evidence(usage, "input_wait"), _cores_evidence(usage)],
+        fix=f"About {recommended_cores} cores ({per_device}) would prepare pictures as fast as the device takes them; or fewer decoded "
         "anew (--cache), or --decoder nvjpeg",
     )
 
 
-def smaller_gpu(load: Load) -> Sizing | None:
+def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     """A device that waits although the cores give all they have, and whose memory is mostly free."""
-    if load.cores is None or load.used_cores is None or load.memory is None or load.share("input_wait") < INPUT_MUCH:
+    if (
+        usage.cores is None
+        or usage.used_cores is None
+        or usage.gpu_memory_fraction is None
+        or usage.fraction("input_wait") < INPUT_BOUND_HIGH
+    ):
         return None
-    if load.used_cores < CORES_FULL * load.cores or load.memory > HALF_MEMORY:
+    if (
+        usage.used_cores < CPU_SATURATED_FRACTION * usage.cores
+        or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
+    ):
         return None
-    return Sizing(
+    return SizingAdvice(
         kind="smaller_gpu",
         title="A smaller GPU would do",
-        evidence=[_phase(load, "compute"), _phase(load, "input_wait"), _cores(load), _memory(load)],
+        evidence=[
+            _phase_evidence(usage, "compute"),
+            _phase_evidence(usage, "input_wait"),
+            _cores_evidence(usage),
+            _memory_evidence(usage),
+        ],
         fix="These cores cannot feed this GPU: one with half of its memory and speed trains about as fast here and "
         "costs less",
     )
 
 
-def shared_gpu(load: Load) -> Sizing | None:
+def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     """A model that is too small for the GPU: a slice of it, or two jobs at once."""
-    if load.sm_active is None or load.memory is None or load.sm_active >= SM_LOW or load.memory > HALF_MEMORY:
+    if (
+        usage.sm_active is None
+        or usage.gpu_memory_fraction is None
+        or usage.sm_active >= SM_ACTIVE_LOW
+        or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
+    ):
         return None
-    if load.share("input_wait") >= INPUT_MUCH or load.share("compute") < SM_LOW:  # then it idles for another reason
+    if (
+        usage.fraction("input_wait") >= INPUT_BOUND_HIGH or usage.fraction("compute") < SM_ACTIVE_LOW
+    ):  # then it idles for another reason
         return None
-    fits = next(
-        (name for name, sms, memory in MIG_SLICES if load.sm_active <= SM_HIGH * sms and load.memory <= 0.9 * memory),
+    mig_profile = next(
+        (
+            name
+            for name, sms, memory in MIG_SLICES
+            if usage.sm_active <= SM_ACTIVE_HIGH * sms and usage.gpu_memory_fraction <= 0.9 * memory
+        ),
         None,
     )
-    can = fits is not None and _HAS_MIG.search(load.gpu_name) is not None and not load.mig
-    slice_ = f"a MIG slice {fits} of such a GPU, or " if can else ""
-    return Sizing(
+    can_use_mig = mig_profile is not None and _HAS_MIG.search(usage.gpu_name) is not None and not usage.mig
+    mig_text = f"a MIG slice {mig_profile} of such a GPU, or " if can_use_mig else ""
+    return SizingAdvice(
         kind="shared_gpu",
         title="The model is too small for the GPU",
-        evidence=[_phase(load, "compute"), _sm(load), _memory(load)],
-        fix=f"First a larger --batch or --canvas; else {slice_}two such jobs on it at once, or a smaller GPU",
+        evidence=[_phase_evidence(usage, "compute"), _sm_active_evidence(usage), _memory_evidence(usage)],
+        fix=f"First a larger --batch or --canvas; else {mig_text}two such jobs on it at once, or a smaller GPU",
     )
 
 
-def larger_gpu(load: Load) -> Sizing | None:
+def larger_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     """A device that works all of the time."""
-    if load.sm_active is None or load.sm_active < SM_HIGH or load.share("compute") < COMPUTE_HIGH:
+    if usage.sm_active is None or usage.sm_active < SM_ACTIVE_HIGH or usage.fraction("compute") < MIN_COMPUTE_FRACTION:
         return None
-    return Sizing(
+    return SizingAdvice(
         kind="larger_gpu",
         title="Only a faster GPU, or more of them, makes this faster",
-        evidence=[_phase(load, "compute"), _sm(load), *([_memory(load)] if load.memory is not None else [])],
+        evidence=[
+            _phase_evidence(usage, "compute"),
+            _sm_active_evidence(usage),
+            *([_memory_evidence(usage)] if usage.gpu_memory_fraction is not None else []),
+        ],
         fix="The GPU is used well: nothing around it is worth changing. Where the time matters more than the money, "
         "take the next larger one",
     )
 
 
-def local_disk(load: Load) -> Sizing | None:
+def local_disk(usage: ResourceUsage) -> SizingAdvice | None:
     """Bytes that come too slowly."""
-    waits = load.share("input_wait")
-    if load.fetch is None or waits < INPUT_FROM or load.fetch < FETCH_FROM:
+    input_wait = usage.fraction("input_wait")
+    if usage.fetch_fraction is None or input_wait < INPUT_BOUND_MODERATE or usage.fetch_fraction < MIN_FETCH_FRACTION:
         return None
-    where = "the bucket" if load.from_bucket else "the disk"
-    text = f"of this {100 * load.fetch:.0f} % was waiting for bytes of {where}"
-    keep = "" if load.cached else ", and pictures kept there (--cache disk)"
-    return Sizing(
+    storage_name = "the bucket" if usage.from_bucket else "the disk"
+    text = f"of this {100 * usage.fetch_fraction:.0f} % was waiting for bytes of {storage_name}"
+    cache_hint = "" if usage.cached else ", and pictures kept there (--cache disk)"
+    return SizingAdvice(
         kind="local_disk",
         title="A local SSD",
         evidence=[
-            _phase(load, "input_wait"), Evidence(text=text, value=load.fetch, place="steps.jsonl: input.fetch"),
+            _phase_evidence(usage, "input_wait"), Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input.fetch"),
         ],
-        fix=f"A machine with a local NVMe SSD instead of {where}{keep}"
-        + ("; a bucket in the machine's own region, at least" if load.from_bucket else ""),
+        fix=f"A machine with a local NVMe SSD instead of {storage_name}{cache_hint}"
+        + ("; a bucket in the machine's own region, at least" if usage.from_bucket else ""),
     )  # fmt: skip
 
 
-def fewer_gpus(load: Load) -> Sizing | None:
+def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
     """Devices that wait for each other."""
-    share = load.share("comm", "straggler")
-    if load.devices < 2 or share < COMM_FROM:
+    fraction = usage.fraction("comm", "straggler")
+    if usage.devices < 2 or fraction < MIN_COMM_FRACTION:
         return None
-    half = load.devices // 2
-    return Sizing(
+    half = usage.devices // 2
+    return SizingAdvice(
         kind="fewer_gpus",
         title="Fewer devices",
         evidence=[
-            _phase(load, "comm"), _phase(load, "straggler"), Evidence(text=f"{load.devices} devices",
-            value=float(load.devices), place="steps.jsonl: devices"),
+            _phase_evidence(usage, "comm"), _phase_evidence(usage, "straggler"), Evidence(text=f"{usage.devices} devices",
+            value=float(usage.devices), source="steps.jsonl: devices"),
         ],
         fix=f"{fmt.plural(half, 'device')} waste less of what they cost; else a larger --batch for each exchange, or "
         "devices on one machine with NVLink",
     )  # fmt: skip
 
 
-def spot(load: Load) -> Sizing | None:
+def spot(usage: ResourceUsage) -> SizingAdvice | None:
     """A run that a reclaim would cost little, and that had none yet."""
-    if load.attempts != 1 or load.save_every_s is None or load.start_s is None or load.wall_s < SPOT_LEAST_S:
+    if (
+        usage.attempts != 1
+        or usage.checkpoint_interval_s is None
+        or usage.startup_s is None
+        or usage.wall_s < MIN_SPOT_RUN_S
+    ):
         return None
-    lost_s = load.save_every_s / 2 + load.start_s
-    share = lost_s / SPOT_STOP_EVERY_S
-    if share > SPOT_LOSS_MOST:
+    lost_s = usage.checkpoint_interval_s / 2 + usage.startup_s
+    fraction = lost_s / SPOT_PREEMPTION_INTERVAL_S
+    if fraction > MAX_SPOT_LOSS_FRACTION:
         return None
-    saves = f"a checkpoint every {fmt.duration(load.save_every_s)}, a start in {fmt.duration(load.start_s)}"
-    text = f"a reclaim would cost {fmt.duration(lost_s)}; one in four hours {fmt.share(share)} of the time"
-    return Sizing(
+    saves = (
+        f"a checkpoint every {fmt.duration(usage.checkpoint_interval_s)}, a start in {fmt.duration(usage.startup_s)}"
+    )
+    text = f"a reclaim would cost {fmt.duration(lost_s)}; one in four hours {fmt.percentage(fraction)} of the time"
+    return SizingAdvice(
         kind="spot",
         title="A spot machine",
         evidence=[
-            Evidence(text=saves, value=load.save_every_s, place="events.jsonl: checkpoint"),
-            Evidence(text=text, value=share),
+            Evidence(text=saves, value=usage.checkpoint_interval_s, source="events.jsonl: checkpoint"),
+            Evidence(text=text, value=fraction),
         ],
         fix="Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): rent one, and start the "
         "same command again when it was reclaimed",
     )
 
 
-RULES: tuple[Callable[[Load], Sizing | None], ...] = (
+RULES: tuple[Callable[[ResourceUsage], SizingAdvice | None], ...] = (
     more_cores, local_disk, smaller_gpu, shared_gpu, larger_gpu, fewer_gpus, spot,
 )  # fmt: skip
 
 
-def _phase(load: Load, phase: str) -> Evidence:
-    share = load.share(phase)
-    return Evidence(text=f"{phase} {fmt.share(share)} of the time", value=share, place=f"steps.jsonl: phases.{phase}")
+def _phase_evidence(usage: ResourceUsage, phase: str) -> Evidence:
+    fraction = usage.fraction(phase)
+    return Evidence(
+        text=f"{phase} {fmt.percentage(fraction)} of the time", value=fraction, source=f"steps.jsonl: phases.{phase}"
+    )
 
 
-def _cores(load: Load) -> Evidence:
-    used, cores = load.used_cores or 0.0, load.cores or 0.0
+def _cores_evidence(usage: ResourceUsage) -> Evidence:
+    used, cores = usage.used_cores or 0.0, usage.cores or 0.0
     text = f"the run used {used:.1f} of {cores:.3g} cores"
-    return Evidence(text=text, value=used, place="devices.jsonl: process_cpu, cores")
+    return Evidence(text=text, value=used, source="devices.jsonl: process_cpu, cores")
 
 
-def _memory(load: Load) -> Evidence:
-    text = f"at most {fmt.share(load.memory)} of the GPU's memory was in use"
-    return Evidence(text=text, value=load.memory, place="devices.jsonl: gpus.memory_used_bytes")
+def _memory_evidence(usage: ResourceUsage) -> Evidence:
+    text = f"at most {fmt.percentage(usage.gpu_memory_fraction)} of the GPU's memory was in use"
+    return Evidence(text=text, value=usage.gpu_memory_fraction, source="devices.jsonl: gpus.memory_used_bytes")
 
 
-def _sm(load: Load) -> Evidence:
-    text = f"{fmt.share(load.sm_active)} of the multiprocessors had work"
-    return Evidence(text=text, value=load.sm_active, place="devices.jsonl: gpus.sm_active")
+def _sm_active_evidence(usage: ResourceUsage) -> Evidence:
+    text = f"{fmt.percentage(usage.sm_active)} of the multiprocessors had work"
+    return Evidence(text=text, value=usage.sm_active, source="devices.jsonl: gpus.sm_active")

@@ -17,19 +17,19 @@ from typing import Any
 from PIL import Image
 
 from stoker.errors import DataError
-from stoker.evaluation.metrics import TWELVE, Metrics
-from stoker.inference.draw import Shown, compare
+from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
+from stoker.inference.draw import ImageWithBoxes, draw_comparison
 from stoker.runs.schemas import StepWindow
 
 FOLDER = "tensorboard"
-PICTURE_SIDE = 512
+MAX_IMAGE_SIDE = 512
 """Pixels of the longer side of a picture: tensorboardX checksums in Python, 0.24 µs a byte (100 kB: 24 ms)."""
-FLUSH_S = 5.0
-_BACKLOG = 1000
+FLUSH_INTERVAL_S = 5.0
+_MAX_QUEUED = 1000
 """Lines that may wait for a slow disk; more are dropped, and said."""
 
 Values = dict[str, float]
-Job = tuple[float, int, Values, tuple[Shown, ...], tuple[str, ...]]
+BoardEntry = tuple[float, int, Values, tuple[ImageWithBoxes, ...], tuple[str, ...]]
 """Unix time, step, scalars by tag, pictures, class names."""
 
 
@@ -44,7 +44,7 @@ class Board:
         self._folder = run / FOLDER
         self._purge_step = purge_step
         self._on_error = on_error
-        self._jobs: queue.Queue[Job | None] = queue.Queue(_BACKLOG)
+        self._queue: queue.Queue[BoardEntry | None] = queue.Queue(_MAX_QUEUED)
         self.dropped = 0
         """Lines that found the queue full."""
         self.error: str | None = None
@@ -52,64 +52,64 @@ class Board:
         self._thread = threading.Thread(target=self._run, name="stoker-tensorboard", daemon=True)
         self._thread.start()
 
-    def window(self, window: StepWindow) -> None:
+    def add_window(self, window: StepWindow) -> None:
         """The scalars of a line of steps.jsonl."""
         self._put((window.t, window.step, dict(_scalars(window)), (), ()))
 
-    def metrics(self, step: int, metrics: Metrics) -> None:
+    def add_metrics(self, step: int, metrics: Metrics) -> None:
         """The twelve COCO numbers, and AP of every class; what is undefined has no point."""
-        values = {f"eval/{name}": getattr(metrics, name) for name in TWELVE}
+        values = {f"eval/{name}": getattr(metrics, name) for name in COCO_SUMMARY}
         values |= {f"eval_class_ap/{row.name}": row.ap for row in metrics.per_class}
         self._put((time.time(), step, {tag: value for tag, value in values.items() if value is not None}, (), ()))
 
-    def pictures(self, step: int, shown: Sequence[Shown], class_names: Sequence[str]) -> None:
+    def add_images(self, step: int, images: Sequence[ImageWithBoxes], class_names: Sequence[str]) -> None:
         """Pictures with their true boxes (left) and the found ones (right). Files are read by the other thread."""
-        self._put((time.time(), step, {}, tuple(shown), tuple(class_names)))
+        self._put((time.time(), step, {}, tuple(images), tuple(class_names)))
 
     def close(self) -> None:
         """Writes what is waiting. May be called twice."""
         if self._thread.is_alive():
-            self._jobs.put(None)
+            self._queue.put(None)
             self._thread.join()
 
-    def _put(self, job: Job) -> None:
+    def _put(self, entry: BoardEntry) -> None:
         try:
-            self._jobs.put_nowait(job)
+            self._queue.put_nowait(entry)
         except queue.Full:
             self.dropped += 1
 
     def _run(self) -> None:
-        jobs = iter(self._jobs.get, None)  # to the end, which `close` puts in
+        entries = iter(self._queue.get, None)  # to the end, which `close` puts in
         try:
             writer = _Writer(self._folder, self._purge_step)
             try:
-                self._write_all(writer, jobs)
+                self._write_all(writer, entries)
             finally:
                 writer.close()
         # Whatever TensorBoard's files do (full disk, a protobuf that does not fit), training goes on and it is said.
         except Exception as error:  # noqa: BLE001
             self.error = f"{type(error).__name__}: {error}"
-            self._tell(f"TensorBoard files are not written any more: {self.error}")
-            for _ in jobs:
+            self._report_error(f"TensorBoard files are not written any more: {self.error}")
+            for _ in entries:
                 pass
 
-    def _write_all(self, writer: "_Writer", jobs: Iterator[Job]) -> None:
+    def _write_all(self, writer: "_Writer", entries: Iterator[BoardEntry]) -> None:
         flushed_s = time.monotonic()
-        for t, step, values, shown, class_names in jobs:
+        for t, step, values, images, class_names in entries:
             if values:
-                writer.scalars(t, step, values)
-            for n, one in enumerate(shown):
+                writer.add_scalars(t, step, values)
+            for n, image in enumerate(images):
                 try:
-                    drawn = compare(one, class_names, PICTURE_SIDE)
+                    drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
                 except (OSError, DataError) as error:  # this picture's own trouble
-                    self._tell(f"TensorBoard does not show {one.path}: {error}")
+                    self._report_error(f"TensorBoard does not show {image.path}: {error}")
                     continue
-                writer.picture(t, step, f"pictures/{n}", drawn)
-            if time.monotonic() - flushed_s > FLUSH_S:
+                writer.add_image(t, step, f"pictures/{n}", drawn)
+            if time.monotonic() - flushed_s > FLUSH_INTERVAL_S:
                 writer.flush()
                 flushed_s = time.monotonic()
 
-    def _tell(self, text: str) -> None:
+    def _report_error(self, text: str) -> None:
         if self._on_error is not None:
             self._on_error(text)
 
@@ -130,11 +130,11 @@ class _Writer:
             # TensorBoard drops what has this step or a later one; what was written at purge_step itself is ours
             self._file.write_event(self._event(wall_time=time.time(), step=purge_step + 1, session_log=log))
 
-    def scalars(self, t: float, step: int, values: Values) -> None:
+    def add_scalars(self, t: float, step: int, values: Values) -> None:
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._file.write_event(self._event(wall_time=t, step=step, summary=self._summary(value=points)))
 
-    def picture(self, t: float, step: int, tag: str, drawn: Image.Image) -> None:
+    def add_image(self, t: float, step: int, tag: str, drawn: Image.Image) -> None:
         jpeg = io.BytesIO()
         drawn.save(jpeg, "JPEG", quality=85)
         image = self._summary.Image(
@@ -153,13 +153,13 @@ class _Writer:
 def _scalars(window: StepWindow) -> Iterator[tuple[str, float]]:
     for name, value in window.losses.items():
         yield f"loss/{name}", value
-    if window.rate is not None:
-        yield "train/rate", window.rate
+    if window.lr is not None:
+        yield "train/rate", window.lr
     if window.grad_norm is not None:
         yield "train/grad_norm", window.grad_norm
-    yield "train/skipped_steps", window.skipped
+    yield "train/skipped_steps", window.skipped_steps
     if window.wall_s > 0:
-        yield "speed/img_per_s", window.pictures / window.wall_s
+        yield "speed/img_per_s", window.num_images / window.wall_s
         yield "speed/device_busy", window.phases.get("compute", 0.0) / (window.wall_s * window.devices)
     if window.memory_peak_bytes is not None:
         yield "memory/peak_gib", window.memory_peak_bytes / 2**30

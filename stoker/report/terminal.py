@@ -22,19 +22,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.evaluation.metrics import TWELVE, Metrics
+from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.report import format as fmt
 from stoker.report.console import (
-    as_plain,
-    can_move,
     make_console,
     plain_text,
-    print_parts,
+    print_renderables,
+    render_plain,
+    supports_cursor,
     table,
 )
 from stoker.runs.schemas import StepWindow
 
-PLAIN_EVERY_S = 10.0
+PLAIN_PROGRESS_INTERVAL_S = 10.0
 """Least time between two lines of progress where the screen is not a terminal."""
 
 
@@ -57,9 +57,9 @@ class Screen:
         self._clock = clock
         self._lock = threading.RLock()
         self._next_line_s = clock()
-        self.lost: OSError | None = None
+        self.last_error: OSError | None = None
         """Why something could not be shown, the last time."""
-        self.is_live = can_move(self._file) if live is None else live
+        self.is_live = supports_cursor(self._file) if live is None else live
         self._console = make_console(self._file, terminal=self.is_live, width=width)
         self._live: Live | None = None
 
@@ -73,21 +73,21 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Something happened that a person wants to know."""
-        self._show(plain_text(text))
+        self._print(plain_text(text))
 
     def warning(self, text: str) -> None:
         """Something is wrong, and the run goes on."""
-        self._show(Text.assemble(("warning: ", "bold yellow"), plain_text(text)))
+        self._print(Text.assemble(("warning: ", "bold yellow"), plain_text(text)))
 
     def settings(self, rows: Iterable[tuple[str, object, str | None]]) -> None:
         """All settings: (name, value, why stoker chose it; None where the user did)."""
-        self._show(_settings(rows))
+        self._print(_settings(rows))
 
     def progress(
         self,
         window: StepWindow,
         *,
-        done: float,
+        fraction_done: float,
         total_steps: int | None,
         eta_s: float | None,
         memory: tuple[int, int] | None,
@@ -97,38 +97,38 @@ class Screen:
         details = " · ".join(_details(window, memory))
         with self._lock:
             if self.is_live:
-                self._move(_moving_lines(step, done, eta_s, details))
+                self._update_live(_live_lines(step, fraction_done, eta_s, details))
             elif self._clock() >= self._next_line_s:
-                self._next_line_s = self._clock() + PLAIN_EVERY_S
+                self._next_line_s = self._clock() + PLAIN_PROGRESS_INTERVAL_S
                 eta = [f"ETA {fmt.duration(eta_s)}"] if eta_s is not None else []
-                self._show(plain_text(" · ".join([f"{step} ({fmt.share(done)})", details, *eta])))
+                self._print(plain_text(" · ".join([f"{step} ({fmt.percentage(fraction_done)})", details, *eta])))
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """The scores of an evaluation in one line."""
-        self._show(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
+        self._print(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
 
     def close(self) -> None:
         """Gives the terminal back. A stream that nobody reads any more, or that still cannot be written, is pointed
         nowhere, so that what is printed after a training does not end it, nor Python's own flush at its exit."""
-        self._stop_moving()
-        broken = isinstance(self.lost, BrokenPipeError)
+        self._stop_live()
+        broken = isinstance(self.last_error, BrokenPipeError)
         try:
             self._file.flush()
         except OSError as error:
-            self.lost, broken = error, True
+            self.last_error, broken = error, True
         if broken:
-            discard(self._file)
+            redirect_to_devnull(self._file)
 
-    def _show(self, renderable: RenderableType) -> None:
-        with self._lock, self._losing():
+    def _print(self, renderable: RenderableType) -> None:
+        with self._lock, self._tolerating_errors():
             if self.is_live:
                 self._console.print(renderable)
             else:
-                self._file.write(as_plain(renderable) + "\n")
+                self._file.write(render_plain(renderable) + "\n")
                 self._file.flush()
 
-    def _move(self, lines: RenderableType) -> None:
-        with self._losing():
+    def _update_live(self, lines: RenderableType) -> None:
+        with self._tolerating_errors():
             if self._live is None:
                 # no thread of its own: lines change when there is news, and the training keeps its processor
                 self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
@@ -136,19 +136,19 @@ class Screen:
                 self._live.start()
             self._live.update(lines, refresh=True)
 
-    def _stop_moving(self) -> None:
-        with self._lock, self._losing():
+    def _stop_live(self) -> None:
+        with self._lock, self._tolerating_errors():
             live, self._live = self._live, None
             if live is not None:
                 live.stop()
 
     @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
+    def _tolerating_errors(self) -> Iterator[None]:
         """A screen that fails must not end the run: its records say the same."""
         try:
             yield
         except OSError as error:
-            self.lost = error
+            self.last_error = error
 
 
 def score_line(metrics: Metrics) -> str:
@@ -164,24 +164,24 @@ _TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
 
 def print_settings(rows: Iterable[tuple[str, object, str | None]]) -> None:
     """The table of `Screen.settings`, on stdout."""
-    print_parts([_settings(rows)])
+    print_renderables([_settings(rows)])
 
 
 def _settings(rows: Iterable[tuple[str, object, str | None]]) -> RenderableType:
     rendered = table("setting", "value", "why")
     for name, value, reason in rows:
         style = "bold" if reason is None else ""
-        why = plain_text("set by you" if reason is None else reason, "dim")
-        rendered.add_row(plain_text(name, style), plain_text(_value(value), style), why)
+        reason_text = plain_text("set by you" if reason is None else reason, "dim")
+        rendered.add_row(plain_text(name, style), plain_text(_format_value(value), style), reason_text)
     return rendered
 
 
 def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | None = None) -> None:
     """The twelve COCO numbers, and a table of the classes, the best first."""
     numbers = table("", "", "", "", header=False)
-    half = len(TWELVE) // 2
-    for pair in zip(range(half), range(half, len(TWELVE)), strict=True):
-        numbers.add_row(*(cell for n in pair for cell in (_TITLES[n], fmt.metric(getattr(metrics, TWELVE[n])))))
+    half = len(COCO_SUMMARY) // 2
+    for pair in zip(range(half), range(half, len(COCO_SUMMARY)), strict=True):
+        numbers.add_row(*(cell for n in pair for cell in (_TITLES[n], fmt.metric(getattr(metrics, COCO_SUMMARY[n])))))
     classes = table("class", "AP", "AP50", "boxes", right=(1, 2, 3))
     for row in sorted(metrics.per_class, key=lambda c: -1.0 if c.ap is None else c.ap, reverse=True):
         classes.add_row(plain_text(row.name), fmt.metric(row.ap), fmt.metric(row.ap50), fmt.count(row.boxes))
@@ -190,45 +190,50 @@ def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | 
         f"{fmt.plural(metrics.pictures, 'picture')}{unread}, {fmt.plural(metrics.boxes, 'box', 'boxes')}, "
         f"{fmt.plural(metrics.detections, 'detection')}"
     )
-    print_parts([counts, "", numbers, "", classes], file, width=width)
+    print_renderables([counts, "", numbers, "", classes], file, width=width)
 
 
 def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str]:
     """The parts of a line of progress; what is not known is left out."""
-    parts = ", ".join(f"{name} {fmt.number(value)}" for name, value in window.losses.items() if name != "total")
+    components = ", ".join(f"{name} {fmt.number(value)}" for name, value in window.losses.items() if name != "total")
     if "total" in window.losses:
-        yield f"loss {fmt.number(window.losses['total'])}" + (f" ({parts})" if parts else "")
-    if window.skipped:
-        yield f"{fmt.plural(window.skipped, 'step')} skipped"
-    if window.rate is not None:
-        yield f"rate {window.rate:.3g}"
+        yield f"loss {fmt.number(window.losses['total'])}" + (f" ({components})" if components else "")
+    if window.skipped_steps:
+        yield f"{fmt.plural(window.skipped_steps, 'step')} skipped"
+    if window.lr is not None:
+        yield f"rate {window.lr:.3g}"
     if window.wall_s > 0:
-        yield f"{fmt.number(window.pictures / window.wall_s)} img/s"
-        yield f"device busy {fmt.share(window.phases.get('compute', 0.0) / (window.wall_s * window.devices))}"
+        yield f"{fmt.number(window.num_images / window.wall_s)} img/s"
+        yield f"device busy {fmt.percentage(window.phases.get('compute', 0.0) / (window.wall_s * window.devices))}"
     if memory is not None:
         yield f"memory {fmt.memory(*memory)}"
 
 
-def _moving_lines(step: str, done: float, eta_s: float | None, details: str) -> RenderableType:
+def _live_lines(step: str, fraction_done: float, eta_s: float | None, details: str) -> RenderableType:
     line = Table.grid(padding=(0, 2, 0, 0))
     eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
-    line.add_row(Text(step, "bold"), ProgressBar(total=1.0, completed=done, width=30), fmt.share(done), eta)
+    line.add_row(
+        Text(step, "bold"),
+        ProgressBar(total=1.0, completed=fraction_done, width=30),
+        fmt.percentage(fraction_done),
+        eta,
+    )
     return Group(line, plain_text(details))
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, tuple | list):
-        return " ".join(_value(item) for item in value)
+        return " ".join(_format_value(item) for item in value)
     return str(value)
 
 
-def discard(file: TextIO) -> None:
+def redirect_to_devnull(file: TextIO) -> None:
     """Points a stream nowhere: what is left in its buffer would fail again when Python exits, with exit code 120."""
     with contextlib.suppress(OSError, ValueError):  # no file beneath it, or closed: nothing is left to fail
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())
-        os.close(nowhere)
+        devnull_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull_fd, file.fileno())
+        os.close(devnull_fd)

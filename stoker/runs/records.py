@@ -19,10 +19,10 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from stoker.errors import UsageError, writing
-from stoker.storage.local_files import write_whole
+from stoker.storage.local_files import write_atomic
 from stoker.runs.schemas import Event
-from stoker.storage.uri import Address, expand, is_address, parse
-from stoker.storage.run_uri import LEASE, working_copy
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+from stoker.storage.run_uri import LEASE_FILE, working_copy
 
 if os.name == "posix":
     import fcntl
@@ -48,10 +48,10 @@ EVENT_KINDS = (
 )  # fmt: skip
 """What an event can be; docs/run-folder.md says when each is written."""
 
-LEARNING_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
+STABILITY_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
 """Those about the loss and the rate."""
 
-WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | LEARNING_KINDS
+WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | STABILITY_KINDS
 """Those that are shown as warnings: training went on, and not as was asked for."""
 
 
@@ -69,8 +69,8 @@ class RunFolder:
         self.path = path
         self.attempt = attempt
         self._files: dict[str, int] = {}
-        self._torn: set[str] = set()
-        self._lost = 0
+        self._incomplete: set[str] = set()
+        self._dropped_lines = 0
         self._lock = threading.RLock()
         self._encoder = msgspec.json.Encoder()
 
@@ -81,38 +81,38 @@ class RunFolder:
             try:
                 if name not in self._files:
                     self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                    if _is_torn(self._files[name]):
-                        self._torn.add(name)
+                    if _is_incomplete(self._files[name]):
+                        self._incomplete.add(name)
             except OSError:
                 if not self._files:
                     raise
-                self._lost += 1
+                self._dropped_lines += 1
                 return
             data = self._encoder.encode(line) + b"\n"
-            if name in self._torn:  # ends the half line that a killed process or a full disk left
+            if name in self._incomplete:  # ends the half line that a killed process or a full disk left
                 data = b"\n" + data
             try:
                 written = os.write(self._files[name], data)
             except OSError:  # said below, when there is room again
-                self._lost += 1
+                self._dropped_lines += 1
                 return
             if written < len(data):
-                self._torn.add(name)
-                self._lost += 1
+                self._incomplete.add(name)
+                self._dropped_lines += 1
                 return
-            self._torn.discard(name)
-            if self._lost:
-                lost, self._lost = self._lost, 0
-                self.event("warning", f"{lost} lines of the run's records could not be written", lines=lost)
-                self._lost += lost if self._lost else 0
+            self._incomplete.discard(name)
+            if self._dropped_lines:
+                dropped, self._dropped_lines = self._dropped_lines, 0
+                self.event("warning", f"{dropped} lines of the run's records could not be written", lines=dropped)
+                self._dropped_lines += dropped if self._dropped_lines else 0
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
-    def replace(self, name: str, content: msgspec.Struct) -> None:
+    def replace(self, name: str, value: msgspec.Struct) -> None:
         """Writes one of the run's JSON files anew. Where that fails the old one stays, and an event says so."""
         try:
-            write_whole(self.path / name, self._encoder.encode(content) + b"\n")
+            write_atomic(self.path / name, self._encoder.encode(value) + b"\n")
         except OSError as error:
             self.event("warning", f"{name} could not be written: {error}")
 
@@ -123,10 +123,10 @@ class RunFolder:
             self._files.clear()
 
 
-def _is_torn(handle: int) -> bool:
+def _is_incomplete(fd: int) -> bool:
     """Whether a file's last line has no end."""
-    size = os.fstat(handle).st_size
-    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
@@ -152,7 +152,7 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
-                        place=f"{path}:{number}",
+                        location=f"{path}:{number}",
                         cause=str(error),
                         fix=f"read the run with the version of stoker that {ENVIRONMENT} beside it names",
                     ) from error
@@ -172,10 +172,10 @@ def read_settings(run: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         fix = "bring it back, or remove it: the run is then read without its settings"
-        raise UsageError("The run's settings are damaged.", place=path, cause=str(error), fix=fix) from error
+        raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
 
 
-def price_of(run: Path) -> float:
+def recorded_price(run: Path) -> float:
     """Money per device-hour as the run was told: a measured job says it when an attempt begins, training in its
     settings. 0: unknown. Raises UsageError as `read_settings`."""
     price = (read_settings(run) or {}).get("run", {}).get("price", 0.0)
@@ -188,9 +188,9 @@ def price_of(run: Path) -> float:
 def open_run(text: str | Path) -> Path:
     """The folder of an existing run, to read: of one in a bucket, a copy of its records. Raises UsageError that lists
     the runs beside it; StorageError."""
-    text = expand(text) if isinstance(text, str) else str(text)
-    if is_address(text):
-        return fetch_run(parse(text))
+    text = expand_variables(text) if isinstance(text, str) else str(text)
+    if is_uri(text):
+        return fetch_run(parse_uri(text))
     path = Path(text)
     if (path / EVENTS).exists():
         return path
@@ -200,21 +200,21 @@ def open_run(text: str | Path) -> Path:
     raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix="name a folder that training wrote")
 
 
-def fetch_run(address: Address, *, weights: bool = False) -> Path:
+def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
     """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
     records, of all ranks; weights: of its settings and best (else final, else newest) weights. Raises UsageError,
     StorageError."""
     from stoker.storage import download  # loads obstore, which folders do not need
 
-    own = working_copy(address)
-    with contextlib.suppress(OSError), locked(own) as free:  # OSError: there is no working copy
-        if free is False and (own / EVENTS).exists():
-            return own
+    working_dir = working_copy(uri)
+    with contextlib.suppress(OSError), locked(working_dir) as free:  # OSError: there is no working copy
+        if free is False and (working_dir / EVENTS).exists():
+            return working_dir
     if weights:
-        return download.fetch(address, (CONFIG,), events=EVENTS, one_of=(BEST, FINAL), else_newest_in=CHECKPOINTS)
+        return download.fetch_files(uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS)
     names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
-             LEASE)  # fmt: skip
-    return download.fetch(address, names, events=EVENTS, below=RANKS)
+             LEASE_FILE)  # fmt: skip
+    return download.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
 
 
 def is_finished(run: Path) -> bool:
@@ -226,18 +226,18 @@ def last_attempt(run: Path) -> int:
     return max((event.attempt for event in read_lines(run, EVENTS, Event)), default=0)
 
 
-def runs_named(parent: Path, stem: str) -> list[Path]:
+def runs_named(parent: Path, name_prefix: str) -> list[Path]:
     """The runs `parent/stem-N`, oldest first."""
-    pattern = re.compile(re.escape(stem) + r"-(\d+)$")
-    found = [(int(m[1]), p) for p in parent.glob(f"{stem}-*") if (m := pattern.match(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(found)]
+    pattern = re.compile(re.escape(name_prefix) + r"-(\d+)$")
+    matches = [(int(m[1]), p) for p in parent.glob(f"{name_prefix}-*") if (m := pattern.match(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(matches)]
 
 
-def make_run(parent: Path, stem: str) -> Path:
+def make_run(parent: Path, name_prefix: str) -> Path:
     """Makes `parent/stem-N`, with the next free number; no other process gets the same. Raises OSError."""
-    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(parent, stem)), default=0) + 1
+    number = max((int(path.name.rpartition("-")[2]) for path in runs_named(parent, name_prefix)), default=0) + 1
     while True:
-        path = parent / f"{stem}-{number}"
+        path = parent / f"{name_prefix}-{number}"
         try:
             path.mkdir(parents=True)
         except FileExistsError:  # another process was faster
@@ -248,7 +248,7 @@ def make_run(parent: Path, stem: str) -> Path:
 
 @contextlib.contextmanager
 def recording(
-    path: Path, environment: dict[str, Any], what: str, *, fix: str, **data: Any
+    path: Path, environment: dict[str, Any], description: str, *, fix: str, **data: Any
 ) -> Iterator[tuple[RunFolder, int]]:
     """(the folder of a job that is no training of ours, held and ready to write; the descriptor that holds its lock).
 
@@ -257,19 +257,19 @@ def recording(
     it cannot be written. fix: what to do then.
     """
     if (path / CONFIG).exists():
-        raise UsageError("This run is a training of stoker's own.", place=path, fix=fix)
+        raise UsageError("This run is a training of stoker's own.", location=path, fix=fix)
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
-            handle, has_locks = _hold(path, stack, fix)
+            lock_fd, has_locks = _hold(path, stack, fix)
             folder = RunFolder(path, last_attempt(path) + 1)
             stack.callback(folder.close)
-            write_whole(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+            write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
             kind = "started" if folder.attempt == 1 else "resumed"
-            folder.event(kind, f"attempt {folder.attempt}: {what}", **data)
+            folder.event(kind, f"attempt {folder.attempt}: {description}", **data)
             if not has_locks:
                 folder.event("warning", "this storage has no locks: nothing keeps a second job from this run's folder")
-        yield folder, handle
+        yield folder, lock_fd
 
 
 def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
@@ -278,7 +278,7 @@ def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]
     file = stack.enter_context((path / ".lock").open("a"))
     held = lock(file)
     if held is False:
-        raise UsageError("Another job is being recorded there.", place=path, fix=fix)
+        raise UsageError("Another job is being recorded there.", location=path, fix=fix)
     if held:
         stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may have it still
     return file.fileno(), held is True

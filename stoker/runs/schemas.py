@@ -18,28 +18,28 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """1 for the first start of the run, one more after each restart."""
     step: int
     """Optimizer steps done at the end of the window."""
-    steps: int
+    window_steps: int
     """Of these, inside the window."""
-    pictures: int
+    num_images: int
     """Pictures trained on inside the window."""
     wall_s: float
     devices: int
     phases: dict[str, float]
     """Device-seconds by phase; a phase that is absent took none."""
-    input: dict[str, float] = {}
+    input_wait_stages: dict[str, float] = {}
     """Device-seconds of `input_wait` by what was waited for, one of INPUT_STAGES; they add up to it."""
     losses: dict[str, float] = {}
     """Mean of each part of the loss over the finite steps of the window, and `total`."""
-    rate: float | None = None
+    lr: float | None = None
     grad_norm: float | None = None
     """Mean norm of the gradient before clipping, over the finite steps."""
-    skipped: int = 0
+    skipped_steps: int = 0
     """Steps of the window that were skipped because a gradient was not finite."""
     memory_peak_bytes: int | None = None
-    starved: int | None = None
+    host_bound_steps: int | None = None
     """Steps of the window whose work the device had done when the thread had only just issued the last of it: it waited
     for the host inside them. None: nobody looked (a CPU computes while it is told)."""
-    cpu: dict[str, float] = {}
+    thread_cpu_s: dict[str, float] = {}
     """Processor seconds of the training thread by the phase it was in (its own line, not the device's); absent: nobody
     measured."""
 
@@ -51,7 +51,7 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int
     step: int
     """Optimizer steps done at its end."""
-    steps: int
+    window_steps: int
     wall_s: float
     busy_s: float
     """Of wall_s, seconds in which the device ran at least one kernel or copy."""
@@ -62,15 +62,15 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     launches: int = 0
     """Kernels."""
     kernel_median_s: float | None = None
-    kernels: list["KernelShare"] = []
+    kernels: list["KernelTime"] = []
     """The ten that took most."""
     gaps: list["Gap"] = []
     """The ten longest times without work, the longest first."""
-    tensor_core_share: float | None = None
+    tensor_core_fraction: float | None = None
     """Of the kernels' time, that in kernels whose names are of tensor cores."""
 
 
-class KernelShare(msgspec.Struct, kw_only=True):
+class KernelTime(msgspec.Struct, kw_only=True):
     """Kernels of one name in a trace."""
 
     name: str
@@ -81,8 +81,8 @@ class KernelShare(msgspec.Struct, kw_only=True):
 class Gap(msgspec.Struct, kw_only=True):
     """A time in which the device had nothing to do."""
 
-    took_s: float
-    host: str
+    duration_s: float
+    host_op: str
     """What the training thread was in meanwhile: the profiler's innermost operator or runtime call; empty: Python."""
 
 
@@ -96,7 +96,7 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Since the line before."""
     samples: int
     """Times that the stacks were read in it."""
-    main: dict[str, float] = {}
+    main_thread: dict[str, float] = {}
     """Share of the samples in which the main thread was in: input_wait, decode, compute, sync, comm, checkpoint,
     compile, python, other, idle. They add up to 1."""
     frames: dict[str, float] = {}
@@ -110,7 +110,7 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     t: float
     attempt: int
-    what: str
+    probe: str
     """One of PROBE_KINDS."""
     steps: int
     """Of each side."""
@@ -148,7 +148,7 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One GPU as the driver sees it. None: the machine does not say."""
 
     index: int
-    utilisation: float | None = None
+    utilization: float | None = None
     """Share of the last sample period in which a kernel ran, 0 … 1."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -160,7 +160,7 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """NVML's bit mask of clock event reasons."""
     sm_clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None
-    memory_utilisation: float | None = None
+    memory_utilization: float | None = None
     """Share of the driver's last sample period in which its memory was read or written, 0 … 1."""
     sm_active: float | None = None
     """Of the time since the line before (GPM, Hopper and later), mean share of the multiprocessors that had work."""
@@ -200,7 +200,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     t: float
     attempt: int
     gpus: list[GpuSample] = []
-    cpu: list[float] = []
+    cpu_core_utilization: list[float] = []
     """Busy share of each core of the machine, 0 … 1."""
     process_cpu: float | None = None
     """Processor seconds per second of this process and its children."""
@@ -215,7 +215,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Pressure stall information, share of time in which some task waited, 0 … 1."""
     throttled_s: float | None = None
     """Processor-seconds that the cgroup's CPU quota held back runnable threads, since the line before."""
-    cores: float | None = None
+    cpu_limit_cores: float | None = None
     """Processors that this run may use: affinity and quota."""
     threads: int | None = None
     """Of this process and its children."""
@@ -237,9 +237,9 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     shm_used_bytes: int | None = None
     shm_total_bytes: int | None = None
     """/dev/shm."""
-    handles: int | None = None
+    open_fds: int | None = None
     """Open files of the process among these that has most."""
-    handles_limit: int | None = None
+    max_fds: int | None = None
     oom_kills: int | None = None
     """Processes of the cgroup that the kernel killed for memory since the line before."""
 
@@ -249,10 +249,10 @@ class Quarantined(msgspec.Struct, kw_only=True):
 
     t: float
     attempt: int
-    row: int
+    image_index: int
     path: str
     error: str
-    position: int
+    sample_position: int
     """Place in the stream of training samples from which on the picture is not used."""
     replaced_by: int
     """Row that took its place there."""
@@ -263,7 +263,7 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     text: str
     value: float | None = None
-    place: str = ""
+    source: str = ""
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -275,10 +275,10 @@ class Finding(msgspec.Struct, kw_only=True):
     title: str
     evidence: list[Evidence]
     lost_device_s: float | None = None
-    lost_money: float | None = None
+    lost_cost: float | None = None
     fix: str = ""
     command: str | None = None
     confidence: float | None = None
-    verified: str | None = None
-    patch: dict[str, Any] = {}
+    probe_result: str | None = None
+    config_patch: dict[str, Any] = {}
     """Settings of config.toml that mend it, by name."""

@@ -52,14 +52,14 @@ def totals(run: Path) -> Totals:
     for rank, folder in ranks.items():
         for window in read_lines(folder, STEPS, StepWindow):
             _add(phases, window.phases)
-            _add(stages, window.input)
-            _add(cpu, window.cpu)
+            _add(stages, window.input_wait_stages)
+            _add(cpu, window.thread_cpu_s)
             device_s += window.wall_s * window.devices
-            pictures += window.pictures
+            pictures += window.num_images
             newest[rank] = window
             if rank == 0:
                 wall_s += window.wall_s
-                steps += window.steps
+                steps += window.window_steps
             if len(ranks) > 1:
                 exchanges.add(rank, window)
     slowest = exchanges.waited_for()

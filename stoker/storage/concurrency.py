@@ -10,113 +10,115 @@ from collections import deque
 
 HEADROOM = 2.0
 """Latency varies: with just enough under way, each slow answer would be waited for."""
-FIRST, LEAST = 16, 4
-GROWTH, SHRINKAGE = 1.5, 0.8
-WORTH = 1.05
+INITIAL_CONCURRENCY, MIN_CONCURRENCY = 16, 4
+GROWTH_FACTOR, SHRINK_FACTOR = 1.5, 0.8
+MIN_GAIN = 1.05
 """A growth that does not raise the throughput by so much is taken back: the link or the store is the limit."""
 PATIENCE = 8
 """Rounds before growth is tried again after it did not help; notes without starvation before it shrinks."""
-RECENT = 256
+WINDOW_SIZE = 256
 
 HEDGE_QUANTILE = 0.95
 HEDGE_FACTOR = 1.5
 """Of that quantile: on a link that is the limit all requests are late alike, and a second one only makes it later."""
-HEDGE_LEAST_S = 0.01
-HEDGE_SHARE = 0.05
+HEDGE_MIN_S = 0.01
+HEDGE_FRACTION = 0.05
 HEDGE_BURST = 4.0
-HEDGE_FROM = 32
+HEDGE_MIN_SAMPLES = 32
 """So many answers of like size, before a quantile means anything."""
 
 
-class Depth:
+class ConcurrencyController:
     """How many requests should be under way. limit: the most, ever."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.value = min(FIRST, limit)
-        self._latencies: deque[float] = deque(maxlen=RECENT)
-        self._done, self._bytes = 0, 0
-        self._since: float | None = None
-        self._before: tuple[int, float] | None = None
+        self.value = min(INITIAL_CONCURRENCY, limit)
+        self._latencies: deque[float] = deque(maxlen=WINDOW_SIZE)
+        self._completed, self._completed_bytes = 0, 0
+        self._round_start_s: float | None = None
+        self._before_trial: tuple[int, float] | None = None
         """During a trial: the depth, and the throughput, before it."""
-        self._hold = 0
-        self._calm = 0
+        self._cooldown_rounds = 0
+        self._calm_updates = 0
 
-    def finished(self, latency_s: float, size_bytes: int) -> None:
+    def record_response(self, latency_s: float, size_bytes: int) -> None:
         self._latencies.append(latency_s)
-        self._done += 1
-        self._bytes += size_bytes
+        self._completed += 1
+        self._completed_bytes += size_bytes
 
-    def needed(self, demand_per_s: float) -> int:
+    def required(self, demand_per_s: float) -> int:
         """By Little's law, from the fastest of the recent answers: what it takes when nothing queues."""
         if not self._latencies:
             return self.value
-        by_law = math.ceil(min(self._latencies) * demand_per_s * HEADROOM)
-        return max(min(LEAST, self.limit), min(self.limit, by_law))
+        littles_law = math.ceil(min(self._latencies) * demand_per_s * HEADROOM)
+        return max(min(MIN_CONCURRENCY, self.limit), min(self.limit, littles_law))
 
-    def note(self, demand_per_s: float, starved: bool, now_s: float) -> None:
+    def update(self, demand_per_s: float, starved: bool, now_s: float) -> None:
         """demand_per_s: objects that the consumer takes, or would take if it never waited; starved: it has waited."""
-        needed = self.needed(demand_per_s)
+        required = self.required(demand_per_s)
         if not starved:
-            self._before = None
-            self._calm += 1
-            if self._calm >= PATIENCE:
-                self._calm = 0
-                self.value = max(needed, min(self.value, math.ceil(self.value * SHRINKAGE)))
+            self._before_trial = None
+            self._calm_updates += 1
+            if self._calm_updates >= PATIENCE:
+                self._calm_updates = 0
+                self.value = max(required, min(self.value, math.ceil(self.value * SHRINK_FACTOR)))
             return
-        self._calm = 0
-        if self._since is None:
-            self._round(now_s)
-        elif self._done >= self.value and now_s > self._since:
-            self._judge(self._bytes / (now_s - self._since), needed)
-            self._round(now_s)
+        self._calm_updates = 0
+        if self._round_start_s is None:
+            self._start_round(now_s)
+        elif self._completed >= self.value and now_s > self._round_start_s:
+            self._evaluate_round(self._completed_bytes / (now_s - self._round_start_s), required)
+            self._start_round(now_s)
 
-    def _judge(self, bytes_per_s: float, needed: int) -> None:
+    def _evaluate_round(self, bytes_per_s: float, required: int) -> None:
         """After a round, in which as many requests ended as were under way. Every growth is a trial, that to what the
         law asks too: where our own queue is in every latency, the law asks for more and more."""
-        if self._before is not None:
-            depth, rate = self._before
-            self._before = None
-            if bytes_per_s < rate * WORTH:
-                self.value, self._hold = depth, PATIENCE
+        if self._before_trial is not None:
+            previous_value, previous_bytes_per_s = self._before_trial
+            self._before_trial = None
+            if bytes_per_s < previous_bytes_per_s * MIN_GAIN:
+                self.value, self._cooldown_rounds = previous_value, PATIENCE
                 return
-        if self._hold:
-            self._hold -= 1
+        if self._cooldown_rounds:
+            self._cooldown_rounds -= 1
         elif self.value < self.limit:
-            self._before = (self.value, bytes_per_s)
-            self.value = min(self.limit, max(needed, math.ceil(self.value * GROWTH)))
+            self._before_trial = (self.value, bytes_per_s)
+            self.value = min(self.limit, max(required, math.ceil(self.value * GROWTH_FACTOR)))
 
-    def _round(self, now_s: float) -> None:
-        self._since, self._done, self._bytes = now_s, 0, 0
+    def _start_round(self, now_s: float) -> None:
+        self._round_start_s, self._completed, self._completed_bytes = now_s, 0, 0
 
 
-class Tail:
+class HedgingPolicy:
     """When a request is so late that a second one is worth its cost, and whether there is credit for it."""
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
+        self._latencies_by_size: dict[int, deque[float]] = {}
         self._delays: dict[int, float] = {}
-        self._answers = 0
+        self._responses = 0
         self._credit = 1.0
 
-    def begun(self) -> None:
-        self._credit = min(HEDGE_BURST, self._credit + HEDGE_SHARE)
+    def record_request(self) -> None:
+        self._credit = min(HEDGE_BURST, self._credit + HEDGE_FRACTION)
 
-    def finished(self, latency_s: float, size_bytes: int) -> None:
-        likes = _likes(size_bytes)
-        recent = self._recent.setdefault(likes, deque(maxlen=RECENT))
-        recent.append(latency_s)
-        self._answers += 1
+    def record_response(self, latency_s: float, size_bytes: int) -> None:
+        size_class = _size_class(size_bytes)
+        latencies = self._latencies_by_size.setdefault(size_class, deque(maxlen=WINDOW_SIZE))
+        latencies.append(latency_s)
+        self._responses += 1
         # Sorting at each answer would cost more than the rest of the bookkeeping.
-        if len(recent) >= HEDGE_FROM and (self._answers % HEDGE_FROM == 0 or likes not in self._delays):
-            quantile = sorted(recent)[int(HEDGE_QUANTILE * len(recent))]
-            self._delays[likes] = max(HEDGE_LEAST_S, HEDGE_FACTOR * quantile)
+        if len(latencies) >= HEDGE_MIN_SAMPLES and (
+            self._responses % HEDGE_MIN_SAMPLES == 0 or size_class not in self._delays
+        ):
+            quantile = sorted(latencies)[int(HEDGE_QUANTILE * len(latencies))]
+            self._delays[size_class] = max(HEDGE_MIN_S, HEDGE_FACTOR * quantile)
 
-    def delay_s(self, size_bytes: int) -> float | None:
+    def hedge_delay_s(self, size_bytes: int) -> float | None:
         """How long to wait for the first answer. None: too few of like size have been seen."""
-        return self._delays.get(_likes(size_bytes))
+        return self._delays.get(_size_class(size_bytes))
 
-    def spend(self) -> bool:
+    def try_spend(self) -> bool:
         """Whether a second request may be made; if so, it is paid for."""
         if self._credit < 1.0:
             return False
@@ -124,6 +126,6 @@ class Tail:
         return True
 
 
-def _likes(size_bytes: int) -> int:
+def _size_class(size_bytes: int) -> int:
     """Sizes that are compared: those within a factor of four."""
     return max(0, size_bytes).bit_length() // 2

@@ -22,76 +22,76 @@ from stoker.errors import StorageError
 
 METADATA_TIMEOUT_S = 1.0
 """A metadata service is on the same host: it answers in milliseconds or not at all."""
-REREAD = timedelta(minutes=5)
+REFRESH_INTERVAL = timedelta(minutes=5)
 """How long keys of `~/.aws/credentials` are kept: tools that rotate them rewrite the file."""
 
 
 @dataclass(frozen=True)
-class Identity:
+class Credentials:
     """text: for messages; member: as an IAM policy names it, where known; options: for obstore's store."""
 
-    text: str
+    description: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    member: str | None = None
+    iam_member: str | None = None
     anonymous: bool = False
 
 
-def identify(scheme: str) -> Identity:
+def find_credentials(scheme: str) -> Credentials:
     """scheme: one of address.SCHEMES. Raises StorageError where credentials are named and cannot be used."""
     if scheme == "s3":
-        return _amazon()
+        return _aws_credentials()
     if scheme == "gs":
-        return _google()
-    return Identity("anonymous (https addresses are read without credentials)", anonymous=True)
+        return _gcp_credentials()
+    return Credentials("anonymous (https addresses are read without credentials)", anonymous=True)
 
 
-def _anonymous(why: str) -> Identity:
-    return Identity(f"anonymous ({why})", {"skip_signature": True}, anonymous=True)
+def _anonymous(reason: str) -> Credentials:
+    return Credentials(f"anonymous ({reason})", {"skip_signature": True}, anonymous=True)
 
 
 def _is_true(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
-def _amazon() -> Identity:
+def _aws_credentials() -> Credentials:
     env = os.environ
     if _is_true("AWS_SKIP_SIGNATURE"):
         return _anonymous("AWS_SKIP_SIGNATURE")
     if (key := env.get("AWS_ACCESS_KEY_ID")) and env.get("AWS_SECRET_ACCESS_KEY"):
-        return Identity(f"access key {_short(key)} (AWS_ACCESS_KEY_ID)")
+        return Credentials(f"access key {_abbreviate_key(key)} (AWS_ACCESS_KEY_ID)")
     if env.get("AWS_WEB_IDENTITY_TOKEN_FILE") and (role := env.get("AWS_ROLE_ARN")):
-        return Identity(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", member=role)
-    if profile := _profile():
+        return Credentials(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", iam_member=role)
+    if profile := _aws_profile():
         return profile
     if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get("AWS_CONTAINER_CREDENTIALS_FULL_URI"):
-        return Identity("the container's role (AWS_CONTAINER_CREDENTIALS_*)")
-    if not _is_true("AWS_EC2_METADATA_DISABLED") and (role := _instance_role()):
-        return Identity(f"the instance's role {role}", member=role)
+        return Credentials("the container's role (AWS_CONTAINER_CREDENTIALS_*)")
+    if not _is_true("AWS_EC2_METADATA_DISABLED") and (role := _ec2_instance_role()):
+        return Credentials(f"the instance's role {role}", iam_member=role)
     return _anonymous("no AWS credentials in the environment, in ~/.aws or of an instance")
 
 
-def _short(key: str) -> str:
+def _abbreviate_key(key: str) -> str:
     return key if len(key) <= 8 else f"{key[:4]}…{key[-4:]}"
 
 
-def _profile() -> Identity | None:
+def _aws_profile() -> Credentials | None:
     """AWS_PROFILE, else `default`, of ~/.aws: static keys are read here, all else (SSO, roles) by boto3 where it is."""
     name = os.environ.get("AWS_PROFILE")
-    keys, settings = _section(name or "default")
+    keys, settings = _read_profile(name or "default")
     region = settings.get("region", keys.get("region"))
     options: dict[str, Any] = {}
     if region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         options["region"] = region
     key = keys.get("aws_access_key_id")
     if key and "aws_secret_access_key" in keys:
-        options["credential_provider"] = lambda: _keys_of(name or "default")
-        return Identity(f"access key {_short(key)} (profile {name or 'default'} of ~/.aws)", options)
+        options["credential_provider"] = lambda: _profile_keys(name or "default")
+        return Credentials(f"access key {_abbreviate_key(key)} (profile {name or 'default'} of ~/.aws)", options)
     if name is None:
         return None
     if importlib.util.find_spec("boto3") is None:
         raise StorageError(
             f"The AWS profile {name} has no keys of its own.",
-            place="AWS_PROFILE",
+            location="AWS_PROFILE",
             cause="profiles that sign on (SSO, roles, programs) are resolved by boto3, which is not installed",
             fix=f"pip install boto3, or: eval $(aws configure export-credentials --profile {name} --format env)",
         )
@@ -102,118 +102,118 @@ def _profile() -> Identity | None:
     except Exception as error:  # botocore has no common base for what a profile can lack
         raise StorageError(
             f"The AWS profile {name} cannot be used.",
-            place="AWS_PROFILE",
+            location="AWS_PROFILE",
             cause=str(error),
             fix=f"aws configure list-profiles names those that there are; to sign on: aws sso login --profile {name}",
         ) from error
-    return Identity(f"profile {name} (AWS_PROFILE)", options)
+    return Credentials(f"profile {name} (AWS_PROFILE)", options)
 
 
-def _section(profile: str) -> tuple[dict[str, str], dict[str, str]]:
+def _read_profile(profile: str) -> tuple[dict[str, str], dict[str, str]]:
     """(what the credentials file, what the config file says of a profile); empty where there is none."""
-    places = (
+    sources = (
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile),
         ("AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"),
     )
-    found = []
-    for variable, default, section in places:
+    sections = []
+    for variable, default, section in sources:
         path = Path(os.environ.get(variable) or default).expanduser()
         parser = configparser.RawConfigParser()
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, UnicodeDecodeError) as error:
-            raise StorageError("The AWS settings cannot be read.", place=path, cause=str(error)) from error
-        found.append(dict(parser[section]) if parser.has_section(section) else {})
-    return found[0], found[1]
+            raise StorageError("The AWS settings cannot be read.", location=path, cause=str(error)) from error
+        sections.append(dict(parser[section]) if parser.has_section(section) else {})
+    return sections[0], sections[1]
 
 
-def _keys_of(profile: str) -> dict[str, Any]:
+def _profile_keys(profile: str) -> dict[str, Any]:
     """What obstore asks for when it has no keys, or old ones."""
-    keys, _ = _section(profile)
+    keys, _ = _read_profile(profile)
     return {
         "access_key_id": keys["aws_access_key_id"],
         "secret_access_key": keys["aws_secret_access_key"],
         "token": keys.get("aws_session_token"),
-        "expires_at": datetime.now(UTC) + REREAD,
+        "expires_at": datetime.now(UTC) + REFRESH_INTERVAL,
     }
 
 
-def _google() -> Identity:
+def _gcp_credentials() -> Credentials:
     env = os.environ
     if host := env.get("STORAGE_EMULATOR_HOST"):
         return _anonymous(f"STORAGE_EMULATOR_HOST={host}")
     if _is_true("GOOGLE_SKIP_SIGNATURE"):
         return _anonymous("GOOGLE_SKIP_SIGNATURE")
     if text := env.get("GOOGLE_SERVICE_ACCOUNT_KEY"):
-        return _key_file(text, "GOOGLE_SERVICE_ACCOUNT_KEY")
+        return _parse_key_file(text, "GOOGLE_SERVICE_ACCOUNT_KEY")
     for variable in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS"):
-        if named := env.get(variable):
+        if key_path := env.get(variable):
             try:
-                text = Path(named).expanduser().read_text(encoding="utf-8")
+                text = Path(key_path).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise StorageError(
                     f"The key file that {variable} names cannot be read.",
-                    place=named,
+                    location=key_path,
                     cause=str(error),
                     fix=f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login",
                 ) from error
-            return _key_file(text, variable)
+            return _parse_key_file(text, variable)
     folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     default = folder / "application_default_credentials.json"
     if default.is_file():
-        return _key_file(default.read_text(encoding="utf-8"), "gcloud auth application-default login")
-    if not _is_true("NO_GCE_CHECK") and (email := _instance_account()):
-        return Identity(f"the instance's service account {email}", member=f"serviceAccount:{email}")
+        return _parse_key_file(default.read_text(encoding="utf-8"), "gcloud auth application-default login")
+    if not _is_true("NO_GCE_CHECK") and (email := _gce_service_account()):
+        return Credentials(f"the instance's service account {email}", iam_member=f"serviceAccount:{email}")
     return _anonymous("no Google credentials in the environment, of gcloud or of an instance")
 
 
-def _key_file(text: str, source: str) -> Identity:
+def _parse_key_file(text: str, source: str) -> Credentials:
     try:
-        content = json.loads(text)
-        kind = content.get("type", "service_account")
+        data = json.loads(text)
+        credential_type = data.get("type", "service_account")
     except (json.JSONDecodeError, AttributeError) as error:
-        raise StorageError("The Google credentials are no JSON object.", place=source, cause=str(error)) from error
-    if kind == "service_account":
-        email = content.get("client_email", "")
-        return Identity(f"service account {email} ({source})", member=f"serviceAccount:{email}")
-    if kind == "authorized_user":
-        return Identity(f"user {content.get('account') or 'of gcloud'} ({source})")
+        raise StorageError("The Google credentials are no JSON object.", location=source, cause=str(error)) from error
+    if credential_type == "service_account":
+        email = data.get("client_email", "")
+        return Credentials(f"service account {email} ({source})", iam_member=f"serviceAccount:{email}")
+    if credential_type == "authorized_user":
+        return Credentials(f"user {data.get('account') or 'of gcloud'} ({source})")
     if importlib.util.find_spec("google.auth") is None:
         raise StorageError(
-            f"Google credentials of type {kind} need the package google-auth.",
-            place=source,
+            f"Google credentials of type {credential_type} need the package google-auth.",
+            location=source,
             cause="obstore itself knows service_account and authorized_user",
             fix="pip install google-auth requests",
         )
     from obstore.auth.google import GoogleCredentialProvider
 
-    who = content.get("service_account_impersonation_url", "").rpartition("/")[2].partition(":")[0]
-    return Identity(f"{who or kind} ({source})", {"credential_provider": GoogleCredentialProvider()})
+    account = data.get("service_account_impersonation_url", "").rpartition("/")[2].partition(":")[0]
+    return Credentials(f"{account or credential_type} ({source})", {"credential_provider": GoogleCredentialProvider()})
 
 
-def _instance_role() -> str | None:
+def _ec2_instance_role() -> str | None:
     """The role of an EC2 instance (IMDSv2); None: not there, or without a role."""
     base = os.environ.get("AWS_METADATA_ENDPOINT", "http://169.254.169.254").rstrip("/")
-    token = _ask(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
+    token = _query_metadata(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
     if not token:
         return None
-    role = _ask(f"{base}/latest/meta-data/iam/security-credentials/", {"X-aws-ec2-metadata-token": token})
+    role = _query_metadata(f"{base}/latest/meta-data/iam/security-credentials/", {"X-aws-ec2-metadata-token": token})
     return role.split()[0] if role else None
 
 
-def _instance_account() -> str | None:
+def _gce_service_account() -> str | None:
     """The service account of a Google instance, or of a pod's workload identity; None: not there, or without one."""
     host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
-    where = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
-    return _ask(where, {"Metadata-Flavor": "Google"})
+    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
+    return _query_metadata(url, {"Metadata-Flavor": "Google"})
 
 
-def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str | None:
+def _query_metadata(url: str, headers: dict[str, str], *, method: str = "GET") -> str | None:
     """What a metadata service answers; None where there is none, or it refuses."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=METADATA_TIMEOUT_S) as answer:
-            return str(answer.read(4096), "utf-8", "replace").strip()
+        with opener.open(request, timeout=METADATA_TIMEOUT_S) as response:
+            return str(response.read(4096), "utf-8", "replace").strip()
     except (OSError, urllib.error.URLError):
         return None

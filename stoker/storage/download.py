@@ -10,40 +10,40 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError, UsageError
-from stoker.storage.local_files import write_whole
-from stoker.storage.run_uri import MARK, reading_copy, working_copy
+from stoker.storage.local_files import write_atomic
+from stoker.storage.run_uri import URI_FILE, reading_copy, working_copy
 from stoker.storage.store import ObjectInfo, Store, open_store
-from stoker.storage.uri import Address
+from stoker.storage.uri import StorageUri
 
-FETCHED = ".fetched.json"
+ETAGS_FILE = ".fetched.json"
 """In a reading copy: name → ETag of what was fetched."""
 PART_BYTES = 64 * 2**20
-TRIES = 5
-SHOWN = 8
+MAX_ATTEMPTS = 5
+MAX_RUNS_SHOWN = 8
 """Runs that an error lists."""
 
 
-def objects(store: Store, address: Address) -> dict[str, str]:
+def list_keys(store: Store, uri: StorageUri) -> dict[str, str]:
     """The keys of what is below an address, by their names relative to that."""
-    prefix = f"{address.key}/" if address.key else ""
-    return {info.key.removeprefix(prefix): info.key for info in store.list(address.key)}
+    prefix = f"{uri.key}/" if uri.key else ""
+    return {info.key.removeprefix(prefix): info.key for info in store.list(uri.key)}
 
 
-def is_ahead(folder: Path, events: str, remote: bytes) -> bool:
+def has_all_events(folder: Path, events_file: str, remote_events: bytes) -> bool:
     """Whether a copy has everything that the bucket has, and maybe more. Its events only ever grow, and the bucket has
     them as they were once: then they begin with those, unless another machine has gone on with the run meanwhile."""
-    path = folder / events
-    return path.is_file() and path.read_bytes().startswith(remote)
+    path = folder / events_file
+    return path.is_file() and path.read_bytes().startswith(remote_events)
 
 
-def fetch(
-    address: Address,
+def fetch_files(
+    uri: StorageUri,
     names: Iterable[str],
     *,
-    events: str,
-    below: str = "",
-    one_of: Iterable[str] = (),
-    else_newest_in: str = "",
+    events_file: str,
+    subfolder: str = "",
+    first_existing_of: Iterable[str] = (),
+    fallback_checkpoints: str = "",
 ) -> Path:
     """A folder with these files of the run, as far as it has them, with all that is in its folder `below`, and with the
     first of `one_of` that it has, else the weights of its newest checkpoint. Those that are here unchanged are not
@@ -52,56 +52,60 @@ def fetch(
     events: name of the file that every run has; else_newest_in: of the folder of checkpoints. Raises UsageError when
     there is no run, StorageError.
     """
-    store = open_store(address)
+    store = open_store(uri)
     try:
-        recorded = store.read(address.child(events).key)
+        remote_events = store.read(uri.child(events_file).key)
     except ObjectMissing as error:
-        raise not_a_run(address, events) from error
-    own = working_copy(address)
-    if is_ahead(own, events, recorded):
-        return own
-    folder = reading_copy(address)
+        raise not_a_run_error(uri, events_file) from error
+    working_dir = working_copy(uri)
+    if has_all_events(working_dir, events_file, remote_events):
+        return working_dir
+    folder = reading_copy(uri)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / MARK, str(address).encode())
-    noted = folder / FETCHED
-    known: dict[str, str | None] = json.loads(noted.read_bytes()) if noted.exists() else {}
-    inner = [f"{below}/{name}" for name in objects(store, address.child(below))] if below else []
-    gone = [name for name in known if below and name.startswith(f"{below}/")]
-    for name in dict.fromkeys([*names, *inner, *gone]):
-        _refresh(store, address, folder, name, known)
-    found = objects(store, address) if else_newest_in else {}
-    weights = (name for name in found if name.startswith(f"{else_newest_in}/step-") and name.endswith(".safetensors"))
-    for name in (*one_of, *sorted(weights, reverse=True)):
-        if _refresh(store, address, folder, name, known):
+    write_atomic(folder / URI_FILE, str(uri).encode())
+    etags_path = folder / ETAGS_FILE
+    etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
+    subfolder_names = [f"{subfolder}/{name}" for name in list_keys(store, uri.child(subfolder))] if subfolder else []
+    fetched_before = [name for name in etags if subfolder and name.startswith(f"{subfolder}/")]
+    for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
+        _update_file(store, uri, folder, name, etags)
+    keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
+    weight_files = (
+        name
+        for name in keys_by_name
+        if name.startswith(f"{fallback_checkpoints}/step-") and name.endswith(".safetensors")
+    )
+    for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
+        if _update_file(store, uri, folder, name, etags):
             break
-    write_whole(noted, json.dumps(known).encode())
+    write_atomic(etags_path, json.dumps(etags).encode())
     return folder
 
 
-def not_a_run(address: Address, events: str) -> UsageError:
+def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
     """The error of an address at which there is no run."""
-    above = address.parent
+    parent = uri.parent
     try:
-        beside = [str(above.child(name)) for name in open_store(address).folders(above.key)]
+        siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
     except StorageError:  # who may read may not be allowed to list
-        beside = []
-    cause, fix = f"there is no {events} below it", "name the address that training was given as --run"
-    return UsageError(f"{str(address)!r} is not a run.", cause=cause, choices=beside[-SHOWN:], fix=fix)
+        siblings = []
+    cause, fix = f"there is no {events_file} below it", "name the address that training was given as --run"
+    return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
 
 
-def _refresh(store: Store, address: Address, folder: Path, name: str, known: dict[str, str | None]) -> bool:
+def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
     """Makes folder/name what the bucket has now; whether it has it."""
-    target, key = folder / name, address.child(name).key
+    target, key = folder / name, uri.child(name).key
     info = store.stat(key)
-    if info is not None and target.is_file() and info.etag is not None and known.get(name) == info.etag:
+    if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
         return True
     try:
         if info is None:
-            raise ObjectMissing("There is no such object.", place=address.child(name))
-        known[name] = download(store, key, target).etag
+            raise ObjectMissing("There is no such object.", location=uri.child(name))
+        etags[name] = download(store, key, target).etag
     except ObjectMissing:  # also one that was removed just now
         target.unlink(missing_ok=True)
-        known.pop(name, None)
+        etags.pop(name, None)
         return False
     return True
 
@@ -112,8 +116,8 @@ def download(store: Store, key: str, target: Path) -> ObjectInfo:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        for _ in range(TRIES):
-            info = _existing(store, key)
+        for _ in range(MAX_ATTEMPTS):
+            info = _stat_existing(store, key)
             with temporary.open("wb") as file:
                 if info.size_bytes <= PART_BYTES:
                     file.write(store.read(key))  # checked against its ETag, where that is a checksum
@@ -122,16 +126,16 @@ def download(store: Store, key: str, target: Path) -> ObjectInfo:
                         file.write(store.read(key, start=start, length=min(PART_BYTES, info.size_bytes - start)))
                 file.flush()
                 os.fsync(file.fileno())
-            if _existing(store, key) == info:
+            if _stat_existing(store, key) == info:
                 os.utime(temporary, (info.modified_s, info.modified_s))
                 temporary.replace(target)
                 return info
     finally:
         temporary.unlink(missing_ok=True)
-    raise StorageError("The object is replaced faster than it can be read.", place=key)
+    raise StorageError("The object is replaced faster than it can be read.", location=key)
 
 
-def _existing(store: Store, key: str) -> ObjectInfo:
+def _stat_existing(store: Store, key: str) -> ObjectInfo:
     if (info := store.stat(key)) is None:
-        raise ObjectMissing("There is no such object.", place=store.address.child(key))
+        raise ObjectMissing("There is no such object.", location=store.uri.child(key))
     return info

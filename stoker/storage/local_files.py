@@ -6,14 +6,14 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """`STOKER_CACHE_DIR`, else `$XDG_CACHE_HOME/stoker`, else `~/.cache/stoker`. It need not exist."""
-    if own := os.environ.get("STOKER_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "stoker"
+    if configured := os.environ.get("STOKER_CACHE_DIR"):
+        return Path(configured).expanduser().absolute()
+    if xdg_cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg_cache).expanduser().absolute() / "stoker"
     return Path.home() / ".cache" / "stoker"
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Replaces a file as a whole: after a kill or a power cut it is the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -22,15 +22,15 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        fsync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Makes renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)

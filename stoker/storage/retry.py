@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 from stoker.errors import ConfigError
 from stoker.storage.failures import Failure
 
-BASE_S, CAP_S = 0.1, 20.0
+BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
 """The n-th wait is uniform between 0 and min(CAP_S, BASE_S · 2ⁿ)."""
-BUDGET_SHARE = 0.1
+BUDGET_FRACTION = 0.1
 """Retries per request, in the long run."""
 BUDGET_BURST = 20.0
 BUDGET_PER_S = 10.0
 """The floor: what a store gives however few its requests; one upload, or the end of an outage, is not starved."""
-CONNECT_SHARE = 6
+CONNECT_TIMEOUT_DIVISOR = 6
 """While a store has never answered, failures to connect are believed after 1/6 of the time: a typing error in an
 endpoint should not take two minutes to be told."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S)."""
 
     total_s: float = 120.0
@@ -39,7 +39,7 @@ class Limits:
         return self.total_s / 8
 
     @classmethod
-    def from_environment(cls) -> "Limits":
+    def from_environment(cls) -> "Timeouts":
         text = os.environ.get("STOKER_STORAGE_TIMEOUT_S")
         if not text:
             return cls()
@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass
-class Counts:
+class RequestCounters:
     """What a store has done. Requests include retries and hedges."""
 
     requests: int = 0
@@ -68,84 +68,84 @@ class Counts:
     """By what they were: "503", "timeout" …; those that a retry mended, too."""
 
 
-class Budget:
+class RetryBudget:
     """How many retries a store may still be asked for; and its counts. From any thread."""
 
     def __init__(self) -> None:
-        self.counts = Counts()
-        self.answered = False
+        self.counters = RequestCounters()
+        self.has_answered = False
         """Whether the store ever answered, if only with a refusal."""
         self._lock = threading.Lock()
         self._tokens = BUDGET_BURST
-        self._filled = time.monotonic()
+        self._refilled_s = time.monotonic()
 
-    def request(self) -> None:
+    def count_request(self) -> None:
         with self._lock:
-            self.counts.requests += 1
-            self._tokens = min(BUDGET_BURST, self._tokens + BUDGET_SHARE)
+            self.counters.requests += 1
+            self._tokens = min(BUDGET_BURST, self._tokens + BUDGET_FRACTION)
 
-    def moved(self, *, read: int = 0, written: int = 0) -> None:
+    def count_bytes(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
-            self.answered = True
-            self.counts.read_bytes += read
-            self.counts.written_bytes += written
+            self.has_answered = True
+            self.counters.read_bytes += read
+            self.counters.written_bytes += written
 
-    def failed(self, name: str) -> None:
+    def count_failure(self, name: str) -> None:
         with self._lock:
-            self.counts.failures[name] = self.counts.failures.get(name, 0) + 1
+            self.counters.failures[name] = self.counters.failures.get(name, 0) + 1
 
-    def retry(self, now: float) -> float:
+    def take_retry(self, now_s: float) -> float:
         """Takes a retry; how many seconds it has to wait until it is there."""
         with self._lock:
-            self._tokens = min(BUDGET_BURST, self._tokens + (now - self._filled) * BUDGET_PER_S) - 1.0
-            self._filled = now
+            self._tokens = min(BUDGET_BURST, self._tokens + (now_s - self._refilled_s) * BUDGET_PER_S) - 1.0
+            self._refilled_s = now_s
             return max(0.0, -self._tokens / BUDGET_PER_S)
 
-    def retried(self) -> None:
+    def count_retry(self) -> None:
         with self._lock:
-            self.counts.retries += 1
+            self.counters.retries += 1
 
 
-class Tries:
+class RetryState:
     """One request and its retries."""
 
-    def __init__(self, limits: Limits, budget: Budget) -> None:
-        self._limits, self._budget = limits, budget
-        self._began = time.monotonic()
+    def __init__(self, timeouts: Timeouts, budget: RetryBudget) -> None:
+        self._timeouts, self._budget = timeouts, budget
+        self._start_s = time.monotonic()
         self.failures: list[Failure] = []
-        budget.request()
+        budget.count_request()
 
-    def again(self, failure: Failure) -> float | None:
+    def next_wait_s(self, failure: Failure) -> float | None:
         """Seconds to wait before the next try; None: this failure stays."""
         self.failures.append(failure)
         budget = self._budget
-        budget.failed(failure.name)
+        budget.count_failure(failure.name)
         if failure.status is not None:
-            budget.answered = True
-        if not failure.passes:
+            budget.has_answered = True
+        if not failure.is_retryable:
             return None
-        now = time.monotonic()
-        total_s = self._limits.total_s
-        if failure.unconnected and not budget.answered:
-            total_s /= CONNECT_SHARE
-        left = self._began + total_s - now
+        now_s = time.monotonic()
+        total_s = self._timeouts.total_s
+        if failure.connection_failed and not budget.has_answered:
+            total_s /= CONNECT_TIMEOUT_DIVISOR
+        remaining_s = self._start_s + total_s - now_s
         # Not the generator of the module: its numbers may be a training's.
-        jitter = _RANDOM.uniform(0.0, min(CAP_S, BASE_S * 2.0 ** (len(self.failures) - 1)))
-        if jitter >= left:
+        jitter = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
+        if jitter >= remaining_s:
             return None
-        wait = max(jitter, budget.retry(now))
-        if wait >= left:
+        wait_s = max(jitter, budget.take_retry(now_s))
+        if wait_s >= remaining_s:
             return None
-        budget.retried()
-        budget.request()
-        return wait
+        budget.count_retry()
+        budget.count_request()
+        return wait_s
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """What was tried, for the message."""
-        seconds = time.monotonic() - self._began
+        elapsed_s = time.monotonic() - self._start_s
         names = [failure.name for failure in self.failures]
         kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        return f"tried {len(names)} times in {seconds:.0f} s: {kinds}"
+        return f"tried {len(names)} times in {elapsed_s:.0f} s: {kinds}"
 
 
 _RANDOM = random.Random()

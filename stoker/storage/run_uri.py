@@ -9,36 +9,36 @@ import hashlib
 from pathlib import Path
 
 from stoker.storage.local_files import cache_folder
-from stoker.storage.uri import Address, expand, is_address, parse
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
-MARK = ".address"
+URI_FILE = ".address"
 """In both copies: the run's address. Training goes on with that, where a person names the copy."""
-LEASE = "lease.json"
-WRITABLE = ("gs", "s3")
+LEASE_FILE = "lease.json"
+WRITABLE_SCHEMES = ("gs", "s3")
 
 
-def address_of(text: str) -> Address | None:
+def to_run_uri(text: str) -> StorageUri | None:
     """The address of the run that a person names; None: it is a folder of this machine. Raises ConfigError."""
-    text = expand(text)
-    if is_address(text):
-        return parse(text)
-    mark = Path(text) / MARK
-    return parse(mark.read_text(encoding="utf-8")) if mark.is_file() else None
+    text = expand_variables(text)
+    if is_uri(text):
+        return parse_uri(text)
+    uri_file = Path(text) / URI_FILE
+    return parse_uri(uri_file.read_text(encoding="utf-8")) if uri_file.is_file() else None
 
 
-def shown(folder: Path) -> str:
+def display_path(folder: Path) -> str:
     """What a person calls a run: its address, where the folder is a copy of one."""
-    mark = folder / MARK
-    return mark.read_text(encoding="utf-8") if mark.is_file() else str(folder)
+    uri_file = folder / URI_FILE
+    return uri_file.read_text(encoding="utf-8") if uri_file.is_file() else str(folder)
 
 
-def working_copy(address: Address) -> Path:
+def working_copy(uri: StorageUri) -> Path:
     """The folder of this machine in which a run of a bucket is written."""
-    readable = "".join(c if c.isalnum() or c in "._-" else "-" for c in address.name)
-    return cache_folder() / "runs" / f"{readable}-{hashlib.sha256(str(address).encode()).hexdigest()[:12]}"
+    safe_name = "".join(c if c.isalnum() or c in "._-" else "-" for c in uri.name)
+    return cache_folder() / "runs" / f"{safe_name}-{hashlib.sha256(str(uri).encode()).hexdigest()[:12]}"
 
 
-def reading_copy(address: Address) -> Path:
+def reading_copy(uri: StorageUri) -> Path:
     """The folder of this machine into which a run of a bucket is fetched to be looked at."""
-    folder = working_copy(address)
+    folder = working_copy(uri)
     return folder.with_name(f"{folder.name}-read")

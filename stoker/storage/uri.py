@@ -14,13 +14,13 @@ from stoker.errors import ConfigError, nearest
 
 SCHEMES = ("gs", "s3", "https", "http")
 
-_LIKE_AN_ADDRESS = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]+://|(?:{'|'.join(SCHEMES)}):/")
+_URI_PATTERN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]+://|(?:{'|'.join(SCHEMES)}):/")
 """Also with a scheme that we do not have, or with the one slash that `pathlib` leaves: `parse` says what is wrong."""
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
+_VARIABLE_PATTERN = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
 @dataclass(frozen=True)
-class Address:
+class StorageUri:
     """One object, or a prefix that is used like a folder. `str()` gives an address that `parse` reads as the same."""
 
     scheme: str
@@ -34,7 +34,7 @@ class Address:
         key = quote(self.key) if self.scheme in ("https", "http") else self.key
         return f"{self.scheme}://{self.bucket}" + (f"/{key}" if key else "")
 
-    def child(self, name: str) -> "Address":
+    def child(self, name: str) -> "StorageUri":
         """The object `name`, which may itself have slashes, below this one."""
         return replace(self, key=f"{self.key}/{name}" if self.key else name)
 
@@ -44,76 +44,84 @@ class Address:
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
-    def parent(self) -> "Address":
+    def parent(self) -> "StorageUri":
         """One part less; a bucket is its own parent."""
         return replace(self, key=self.key.rpartition("/")[0])
 
 
-def is_address(text: str) -> bool:
+def is_uri(text: str) -> bool:
     """Whether the text is meant as an address rather than a local path. `parse` may still refuse it."""
-    return _LIKE_AN_ADDRESS.match(text) is not None
+    return _URI_PATTERN.match(text) is not None
 
 
-def parse(text: str) -> Address:
+def parse_uri(text: str) -> StorageUri:
     """Raises ConfigError: an unknown scheme, no bucket, an empty part, a query, a password."""
-    if not is_address(text):
-        _refuse(text, "It is no address.", cause="it does not begin with a scheme and ://")
+    if not is_uri(text):
+        _raise_config_error(text, "It is no address.", cause="it does not begin with a scheme and ://")
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
     if not rest.startswith("//"):
         fix = f"Write {scheme}://{rest.lstrip('/')}."
-        _refuse(text, "The address has one slash where two belong.", fix=fix)
+        _raise_config_error(text, "The address has one slash where two belong.", fix=fix)
     if scheme == "file":
-        _refuse(text, "A local file is named by its path alone.", fix=f"Write {unquote(rest[2:])}.")
+        _raise_config_error(text, "A local file is named by its path alone.", fix=f"Write {unquote(rest[2:])}.")
     if scheme not in SCHEMES:
-        close = nearest(scheme, SCHEMES)
-        hint = f"Write {close}:{rest}." if close else "For example s3://my-bucket/data or gs://my-bucket/data."
-        _refuse(text, f"stoker reads no {scheme}:// addresses.", choices=[f"{name}://" for name in SCHEMES], fix=hint)
+        closest = nearest(scheme, SCHEMES)
+        hint = f"Write {closest}:{rest}." if closest else "For example s3://my-bucket/data or gs://my-bucket/data."
+        _raise_config_error(
+            text, f"stoker reads no {scheme}:// addresses.", choices=[f"{name}://" for name in SCHEMES], fix=hint
+        )
     bucket, _, key = rest[2:].partition("/")
-    over_http = scheme in ("https", "http")
+    is_http = scheme in ("https", "http")
     if "@" in bucket:
-        _refuse(f"{scheme}://…@{bucket.rpartition('@')[2]}", "The address holds a user name or a password.",
+        _raise_config_error(f"{scheme}://…@{bucket.rpartition('@')[2]}", "The address holds a user name or a password.",
                 fix="Leave out what stands before the @: stoker reads credentials from the environment.")  # fmt: skip
     if not bucket:
-        example = f"{scheme}://example.org/data" if over_http else f"{scheme}://my-bucket/data"
-        _refuse(text, f"The address names no {'host' if over_http else 'bucket'}.", fix=f"For example {example}.")
-    if over_http:
+        example = f"{scheme}://example.org/data" if is_http else f"{scheme}://my-bucket/data"
+        _raise_config_error(
+            text, f"The address names no {'host' if is_http else 'bucket'}.", fix=f"For example {example}."
+        )
+    if is_http:
         if "?" in key or "#" in key:
-            plain = "Use the address of the plain file; of a private bucket, its gs:// or s3:// address."
-            _refuse(
+            query_fix = "Use the address of the plain file; of a private bucket, its gs:// or s3:// address."
+            _raise_config_error(
                 text.partition("?")[0],
                 "The address has a query (?…) or a fragment (#…), which are not sent.",
-                fix=plain,
+                fix=query_fix,
             )
         key = unquote(key)
     key = key.removesuffix("/")
     if any(part in ("", ".", "..") for part in key.split("/")) and key:
-        _refuse(text, "A part of the address is empty, . or ..", fix="Write each name once, between single slashes.")
-    return Address(scheme, bucket, key)
+        _raise_config_error(
+            text, "A part of the address is empty, . or ..", fix="Write each name once, between single slashes."
+        )
+    return StorageUri(scheme, bucket, key)
 
 
-def expand(text: str) -> str:
+def expand_variables(text: str) -> str:
     """A path or an address with `~`, `$NAME` and `${NAME}` replaced. Raises ConfigError where one has no value."""
-    expanded = _VARIABLE.sub(lambda match: _value(match[1] if match[1] is not None else match[2], text), text)
+    expanded = _VARIABLE_PATTERN.sub(
+        lambda match: _variable_value(match[1] if match[1] is not None else match[2], text), text
+    )
     if expanded.startswith("~"):
         try:
             return str(Path(expanded).expanduser())
         except RuntimeError as error:
             raise ConfigError(
-                "The home folder is not known.", place=text, cause=str(error), fix="Write the whole path."
+                "The home folder is not known.", location=text, cause=str(error), fix="Write the whole path."
             ) from error
     return expanded
 
 
-def _value(name: str, text: str) -> str:
+def _variable_value(name: str, text: str) -> str:
     if value := os.environ.get(name):
         return value
     state = "set, but empty" if name in os.environ else "not set"
-    close = nearest(name, [other for other, value in os.environ.items() if value and other != name])
-    fix = f"Did you mean ${close}? Otherwise: export {name}=…" if close else f"export {name}=…"
-    raise ConfigError(f"The environment variable {name or '${}'} is {state}.", place=text, fix=fix)
+    closest = nearest(name, [other for other, value in os.environ.items() if value and other != name])
+    fix = f"Did you mean ${closest}? Otherwise: export {name}=…" if closest else f"export {name}=…"
+    raise ConfigError(f"The environment variable {name or '${}'} is {state}.", location=text, fix=fix)
 
 
-def _refuse(text: str, what: str, *, cause: str | None = None, choices: list[str] | None = None,
+def _raise_config_error(text: str, message: str, *, cause: str | None = None, choices: list[str] | None = None,
             fix: str = "For example s3://my-bucket/data or gs://my-bucket/data.") -> NoReturn:  # fmt: skip
-    raise ConfigError(what, place=text, cause=cause, choices=choices or (), fix=fix)
+    raise ConfigError(message, location=text, cause=cause, choices=choices or (), fix=fix)

@@ -29,26 +29,26 @@ from stoker.runs.records import (
     is_finished,
     locked,
 )
-from stoker.storage.download import download, is_ahead, not_a_run, objects
+from stoker.storage.download import download, has_all_events, list_keys, not_a_run_error
 from stoker.storage.lease import Lease, LeaseLost, acquire
-from stoker.storage.local_files import write_whole
-from stoker.storage.run_uri import LEASE, MARK, WRITABLE, address_of, working_copy
+from stoker.storage.local_files import write_atomic
+from stoker.storage.run_uri import LEASE_FILE, URI_FILE, WRITABLE_SCHEMES, to_run_uri, working_copy
 from stoker.storage.store import Store, open_store
-from stoker.storage.uri import Address
-from stoker.training.checkpoint import MANIFEST, folders_of, is_whole
-from stoker.training.recovery import Stop
-from stoker.training.start import Say
-from stoker.training.uploads import Uploads
+from stoker.storage.uri import StorageUri
+from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
+from stoker.training.recovery import StopRequest
+from stoker.training.start import EventLogger
+from stoker.training.uploads import BackgroundUploader
 
-PREEMPTED_LIMIT_S = 120.0
+PREEMPTED_TIMEOUT_S = 120.0
 """The longest notice before a cloud takes a machine (AWS's); where it is shorter, the cloud ends the wait."""
-FINISHED_LIMIT_S = 900.0
+FINISHED_TIMEOUT_S = 900.0
 """Nobody takes the machine: time for a gigabyte over a slow line."""
-LAST_LIMIT_S = 10.0
+LAST_RECORDS_TIMEOUT_S = 10.0
 """For the last lines of the records, when the state is there."""
-QUIET_S = 1.0
+QUIET_UPLOAD_S = 1.0
 """An upload that takes no longer is not talked about."""
-NO_LEASE = "this bucket has no conditional writes: nothing keeps a second process from training the same run"
+NO_LEASE_NOTE = "this bucket has no conditional writes: nothing keeps a second process from training the same run"
 _CHECKPOINT_FILE = re.compile(rf"{CHECKPOINTS}/(step-\d{{8,}})/([^/]+)$")
 
 
@@ -56,41 +56,47 @@ _CHECKPOINT_FILE = re.compile(rf"{CHECKPOINTS}/(step-\d{{8,}})/([^/]+)$")
 class BucketRun:
     """A run in a bucket that this process trains. `join` makes it."""
 
-    address: Address
-    folder: Path
+    uri: StorageUri
+    local_dir: Path
     """The working copy."""
-    said: list[str]
+    messages: list[str]
     """Lines about it, for the run's events."""
     _store: Store
     _lease: Lease | None
-    _there: dict[str, bytes]
-    _say: Say | None = None
-    _uploads: Uploads | None = None
+    _manifests: dict[str, bytes]
+    _log_event: EventLogger | None = None
+    _uploader: BackgroundUploader | None = None
 
-    def start(self, stop: Stop, say: Say) -> None:
+    def start(self, stop_request: StopRequest, log_event: EventLogger) -> None:
         """Starts uploading. Who loses the run to another process is stopped by `stop`."""
-        self._say = say
-        self._uploads = Uploads(
-            self._store, self.address, self.folder, self._lease, self._there, report=say, on_lost=stop.fail
+        self._log_event = log_event
+        self._uploader = BackgroundUploader(
+            self._store,
+            self.uri,
+            self.local_dir,
+            self._lease,
+            self._manifests,
+            report=log_event,
+            on_lease_lost=stop_request.fail,
         )
         if self._lease is not None:
-            self._lease.keep(stop.fail)
-        self._uploads.start()
+            self._lease.start_renewing(stop_request.fail)
+        self._uploader.start()
 
-    def preempted(self, error: Preempted) -> StorageError | Preempted:
+    def make_preempted_error(self, error: Preempted) -> StorageError | Preempted:
         """What a run that a signal has stopped ends with, when its state has had its time to reach the bucket."""
-        failure = self._deliver(PREEMPTED_LIMIT_S)
+        failure = self._flush(PREEMPTED_TIMEOUT_S)
         if failure is None:
-            fix = f"the same command, here or on another machine, or `stoker train --resume {self.address}`, continues"
-            return Preempted(error.what, place=self.address, fix=fix)
-        newest = self._uploads.newest() if self._uploads is not None else None
-        there = "no checkpoint" if newest is None else newest
+            fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
+            return Preempted(error.what, location=self.uri, fix=fix)
+        newest = self._uploader.newest_checkpoint() if self._uploader is not None else None
+        in_bucket = "no checkpoint" if newest is None else newest
         what = error.what.partition(";")[0]
         return StorageError(
             f"{what}; the state is saved on this machine, and did not reach the bucket.",
-            place=self.address,
+            location=self.uri,
             cause=failure,
-            fix=f"the same command on this machine continues; the bucket has {there}",
+            fix=f"the same command on this machine continues; the bucket has {in_bucket}",
         )
 
     def finish(
@@ -100,45 +106,45 @@ class BucketRun:
 
         Raises StorageError where the run is finished and its results did not reach the bucket.
         """
-        if self._uploads is None or self._say is None:
+        if self._uploader is None or self._log_event is None:
             return
         if error is None or (isinstance(error, Exception) and not isinstance(error, LeaseLost)):
-            limit_s = FINISHED_LIMIT_S if error is None else PREEMPTED_LIMIT_S
-            failure = self._deliver(LAST_LIMIT_S if isinstance(error, Preempted | StorageError) else limit_s)
+            timeout_s = FINISHED_TIMEOUT_S if error is None else PREEMPTED_TIMEOUT_S
+            failure = self._flush(LAST_RECORDS_TIMEOUT_S if isinstance(error, Preempted | StorageError) else timeout_s)
             if failure is not None and error is None:
-                raise _unfinished(self.address, self.folder, failure)
+                raise _make_incomplete_upload_error(self.uri, self.local_dir, failure)
             if failure is not None:
-                self._say("warning", f"the last records did not reach {self.address}: {failure}")
-        self._uploads.stop()
+                self._log_event("warning", f"the last records did not reach {self.uri}: {failure}")
+        self._uploader.stop()
 
-    def _deliver(self, limit_s: float) -> str | None:
-        if self._uploads is None or self._say is None:
+    def _flush(self, timeout_s: float) -> str | None:
+        if self._uploader is None or self._log_event is None:
             return None
-        failure = self._uploads.deliver(QUIET_S)
+        failure = self._uploader.flush(QUIET_UPLOAD_S)
         if failure is None:
             return None
-        self._say("note", f"uploading to {self.address}, at most {limit_s:.0f} s; Ctrl-C twice ends the wait")
-        return self._uploads.deliver(limit_s)
+        self._log_event("note", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
+        return self._uploader.flush(timeout_s)
 
 
 @contextlib.contextmanager
-def uploading(run: BucketRun | None, stop: Stop, say: Say) -> Iterator[None]:
+def uploading(run: BucketRun | None, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
     """A block that trains: uploads meanwhile; after a signal it ends when the state is there. None: no bucket."""
     if run is not None:
-        run.start(stop, say)
+        run.start(stop_request, log_event)
     try:
         yield
     except Preempted as error:
         if run is None:
             raise
-        raise run.preempted(error) from error
+        raise run.make_preempted_error(error) from error
 
 
-def join(
+def join_bucket_run(
     name: str | None,
     resume: str | None,
     *,
-    stop: Stop,
+    stop_request: StopRequest,
     stack: contextlib.ExitStack,
     note: Callable[[str], None],
 ) -> BucketRun | None:
@@ -147,104 +153,104 @@ def join(
     The lease is held in `stack`. Raises UsageError when another process trains it, or there is nothing to resume;
     ConfigError; StorageError.
     """
-    text = resume if resume is not None else name
-    address = None if text is None else address_of(text)
-    if address is None:
+    location = resume if resume is not None else name
+    uri = None if location is None else to_run_uri(location)
+    if uri is None:
         return None
-    if address.scheme not in WRITABLE:
-        raise ConfigError("A run cannot be written there.", place=address, choices=[f"{s}://" for s in WRITABLE])
-    store, folder = open_store(address), working_copy(address)
-    if resume is not None and not (folder / EVENTS).exists() and store.stat(address.child(EVENTS).key) is None:
-        raise not_a_run(address, EVENTS)
-    lease = acquire(address.child(LEASE), say=note, check=stop.check)
+    if uri.scheme not in WRITABLE_SCHEMES:
+        raise ConfigError("A run cannot be written there.", location=uri, choices=[f"{s}://" for s in WRITABLE_SCHEMES])
+    store, local_dir = open_store(uri), working_copy(uri)
+    if resume is not None and not (local_dir / EVENTS).exists() and store.stat(uri.child(EVENTS).key) is None:
+        raise not_a_run_error(uri, EVENTS)
+    lease = acquire(uri.child(LEASE_FILE), on_message=note, check_interrupted=stop_request.check)
     if lease is not None:
         stack.callback(lease.release)
-    with writing("The run's working copy cannot be written.", folder, fix="make room, or set STOKER_CACHE_DIR"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder) as held:
-            if held is False:
-                raise UsageError("Another process is training this run.", place=address)
-            write_whole(folder / MARK, str(address).encode())
-            there, said = _synchronise(store, address, folder)
-            if is_finished(folder):
-                _upload_rest(store, address, folder, lease, there, note)
-    said = [f"{address} is written by way of {folder}", *said, *([] if lease is not None else [NO_LEASE])]
-    return BucketRun(address, folder, said, store, lease, there)
+    with writing("The run's working copy cannot be written.", local_dir, fix="make room, or set STOKER_CACHE_DIR"):
+        local_dir.mkdir(parents=True, exist_ok=True)
+        with locked(local_dir) as acquired:
+            if acquired is False:
+                raise UsageError("Another process is training this run.", location=uri)
+            write_atomic(local_dir / URI_FILE, str(uri).encode())
+            manifests, messages = _synchronize(store, uri, local_dir)
+            if is_finished(local_dir):
+                _upload_remaining(store, uri, local_dir, lease, manifests, note)
+    messages = [f"{uri} is written by way of {local_dir}", *messages, *([] if lease is not None else [NO_LEASE_NOTE])]
+    return BucketRun(uri, local_dir, messages, store, lease, manifests)
 
 
-def _synchronise(store: Store, address: Address, folder: Path) -> tuple[dict[str, bytes], list[str]]:
+def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[str, bytes], list[str]]:
     """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints, empty
     for a part of one, and lines to say."""
-    found = objects(store, address)
+    remote_files = list_keys(store, uri)
     checkpoints: dict[str, dict[str, str]] = {}
-    for name, key in found.items():
+    for name, key in remote_files.items():
         if match := _CHECKPOINT_FILE.match(name):
             checkpoints.setdefault(match[1], {})[match[2]] = key
-    there = {name: _content(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
-    recorded = _content(store, found.get(EVENTS))
-    if not recorded:
-        return there, []
-    said = []
-    if is_ahead(folder, EVENTS, recorded):
-        newest = next((path.name for path in folders_of(folder) if is_whole(path)), "")
-        wanted = [name for name in there if int(name[5:]) > int(newest[5:] or -1)]
+    manifests = {name: _read_object(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
+    remote_events = _read_object(store, remote_files.get(EVENTS))
+    if not remote_events:
+        return manifests, []
+    messages = []
+    if has_all_events(local_dir, EVENTS, remote_events):
+        newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
+        to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
     else:
-        if is_finished(fetch_run(address)):
+        if is_finished(fetch_run(uri)):
             fix = "another --run, or none: a new folder is made then"
-            raise UsageError("The run is finished.", place=address, fix=fix)
-        if (folder / EVENTS).exists():
-            said.append("another machine has gone on with this run: what was here of it is replaced")
-        _clear(folder)
-        others = {name: key for name, key in found.items()
-                  if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE, REPORT)}  # fmt: skip
-        for name, key in others.items():
+            raise UsageError("The run is finished.", location=uri, fix=fix)
+        if (local_dir / EVENTS).exists():
+            messages.append("another machine has gone on with this run: what was here of it is replaced")
+        _clear_working_copy(local_dir)
+        other_files = {name: key for name, key in remote_files.items()
+                  if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, REPORT)}  # fmt: skip
+        for name, key in other_files.items():
             with contextlib.suppress(ObjectMissing):  # removed since it was listed
-                download(store, key, folder / name)
-        wanted = list(there)
-    for name in sorted(wanted, reverse=True):
-        if not there[name]:  # half a checkpoint, or one that is being removed
+                download(store, key, local_dir / name)
+        to_fetch = list(manifests)
+    for name in sorted(to_fetch, reverse=True):
+        if not manifests[name]:  # half a checkpoint, or one that is being removed
             continue
-        if _fetch_checkpoint(store, checkpoints[name], folder / CHECKPOINTS / name):
-            said.append(f"fetched {name} from the bucket")
-    if not (folder / EVENTS).exists():  # last: what has no events is no run
-        write_whole(folder / EVENTS, recorded)
-    return there, said
+        if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
+            messages.append(f"fetched {name} from the bucket")
+    if not (local_dir / EVENTS).exists():  # last: what has no events is no run
+        write_atomic(local_dir / EVENTS, remote_events)
+    return manifests, messages
 
 
-def _upload_rest(
+def _upload_remaining(
     store: Store,
-    address: Address,
-    folder: Path,
+    uri: StorageUri,
+    local_dir: Path,
     lease: Lease | None,
-    there: dict[str, bytes],
+    manifests: dict[str, bytes],
     note: Callable[[str], None],
 ) -> None:
     """What a finished run could not upload at its end. Raises StorageError."""
-    if _content(store, address.child(EVENTS).key) == (folder / EVENTS).read_bytes():
+    if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
         return
-    note(f"uploading to {address} what did not reach it at the end of the run, at most {FINISHED_LIMIT_S:.0f} s")
-    uploads = Uploads(store, address, folder, lease, there, report=_ignore, on_lost=_ignore)
-    uploads.start()
-    failure = uploads.deliver(FINISHED_LIMIT_S)
-    uploads.stop()
+    note(f"uploading to {uri} what did not reach it at the end of the run, at most {FINISHED_TIMEOUT_S:.0f} s")
+    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=_ignore, on_lease_lost=_ignore)
+    uploader.start()
+    failure = uploader.flush(FINISHED_TIMEOUT_S)
+    uploader.stop()
     if failure is not None:
-        raise _unfinished(address, folder, failure)
+        raise _make_incomplete_upload_error(uri, local_dir, failure)
 
 
 def _ignore(*_: object) -> None:
     """Nobody listens: `deliver` says the same."""
 
 
-def _unfinished(address: Address, folder: Path, failure: str) -> StorageError:
+def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:
     return StorageError(
         "The run is finished, and not all of it reached the bucket.",
-        place=address,
+        location=uri,
         cause=failure,
-        fix=f"it is whole in {folder}; the same command on this machine uploads the rest",
+        fix=f"it is whole in {local_dir}; the same command on this machine uploads the rest",
     )
 
 
-def _content(store: Store, key: str | None) -> bytes:
+def _read_object(store: Store, key: str | None) -> bytes:
     """What an object holds; nothing when it is not there."""
     try:
         return b"" if key is None else store.read(key)
@@ -255,24 +261,24 @@ def _content(store: Store, key: str | None) -> bytes:
 def _fetch_checkpoint(store: Store, files: dict[str, str], target: Path) -> bool:
     """Whether it was fetched: one that is removed meanwhile is left out. Its checksums are looked at when it is
     loaded, as those of any checkpoint."""
-    beside = target.with_name(f".{target.name}.fetched")
-    shutil.rmtree(beside, ignore_errors=True)
+    temp_dir = target.with_name(f".{target.name}.fetched")
+    shutil.rmtree(temp_dir, ignore_errors=True)
     try:
         for name, key in files.items():
-            download(store, key, beside / name)
+            download(store, key, temp_dir / name)
     except ObjectMissing:
-        shutil.rmtree(beside)
+        shutil.rmtree(temp_dir)
         return False
     shutil.rmtree(target, ignore_errors=True)
-    beside.rename(target)
+    temp_dir.rename(target)
     return True
 
 
-def _clear(folder: Path) -> None:
+def _clear_working_copy(local_dir: Path) -> None:
     """Empties a working copy, its events first: without them it is no run, should this be interrupted."""
-    (folder / EVENTS).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.name in (".lock", MARK):
+    (local_dir / EVENTS).unlink(missing_ok=True)
+    for path in local_dir.iterdir():
+        if path.name in (".lock", URI_FILE):
             continue
         if path.is_dir():
             shutil.rmtree(path)

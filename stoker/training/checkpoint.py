@@ -26,13 +26,13 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stoker.errors import CheckpointError
-from stoker.hardware.device import Ready, SideStream
+from stoker.hardware.device import ReadyEvent, SideStream
 from stoker.runs.records import CHECKPOINTS
-from stoker.storage.local_files import sync_folder, write_whole
-from stoker.storage.run_uri import shown
+from stoker.storage.local_files import fsync_folder, write_atomic
+from stoker.storage.run_uri import display_path
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
-KEPT = 2
+NUM_KEPT = 2
 
 
 class FileEntry(msgspec.Struct):
@@ -45,62 +45,62 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     version: int = 1
     step: int
-    sound: bool = True
+    healthy: bool = True
     """Whether the step before it moved the weights: a run whose gradients stay non-finite goes back to such a one."""
-    slowed: int = 0
+    rollbacks: int = 0
     """How often the run had gone back before."""
     files: dict[str, FileEntry]
 
 
 @dataclasses.dataclass
-class Snapshot:
+class HostSnapshot:
     """A run's state as host tensors whose copies may still be under way (`ready`)."""
 
     step: int
-    card: dict[str, str]
+    metadata: dict[str, str]
     weights: dict[str, Tensor]
     state: dict[str, Any]
-    ready: Ready
+    ready: ReadyEvent
 
 
 def snapshot(
-    stream: SideStream, *, step: int, card: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
-) -> Snapshot:
+    stream: SideStream, *, step: int, metadata: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
+) -> HostSnapshot:
     """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`; on
     one stream a later one covers those before.
 
     weights: of the file to use; state: any tree of dicts, lists, numbers and tensors. Its `streak` (skipped steps in a
     row, and the step that made them too many or -1) and `slowed` say which way back the checkpoint is for.
     """
-    copies, ready = stream.to_host([*weights.values(), *_tensors(state)])
+    copies, ready = stream.to_host([*weights.values(), *_list_tensors(state)])
     copied = dict(zip(weights, copies, strict=False))
     remaining = iter(copies[len(weights) :])
-    return Snapshot(step, card, copied, _map(state, lambda _: next(remaining)), ready)
+    return HostSnapshot(step, metadata, copied, _map_tensors(state, lambda _: next(remaining)), ready)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in the order in which `_map` meets them."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def append(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    _map(tree, note)
-    return found
+    _map_tensors(tree, append)
+    return tensors
 
 
-def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
-        return change(tree)
+        return fn(tree)
     if isinstance(tree, dict):
-        return {key: _map(value, change) for key, value in tree.items()}
+        return {key: _map_tensors(value, fn) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_map(value, change) for value in tree)
+        return type(tree)(_map_tensors(value, fn) for value in tree)
     return tree
 
 
-class Writer:
+class CheckpointWriter:
     """Writes snapshots on its own thread, one at a time. `report(kind, text)` is called from that thread."""
 
     def __init__(self, run: Path, report: Callable[[str, str], None]) -> None:
@@ -110,17 +110,17 @@ class Writer:
         self._error: BaseException | None = None
         self.saved_step = -1
         """Step of the newest checkpoint that this writer has written whole. Valid after `wait`, like `failed`."""
-        self.failed: str | None = None
+        self.failure: str | None = None
         """Why the last write failed; None when it did not."""
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: HostSnapshot) -> None:
         """Writes a checkpoint in the background; first waits for the write before it, if that one still runs."""
         self._start(lambda: self._write_checkpoint(snapshot))
 
-    def save_weights(self, snapshot: Snapshot, names: list[str]) -> None:
+    def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
         """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
         self._start(lambda: self._write_weights(snapshot, names))
 
@@ -133,168 +133,170 @@ class Writer:
             error, self._error = self._error, None
             raise error
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, task: Callable[[], None]) -> None:
         self.wait()
 
         def run() -> None:
             try:
-                work()
+                task()
             except BaseException as error:  # noqa: BLE001  # carried to the training thread by `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="stoker-checkpoint")
         self._thread.start()
 
-    def _write_weights(self, snapshot: Snapshot, names: list[str]) -> None:
+    def _write_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
         try:
-            snapshot.ready.wait()
-            data = _packed(snapshot)
+            snapshot.ready.synchronize()
+            data = _serialize_weights(snapshot)
             for name in names:
-                write_whole(self._run / name, data)
+                write_atomic(self._run / name, data)
         except OSError as error:
             self._report_failure(error, snapshot.step)
         else:
-            self.failed = None
+            self.failure = None
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> None:
+    def _write_checkpoint(self, snapshot: HostSnapshot) -> None:
         parent = self._run / CHECKPOINTS
-        final = parent / f"step-{snapshot.step:08d}"
-        beside = parent / f".step-{snapshot.step:08d}"
+        final_dir = parent / f"step-{snapshot.step:08d}"
+        temp_dir = parent / f".step-{snapshot.step:08d}"
         try:
-            snapshot.ready.wait()
-            beside.mkdir(exist_ok=True)
+            snapshot.ready.synchronize()
+            temp_dir.mkdir(exist_ok=True)
             buffer = io.BytesIO()
             torch.save(snapshot.state, buffer)
             files = {}
-            for name, data in ((WEIGHTS, _packed(snapshot)), (STATE, buffer.getbuffer())):
-                write_whole(beside / name, data)
+            for name, data in ((WEIGHTS, _serialize_weights(snapshot)), (STATE, buffer.getbuffer())):
+                write_atomic(temp_dir / name, data)
                 files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-            streak, hopeless_at = (int(number) for number in snapshot.state.get("streak", (0, -1)))
+            skipped_streak, diverged_step = (int(number) for number in snapshot.state.get("streak", (0, -1)))
             manifest = Manifest(
                 step=snapshot.step,
-                sound=streak == 0 and hopeless_at < 0,
-                slowed=snapshot.state.get("slowed", 0),
+                healthy=skipped_streak == 0 and diverged_step < 0,
+                rollbacks=snapshot.state.get("slowed", 0),
                 files=files,
             )
-            write_whole(beside / MANIFEST, msgspec.json.encode(manifest))
-            if final.exists():  # of an attempt before, from which training did not continue
-                shutil.rmtree(final)
-            beside.rename(final)
-            sync_folder(parent)
+            write_atomic(temp_dir / MANIFEST, msgspec.json.encode(manifest))
+            if final_dir.exists():  # of an attempt before, from which training did not continue
+                shutil.rmtree(final_dir)
+            temp_dir.rename(final_dir)
+            fsync_folder(parent)
         except OSError as error:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temp_dir, ignore_errors=True)
             self._report_failure(error, snapshot.step)
         else:
-            self.saved_step, self.failed = snapshot.step, None
-            folders = folders_of(self._run)
-            way_back = [folder for folder in folders if _is_sound(folder)][:KEPT]
-            for old in folders[KEPT:]:
-                if old not in way_back:
+            self.saved_step, self.failure = snapshot.step, None
+            folders = list_checkpoints(self._run)
+            rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
+            for old in folders[NUM_KEPT:]:
+                if old not in rollback_targets:
                     shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
-            self._report("checkpoint", f"saved {final.relative_to(self._run)}")
+            self._report("checkpoint", f"saved {final_dir.relative_to(self._run)}")
 
     def _report_failure(self, error: OSError, step: int) -> None:
-        self.failed = str(error)
+        self.failure = str(error)
         text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
         self._report("checkpoint_failed", text)
 
 
-def _packed(snapshot: Snapshot) -> bytes:
+def _serialize_weights(snapshot: HostSnapshot) -> bytes:
     """The bytes of a weights file, whatever memory format the device likes."""
-    return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.card)
+    return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.metadata)
 
 
-def folders_of(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoint folders, newest step first."""
-    found = [p for p in (run / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    paths = [p for p in (run / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
+    return sorted(paths, key=lambda p: int(p.name[5:]), reverse=True)
 
 
-def _manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     """Raises OSError or msgspec.DecodeError when there is no whole one."""
     return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
 
 
-def _is_sound(folder: Path) -> bool:
+def _is_healthy(folder: Path) -> bool:
     try:
-        return _manifest(folder).sound
+        return _read_manifest(folder).healthy
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return False
 
 
-def sound_steps(run: Path) -> list[int]:
+def healthy_steps(run: Path) -> list[int]:
     """Steps of the checkpoints that a run may go back to, the newest first. Their files are not checked."""
-    return [int(folder.name[5:]) for folder in folders_of(run) if _is_sound(folder)]
+    return [int(folder.name[5:]) for folder in list_checkpoints(run) if _is_healthy(folder)]
 
 
-def newest_weights(run: Path) -> Path | None:
+def newest_healthy_weights(run: Path) -> Path | None:
     """The weights file of the newest checkpoint to go back to, unchecked; None when there is none."""
-    steps = sound_steps(run)
+    steps = healthy_steps(run)
     return run / CHECKPOINTS / f"step-{steps[0]:08d}" / WEIGHTS if steps else None
 
 
-def discard(run: Path, *, after: int, slowed: int) -> None:
+def discard_checkpoints(run: Path, *, after: int, rollback_count: int) -> None:
     """Removes the checkpoints behind step `after` that were made before the run went back for the `slowed`-th time."""
-    for folder in folders_of(run):
+    for folder in list_checkpoints(run):
         try:
-            manifest = _manifest(folder)
+            manifest = _read_manifest(folder)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue  # `load_newest` says what is wrong with it
-        if manifest.step > after and manifest.slowed < slowed:
-            hidden = folder.with_name(f".{folder.name}.gone")  # the next Writer ends this, should it be interrupted
-            folder.rename(hidden)
-            shutil.rmtree(hidden)
+        if manifest.step > after and manifest.rollbacks < rollback_count:
+            hidden_dir = folder.with_name(f".{folder.name}.gone")  # the next Writer ends this, should it be interrupted
+            folder.rename(hidden_dir)
+            shutil.rmtree(hidden_dir)
 
 
 @dataclasses.dataclass
-class Loaded:
+class LoadedCheckpoint:
     step: int
     weights: dict[str, Tensor]
     state: dict[str, Any]
 
 
-def load_newest(run: Path, report: Callable[[str, str], None]) -> Loaded | None:
+def load_newest(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
     """The newest checkpoint whose checksums hold; damaged ones are reported and passed over. None when there is none.
 
     Raises CheckpointError when there are checkpoints and all are damaged: starting over in silence would cost days.
     """
-    folders = folders_of(run)
-    reasons, bad = [], []
+    folders = list_checkpoints(run)
+    reasons, damaged = [], []
     for folder in folders:
         try:
-            found = _load(folder)
+            loaded = _load(folder)
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error.cause}")
             report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before")
-            bad.append(folder)
+            damaged.append(folder)
         else:
-            for folder in bad:  # out of the way of the two that are kept, and not looked at again
+            for folder in damaged:  # out of the way of the two that are kept, and not looked at again
                 folder.rename(folder.with_name(f"damaged-{folder.name}"))
-            return found
+            return loaded
     if folders:
-        places = dict.fromkeys((f"{shown(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS)))  # of a run in a bucket, two
+        locations = dict.fromkeys(
+            (f"{display_path(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS))
+        )  # of a run in a bucket, two
         raise CheckpointError(
             "Every checkpoint of the run is damaged.",
-            place=next(iter(places)),
+            location=next(iter(locations)),
             cause="; ".join(reasons),
-            fix=f"start a new run, or remove {' and '.join(places)} to start this one from its first step",
+            fix=f"start a new run, or remove {' and '.join(locations)} to start this one from its first step",
         )
     return None
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether a checkpoint's files are those of its manifest, by their checksums."""
     try:
-        _verified(folder)
+        _verify(folder)
     except CheckpointError:
         return False
     return True
 
 
-def _verified(folder: Path) -> Manifest:
+def _verify(folder: Path) -> Manifest:
     """Raises CheckpointError."""
     try:
-        manifest = _manifest(folder)
+        manifest = _read_manifest(folder)
         for name, entry in manifest.files.items():
             size = (folder / name).stat().st_size
             if size != entry.size_bytes:
@@ -307,11 +309,11 @@ def _verified(folder: Path) -> Manifest:
     return manifest
 
 
-def _load(folder: Path) -> Loaded:
-    manifest = _verified(folder)
+def _load(folder: Path) -> LoadedCheckpoint:
+    manifest = _verify(folder)
     try:
         weights = load_file(folder / WEIGHTS)
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
         raise CheckpointError("damaged", cause=str(error)) from error
-    return Loaded(manifest.step, weights, state)
+    return LoadedCheckpoint(manifest.step, weights, state)

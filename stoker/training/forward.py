@@ -15,59 +15,63 @@ from torch import Tensor
 from stoker.data.batch import Batch
 from stoker.models import Detector
 from stoker.storage.local_files import cache_folder
-from stoker.training.optim import Stepper
+from stoker.training.optim import OptimizerStep
 
-BACKEND = "inductor"
+COMPILE_BACKEND = "inductor"
 
-LossesOf = Callable[[Batch], dict[str, Tensor]]
+LossFn = Callable[[Batch], dict[str, Tensor]]
 """The parts of the loss of a batch, scalars. Called under autocast."""
 
 
-def losses_of(model: Detector, *, eager: bool) -> LossesOf:
+def make_loss_fn(model: Detector, *, eager: bool) -> LossFn:
     """What a model makes of a batch; not eager: compiled at the first call, for the shapes of that call."""
 
-    def compute(batch: Batch) -> dict[str, Tensor]:
+    def compute_losses(batch: Batch) -> dict[str, Tensor]:
         # What the model predicts has no name here: the losses alone keep what the backward pass needs of it.
         return model.loss(model(batch.images), batch)
 
     if eager:
-        return compute
+        return compute_losses
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-    compiled: LossesOf = torch.compile(compute, backend=BACKEND, dynamic=False)
+    compiled: LossFn = torch.compile(compute_losses, backend=COMPILE_BACKEND, dynamic=False)
     return compiled
 
 
-def compile_now(
-    model: Detector, compute: LossesOf, stepper: Stepper[Detector], case: Batch, autocast: "Autocast"
+def compile_forward_backward(
+    model: Detector, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, autocast: "Autocast"
 ) -> None:
     """Compiles forward and backward on `case`, a batch of the shapes of training; the model stays as it was.
 
     Running statistics are put back, and no gradient is left.
     """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), autocast:
-        model(case.images)  # anchors of this canvas, which the program takes as given
-    forward_backward(compute, stepper, case, 1, autocast)
-    stepper.forget()
+        model(batch.images)  # anchors of this canvas, which the program takes as given
+    forward_backward(loss_fn, optimizer, batch, 1, autocast)
+    optimizer.zero_grad()
     for name, buffer in model.named_buffers():
-        if name in before:
-            buffer.copy_(before[name])
+        if name in saved_buffers:
+            buffer.copy_(saved_buffers[name])
 
 
 Autocast = contextlib.AbstractContextManager[Any]
 
 
 def forward_backward(
-    compute: LossesOf, stepper: Stepper[Detector], batch: Batch, parts: int, autocast: Autocast
+    loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
 ) -> dict[str, Tensor]:
     """Adds the gradients of a batch, taken in `parts` micro-batches. Returns the parts of the loss, scalars, summed."""
-    size = batch.images.shape[0] // parts
+    micro_batch_size = batch.images.shape[0] // micro_batches
     totals: dict[str, Tensor] = {}
-    for n in range(parts):
-        part = batch if parts == 1 else Batch(*(tensor[n * size : (n + 1) * size] for tensor in batch))
+    for k in range(micro_batches):
+        micro_batch = (
+            batch
+            if micro_batches == 1
+            else Batch(*(tensor[k * micro_batch_size : (k + 1) * micro_batch_size] for tensor in batch))
+        )
         with autocast:
-            losses = {name: loss / parts for name, loss in compute(part).items()}
-        stepper.backward(torch.stack(list(losses.values())).sum())
+            losses = {name: loss / micro_batches for name, loss in loss_fn(micro_batch).items()}
+        optimizer.backward(torch.stack(list(losses.values())).sum())
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
     return totals

@@ -15,131 +15,131 @@ from stoker.runs.records import PROBES
 from stoker.runs.schemas import Probe, StepWindow
 
 if TYPE_CHECKING:
-    from stoker.training.start import Job, Say
+    from stoker.training.start import EventLogger, TrainState
 
-PAIRS = 8
+MAX_PAIRS = 8
 """Pairs of before and after of an experiment; here pauses, each with as many steps before and behind it as the ring
 holds batches. With eight the second smallest and second largest ratio bound the median with 93 % confidence (order
 statistics of a binomial)."""
-LEAST_PAIRS = 3
+MIN_PAIRS = 3
 """The least that say something."""
-BUDGET = 0.01
+MAX_PAUSE_FRACTION = 0.01
 """Share of the run's time that the pauses may take, as long as the run will be."""
-FROM_SHARE = 0.05
+MIN_WAIT_FRACTION = 0.05
 """Share of time in waiting for pictures from which there is a question; the diagnosis speaks from there on, too."""
-AFTER_S = 20.0
+WARMUP_S = 20.0
 """Seconds of steps after which the loader has tuned itself, and the shares mean something."""
-LONGEST_PAUSE_S = 10.0
-_LOOK_S = 0.002
+MAX_PAUSE_S = 10.0
+_POLL_INTERVAL_S = 0.002
 
 
-class FullRing:
+class PrefetchedInputProbe:
     """`seen` takes the run's windows, `before_step` is called before each step; between them they do the experiment."""
 
-    def __init__(self, job: "Job", ledger: Ledger, say: "Say") -> None:
-        self._job, self._ledger, self._say = job, ledger, say
+    def __init__(self, state: "TrainState", ledger: Ledger, log_event: "EventLogger") -> None:
+        self._state, self._ledger, self._log_event = state, ledger, log_event
         self._done = False
-        self._news = False
+        self._has_new_window = False
         """Whether there was a window since it was asked whether the experiment is worth it."""
         self._wall_s = self._wait_s = 0.0
         self._pairs: list[tuple[float, float]] = []
         self._before_s: float | None = None
-        self._began: tuple[float, int] | None = None
+        self._timing_start: tuple[float, int] | None = None
         """When the steps that are being timed began, and at which step."""
-        self._others = self._what_else()
+        self._last_interruption = self._interruption_key()
         self._paused_s = self._allowed_s = 0.0
 
-    def seen(self, window: StepWindow) -> None:
+    def observe(self, window: StepWindow) -> None:
         """A window of the run; those without steps (the start, an evaluation) do not count."""
-        if window.steps and "startup" not in window.phases:
+        if window.window_steps and "startup" not in window.phases:
             self._wall_s += window.wall_s
             self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
-            self._news = True
+            self._has_new_window = True
 
-    def _what_else(self) -> tuple[int | None, int, int]:
+    def _interruption_key(self) -> tuple[int | None, int, int]:
         """Changes where something else than steps took time: a checkpoint, an evaluation, a way back."""
-        return self._job.writer.saved_step, self._job.evaluated_step, self._job.slowed
+        return self._state.writer.saved_step, self._state.evaluated_step, self._state.rollback_count
 
     def before_step(self, progress: float) -> None:
         """progress: share of the length that is done, 0 … 1."""
-        begun = bool(self._pairs) or self._began is not None
-        if self._done or self._wall_s < AFTER_S or not (begun or self._news):
+        has_begun = bool(self._pairs) or self._timing_start is not None
+        if self._done or self._wall_s < WARMUP_S or not (has_begun or self._has_new_window):
             return
-        self._news = False
-        if not begun and not self._is_worth_it(progress):
+        self._has_new_window = False
+        if not has_begun and not self._is_worth_it(progress):
             return
-        if self._others != (others := self._what_else()):  # what is being timed does not count
-            self._others, self._began, self._before_s = others, None, None
-        depth = self._job.loader.stats().depth
-        if self._began is None:
-            self._began = self._now()
+        if self._last_interruption != (interruption := self._interruption_key()):  # what is being timed does not count
+            self._last_interruption, self._timing_start, self._before_s = interruption, None, None
+        depth = self._state.loader.stats().prefetch_depth
+        if self._timing_start is None:
+            self._timing_start = self._sync_and_read()
             return
-        since_s, since = self._began
-        if self._job.step - since < depth:
+        start_s, start_step = self._timing_start
+        if self._state.step - start_step < depth:
             return
-        now_s, step = self._now()
-        took_s = (now_s - since_s) / (step - since) / self._job.config.run.batch
+        now_s, step = self._sync_and_read()
+        seconds_per_image = (now_s - start_s) / (step - start_step) / self._state.config.run.batch_size
         if self._before_s is None:
             if self._paused_s >= self._allowed_s:
-                self._conclude(depth)
+                self._finish(depth)
                 return
-            self._before_s = took_s
+            self._before_s = seconds_per_image
             self._pause(depth)
-            self._began = self._now()
+            self._timing_start = self._sync_and_read()
             return
-        self._pairs.append((self._before_s, took_s))
-        self._before_s, self._began = None, (now_s, step)
-        if len(self._pairs) == PAIRS:
-            self._conclude(depth)
+        self._pairs.append((self._before_s, seconds_per_image))
+        self._before_s, self._timing_start = None, (now_s, step)
+        if len(self._pairs) == MAX_PAIRS:
+            self._finish(depth)
 
     def _is_worth_it(self, progress: float) -> bool:
         """Whether there is a question, and its price is within the budget of the run as long as it will be."""
-        if self._wait_s < FROM_SHARE * self._wall_s or not 0 < progress < 1:
+        if self._wait_s < MIN_WAIT_FRACTION * self._wall_s or not 0 < progress < 1:
             return False
-        step_s = self._job.trained_s / max(1, self._job.step)
-        self._allowed_s = BUDGET * self._job.trained_s / progress
-        return PAIRS * self._job.loader.stats().depth * step_s <= self._allowed_s
+        step_s = self._state.trained_s / max(1, self._state.step)
+        self._allowed_s = MAX_PAUSE_FRACTION * self._state.trained_s / progress
+        return MAX_PAIRS * self._state.loader.stats().prefetch_depth * step_s <= self._allowed_s
 
-    def _now(self) -> tuple[float, int]:
+    def _sync_and_read(self) -> tuple[float, int]:
         with self._ledger.phase("idle"):
-            self._job.device.wait()
-        return time.perf_counter(), self._job.step
+            self._state.device.synchronize()
+        return time.perf_counter(), self._state.step
 
     def _pause(self, depth: int) -> None:
         """Waits until every place of the ring is ready; one that does not fill in time is timed as it is."""
-        began_s, batch = time.perf_counter(), self._job.config.run.batch
-        until_s = began_s + min(LONGEST_PAUSE_S, self._allowed_s - self._paused_s)
+        start_s, batch_size = time.perf_counter(), self._state.config.run.batch_size
+        end_s = start_s + min(MAX_PAUSE_S, self._allowed_s - self._paused_s)
         with self._ledger.phase("idle"):
-            while self._job.loader.stats().ready < depth * batch and time.perf_counter() < until_s:
-                time.sleep(_LOOK_S)
-        self._paused_s += time.perf_counter() - began_s
+            while self._state.loader.stats().ready < depth * batch_size and time.perf_counter() < end_s:
+                time.sleep(_POLL_INTERVAL_S)
+        self._paused_s += time.perf_counter() - start_s
 
-    def _conclude(self, depth: int) -> None:
+    def _finish(self, depth: int) -> None:
         """After PAIRS, or when the budget is used up by rounds that something else came between."""
         self._done = True
-        if len(self._pairs) < LEAST_PAIRS:
+        if len(self._pairs) < MIN_PAIRS:
             text = "how fast steps are with their pictures ready could not be found out, something always came between"
-            self._say("note", f"{text}; {self._paused_s:.1f} s were spent on it")
+            self._log_event("note", f"{text}; {self._paused_s:.1f} s were spent on it")
             return
-        steps, attempt = len(self._pairs) * depth, self._job.folder.attempt
-        found = summed_up("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
-        self._job.folder.append(PROBES, found)
-        self._say(
+        steps, attempt = len(self._pairs) * depth, self._state.folder.attempt
+        probe = summarize_pairs("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
+        self._state.folder.append(PROBES, probe)
+        self._log_event(
             "note",
-            f"tried: with its pictures ready a step is {found.ratio:.2f} × as fast ({found.ratio_low:.2f} to "
-            f"{found.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
+            f"tried: with its pictures ready a step is {probe.ratio:.2f} × as fast ({probe.ratio_low:.2f} to "
+            f"{probe.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
         )
 
 
-def summed_up(
-    what: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int, automatic: bool = False
+def summarize_pairs(
+    kind: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int, automatic: bool = False
 ) -> Probe:
     """An experiment as a line of the records. pairs: seconds per picture before and after."""
     ratios = sorted(a / b for a, b in pairs)
-    inner = 1 if len(ratios) >= PAIRS else 0
+    trim = 1 if len(ratios) >= MAX_PAIRS else 0
     return Probe(
-        t=time.time(), attempt=attempt, what=what, steps=steps, automatic=automatic,
+        t=time.time(), attempt=attempt, probe=kind, steps=steps, automatic=automatic,
         before_img_per_s=1 / statistics.median(a for a, _ in pairs),
         after_img_per_s=1 / statistics.median(b for _, b in pairs),
-        ratio=statistics.median(ratios), ratio_low=ratios[inner], ratio_high=ratios[-1 - inner],
+        ratio=statistics.median(ratios), ratio_low=ratios[trim], ratio_high=ratios[-1 - trim],
     )  # fmt: skip

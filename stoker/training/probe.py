@@ -25,154 +25,164 @@ from stoker.config.settings import Config, from_toml
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
-from stoker.data.loading.loader import Loader, box_slots
+from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.errors import ConfigError, StokerError
-from stoker.hardware.device import Device, pick
+from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.forward import LossesOf, forward_backward, losses_of
-from stoker.training.input_probe import LEAST_PAIRS, PAIRS, summed_up
-from stoker.training.optim import Stepper
-from stoker.training.start import training_loader
+from stoker.training.forward import LossFn, forward_backward, make_loss_fn
+from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
+from stoker.training.optim import OptimizerStep
+from stoker.training.start import make_training_loader
 
-ROUND_S = 0.5
+MIN_ROUND_S = 0.5
 """A round is as many steps as take at least so long, and at least two: clocks and waits are then below a percent."""
-LIMIT_S = 40.0
+MAX_EXPERIMENT_S = 40.0
 """An experiment begins no further pair after so long."""
 
-Round = Callable[[int], float]
+MeasureFn = Callable[[int], float]
 """Does so many steps, waits for the device, returns seconds per picture."""
 
 
-class Bench:
+class ProbeHarness:
     """The run's steps on a model of random weights."""
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
         self.config, self.index, self.device = config, index, device
         torch.manual_seed(config.run.seed)
         model = build(config.model, len(index.class_names)).to(device.torch_device).train()
-        self.stepper = Stepper(model, config.optim, device, precision=config.run.precision)
-        self.compute = losses_of(model, eager=config.run.eager)
-        self.slots = box_slots(index, index.rows("train"), mosaic=config.data.mosaic)
+        self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
+        self.loss_fn = make_loss_fn(model, eager=config.run.compile)
+        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
-    def loader(self, threads: int) -> Loader:
+    def make_loader(self, workers: int) -> Loader:
         """As the run's; threads: 0 tunes them."""
-        config = self.config.replace(threads=threads, max_bad=1.0)
-        return training_loader(config, self.index, self.device, slots=self.slots, say=_unsaid)
+        config = self.config.replace(threads=workers, max_bad_fraction=1.0)
+        return make_training_loader(config, self.index, self.device, max_boxes=self.max_boxes, log_event=_ignore_event)
 
-    def step(self, batch: Batch, compute: LossesOf | None = None) -> None:
+    def step(self, batch: Batch, loss_fn: LossFn | None = None) -> None:
         """A whole step at a rate of 0."""
         batch = augment_batch(batch, self.config.data, 0.0)
-        parts = self.config.optim.accumulate
+        micro_batches = self.config.optim.grad_accum_steps
         autocast = self.device.autocast(self.config.run.precision)
-        forward_backward(compute or self.compute, self.stepper, batch, parts, autocast)
-        self.stepper.step(0.0, 0)
+        forward_backward(loss_fn or self.loss_fn, self.optimizer, batch, micro_batches, autocast)
+        self.optimizer.step(0.0, 0)
 
-    def of_loader(self, loader: Loader) -> Round:
+    def measure_with_loader(self, loader: Loader) -> MeasureFn:
         """Steps with loaded pictures; first as many unmeasured ones as the ring holds: it is full then."""
 
         def measure(steps: int) -> float:
-            for _ in range(loader.stats().depth + 1):
+            for _ in range(loader.stats().prefetch_depth + 1):
                 self.step(next(loader))
-            return self._timed(lambda: self.step(next(loader)), steps, self.config.run.batch)
+            return self._time_steps(lambda: self.step(next(loader)), steps, self.config.run.batch_size)
 
         return measure
 
-    def of_batch(self, batch: Batch, compute: LossesOf | None = None) -> Round:
+    def measure_with_batch(self, batch: Batch, loss_fn: LossFn | None = None) -> MeasureFn:
         """Steps on a batch that is there."""
 
         def measure(steps: int) -> float:
-            self.step(batch, compute)
-            return self._timed(lambda: self.step(batch, compute), steps, len(batch.images))
+            self.step(batch, loss_fn)
+            return self._time_steps(lambda: self.step(batch, loss_fn), steps, len(batch.images))
 
         return measure
 
-    def _timed(self, step: Callable[[], None], steps: int, pictures: int) -> float:
-        self.device.wait()
-        began_s = time.perf_counter()
+    def _time_steps(self, step: Callable[[], None], steps: int, num_images: int) -> float:
+        self.device.synchronize()
+        start_s = time.perf_counter()
         for _ in range(steps):
             step()
-        self.device.wait()
-        return (time.perf_counter() - began_s) / (steps * pictures)
+        self.device.synchronize()
+        return (time.perf_counter() - start_s) / (steps * num_images)
 
 
-def experiments(bench: Bench, wanted: tuple[str, ...], attempt: int) -> Iterator[Probe]:
+def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int) -> Iterator[Probe]:
     """Each experiment of `wanted`, of PROBE_KINDS, in that order."""
-    threads: int = bench.config.run.threads
+    workers: int = harness.config.run.workers
     with contextlib.ExitStack() as stack:
-        loader = stack.enter_context(contextlib.closing(bench.loader(threads)))
-        ready = Batch(*(tensor.clone() for tensor in next(loader)))  # its slot will be filled anew
-        as_it_is = bench.of_loader(loader)
-        steps = _steps_of(as_it_is, bench.config.run.batch)
-        used = loader.stats().threads
-        for what in PROBE_KINDS:
-            if what not in wanted:
+        loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
+        cached_batch = Batch(*(tensor.clone() for tensor in next(loader)))  # its slot will be filled anew
+        baseline = harness.measure_with_loader(loader)
+        steps = _steps_per_round(baseline, harness.config.run.batch_size)
+        used_workers = loader.stats().workers
+        for kind in PROBE_KINDS:
+            if kind not in kinds:
                 continue
             try:
                 with contextlib.ExitStack() as inner:
-                    before, after = _sides(bench, what, as_it_is, ready, used, inner)
-                    yield _compare(what, before, after, steps, attempt)
-            except (_NotDone, torch.OutOfMemoryError) as error:
-                bench.device.release_cache()
+                    before, after = _make_before_and_after(harness, kind, baseline, cached_batch, used_workers, inner)
+                    yield _measure_pairs(kind, before, after, steps, attempt)
+            except (_NotApplicable, torch.OutOfMemoryError) as error:
+                harness.device.empty_cache()
                 yield Probe(
-                    t=time.time(), attempt=attempt, what=what, steps=0, before_img_per_s=0.0, after_img_per_s=0.0,
+                    t=time.time(), attempt=attempt, probe=kind, steps=0, before_img_per_s=0.0, after_img_per_s=0.0,
                     ratio=0.0, ratio_low=0.0, ratio_high=0.0, reason=str(error).partition("\n")[0],
                 )  # fmt: skip
 
 
-class _NotDone(Exception):
+class _NotApplicable(Exception):
     """An experiment does not apply to this run."""
 
 
-def _sides(
-    bench: Bench, what: str, as_it_is: Round, ready: Batch, used: int, stack: contextlib.ExitStack
-) -> tuple[Round, Round]:
+def _make_before_and_after(
+    harness: ProbeHarness,
+    kind: str,
+    baseline: MeasureFn,
+    cached_batch: Batch,
+    used_workers: int,
+    stack: contextlib.ExitStack,
+) -> tuple[MeasureFn, MeasureFn]:
     """What is measured before and after the change."""
-    if what == "cached_batch":
-        return as_it_is, bench.of_batch(ready)
-    if what == "twice_the_batch":
-        twice = Batch(*(torch.cat([tensor, tensor]) for tensor in ready))
-        twice = twice._replace(images=twice.images.contiguous(memory_format=torch.channels_last))
-        return bench.of_batch(ready), bench.of_batch(twice)
-    if what == "no_exchange":
-        raise _NotDone("the run has one process, which exchanges nothing")
-    if what == "compiled":
-        if bench.device.is_cpu:
-            raise _NotDone("on a CPU compiling takes minutes")
-        other = losses_of(bench.stepper.model, eager=not bench.config.run.eager)
-        eager, compiled = bench.of_batch(ready), bench.of_batch(ready, other)
-        return (eager, compiled) if bench.config.run.eager else (compiled, eager)
-    more = what == "more_threads"
-    count = used + 1 if more else used - 1
-    if count < 1:
-        raise _NotDone("the loader has one thread")
-    pair = [stack.enter_context(contextlib.closing(bench.loader(number))) for number in (used, count)]
-    return bench.of_loader(pair[0]), bench.of_loader(pair[1])
+    if kind == "cached_batch":
+        return baseline, harness.measure_with_batch(cached_batch)
+    if kind == "twice_the_batch":
+        double_batch = Batch(*(torch.cat([tensor, tensor]) for tensor in cached_batch))
+        double_batch = double_batch._replace(images=double_batch.images.contiguous(memory_format=torch.channels_last))
+        return harness.measure_with_batch(cached_batch), harness.measure_with_batch(double_batch)
+    if kind == "no_exchange":
+        raise _NotApplicable("the run has one process, which exchanges nothing")
+    if kind == "compiled":
+        if harness.device.is_cpu:
+            raise _NotApplicable("on a CPU compiling takes minutes")
+        other_loss_fn = make_loss_fn(harness.optimizer.model, eager=not harness.config.run.compile)
+        eager, compiled = (
+            harness.measure_with_batch(cached_batch),
+            harness.measure_with_batch(cached_batch, other_loss_fn),
+        )
+        return (eager, compiled) if harness.config.run.compile else (compiled, eager)
+    is_more = kind == "more_threads"
+    num_workers = used_workers + 1 if is_more else used_workers - 1
+    if num_workers < 1:
+        raise _NotApplicable("the loader has one thread")
+    loaders = [
+        stack.enter_context(contextlib.closing(harness.make_loader(workers))) for workers in (used_workers, num_workers)
+    ]
+    return harness.measure_with_loader(loaders[0]), harness.measure_with_loader(loaders[1])
 
 
-def _steps_of(measure: Round, batch: int) -> int:
+def _steps_per_round(measure: MeasureFn, batch_size: int) -> int:
     """Steps of a round; the first one warms up and is not looked at."""
     measure(2)
-    return max(2, math.ceil(ROUND_S / (measure(2) * batch)))
+    return max(2, math.ceil(MIN_ROUND_S / (measure(2) * batch_size)))
 
 
-def _compare(what: str, before: Round, after: Round, steps: int, attempt: int) -> Probe:
+def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, attempt: int) -> Probe:
     before(1), after(1)  # warm: kernels are chosen, programs compiled
-    began_s = time.perf_counter()
+    start_s = time.perf_counter()
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < PAIRS and (len(pairs) < LEAST_PAIRS or time.perf_counter() - began_s < LIMIT_S):
+    while len(pairs) < MAX_PAIRS and (len(pairs) < MIN_PAIRS or time.perf_counter() - start_s < MAX_EXPERIMENT_S):
         first, second = (before, after) if len(pairs) % 2 == 0 else (after, before)
-        one, two = first(steps), second(steps)
-        pairs.append((one, two) if first is before else (two, one))
-    return summed_up(what, pairs, steps=steps * len(pairs), attempt=attempt)
+        first_s, second_s = first(steps), second(steps)
+        pairs.append((first_s, second_s) if first is before else (second_s, first_s))
+    return summarize_pairs(kind, pairs, steps=steps * len(pairs), attempt=attempt)
 
 
-def _unsaid(_kind: str, _text: str, /, **_: object) -> None:
+def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
     """What the run said of its loader it need not say again."""
 
 
-def program(run: Path, /, *, what: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = PROBE_KINDS) -> None:
+def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = PROBE_KINDS) -> None:
     """Repeats steps of a run with one thing changed at a time, and prints a JSON line for each experiment.
 
     Parameters
@@ -182,15 +192,15 @@ def program(run: Path, /, *, what: Annotated[tuple[str, ...], Parameter(consume_
     what
         The experiments; default: all.
     """
-    unknown = [name for name in what if name not in PROBE_KINDS]
+    unknown = [name for name in kinds if name not in PROBE_KINDS]
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no experiment.", choices=PROBE_KINDS)
     config = from_toml(run / CONFIG)[0]
-    device = pick(config.run.device)
+    device = select_device(config.run.device)
     data = config.data
     index = open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
-    for found in experiments(Bench(config, index, device), what, last_attempt(run)):
-        print(msgspec.json.encode(found).decode(), flush=True)
+    for result in run_experiments(ProbeHarness(config, index, device), kinds, last_attempt(run)):
+        print(msgspec.json.encode(result).decode(), flush=True)
 
 
 if __name__ == "__main__":

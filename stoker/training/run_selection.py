@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.data.formats.detect import endings_of_files
+from stoker.data.formats.detect import data_file_suffixes
 from stoker.diagnosis.rules import diagnose, write_findings
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.profiling.telemetry.environment import describe
@@ -26,16 +26,16 @@ from stoker.runs.records import (
     make_run,
     open_run,
 )
-from stoker.storage.local_files import write_whole
-from stoker.storage.run_uri import shown
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.local_files import write_atomic
+from stoker.storage.run_uri import display_path
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-RUNS = Path("runs")
-NO_LOCKS = "this storage has no locks: nothing keeps a second process from training the same run"
+RUNS_DIR = Path("runs")
+NO_LOCKS_NOTE = "this storage has no locks: nothing keeps a second process from training the same run"
 
 
-def choose(
-    asked: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
+def choose_run(
+    user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
 ) -> tuple[Path | None, Config, list[str]]:
     """(the unfinished run to continue or None, what was asked for when it began, lines to say).
 
@@ -44,60 +44,62 @@ def choose(
     trained by another process.
     """
     if resume is not None:
-        if asked.set_fields() or name is not None:
+        if user_config.set_fields() or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
         path = open_run(resume)
         if is_finished(path):
-            place = shown(path)
+            location = display_path(path)
             raise UsageError(
-                "The run is finished: there is nothing to resume.", place=place, fix=f"`stoker why {place}`"
+                "The run is finished: there is nothing to resume.", location=location, fix=f"`stoker why {location}`"
             )
-        return path, _asked_of(path), _hold(path, stack)
-    if "data" not in asked.set_fields():
+        return path, _read_user_config(path), _lock_run(path, stack)
+    if "data" not in user_config.set_fields():
         choices = ("a folder", "a file of annotations", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
     if name is not None:
-        path = Path(expand(name))
+        path = Path(expand_variables(name))
         if not (path / EVENTS).exists():
-            return None, asked, []
-        place = shown(path)
+            return None, user_config, []
+        location = display_path(path)
         if is_finished(path):
             fix = "another --run, or none: a new folder is made then"
-            raise UsageError("The run is finished.", place=place, fix=fix)
-        if _asked_of(path) != asked:
-            cause = f"it was started with {_words(_asked_of(path))}; now it is {_words(asked)}"
-            fix = f"`stoker train --resume {place}`, or another --run"
-            raise UsageError("The run was started with other settings.", place=place, cause=cause, fix=fix)
-        return path, asked, _hold(path, stack)
-    said = []
-    for path in reversed(_runs_of(asked)):
-        if not _has_settings(path, asked):
+            raise UsageError("The run is finished.", location=location, fix=fix)
+        if _read_user_config(path) != user_config:
+            cause = (
+                f"it was started with {_format_flags(_read_user_config(path))}; now it is {_format_flags(user_config)}"
+            )
+            fix = f"`stoker train --resume {location}`, or another --run"
+            raise UsageError("The run was started with other settings.", location=location, cause=cause, fix=fix)
+        return path, user_config, _lock_run(path, stack)
+    messages = []
+    for path in reversed(_find_runs(user_config)):
+        if not _has_settings(path, user_config):
             continue
         if is_finished(path):
-            said.append(f"{path} had the same settings and is finished: starting a new run")
+            messages.append(f"{path} had the same settings and is finished: starting a new run")
             continue
-        held = stack.enter_context(locked(path))
-        if held is not False:
-            return path, asked, [] if held else [NO_LOCKS]
-        said.append(f"{path} has the same settings and is being trained: starting a new run")
-    return None, asked, said[:1]
+        acquired = stack.enter_context(locked(path))
+        if acquired is not False:
+            return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
+        messages.append(f"{path} has the same settings and is being trained: starting a new run")
+    return None, user_config, messages[:1]
 
 
-def _hold(path: Path, stack: contextlib.ExitStack) -> list[str]:
+def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
     """Holds the run in `stack`; returns what there is to say about it."""
-    held = stack.enter_context(locked(path))
-    if held is False:
-        raise UsageError("Another process is training this run.", place=shown(path))
-    return [] if held else [NO_LOCKS]
+    acquired = stack.enter_context(locked(path))
+    if acquired is False:
+        raise UsageError("Another process is training this run.", location=display_path(path))
+    return [] if acquired else [NO_LOCKS_NOTE]
 
 
-def open_folder(
+def open_run_folder(
     config: Config,
     reasons: dict[str, str],
     path: Path | None,
     name: str | None,
     stack: contextlib.ExitStack,
-    said: list[str],
+    messages: list[str],
 ) -> RunFolder:
     """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given.
 
@@ -105,22 +107,22 @@ def open_folder(
     """
     try:
         if path is None:
-            path = _new_run(config, name)
-            said += _hold(path, stack)
-            write_whole(path / CONFIG, to_toml(config, reasons).encode())
+            path = _create_run(config, name)
+            messages += _lock_run(path, stack)
+            write_atomic(path / CONFIG, to_toml(config, reasons).encode())
         folder = RunFolder(path, last_attempt(path) + 1)
         stack.callback(folder.close)
-        environment = describe(folders={"run": path, "data": config.data.data})
-        write_whole(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+        environment = describe(dirs={"run": path, "data": config.data.data})
+        write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
         folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
     except OSError as error:
-        place = path or name or RUNS
+        location = path or name or RUNS_DIR
         fix = "make room or name another folder: --run DIR"
-        raise StorageError("The run's folder cannot be written.", place=place, cause=str(error), fix=fix) from error
+        raise StorageError("The run's folder cannot be written.", location=location, cause=str(error), fix=fix) from error
     return folder
 
 
-def conclude(folder: RunFolder, warn: Callable[[str], None]) -> None:
+def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
     """Writes the diagnosis, however the run ended."""
     try:
         write_findings(folder.path, diagnose(folder.path))
@@ -128,66 +130,66 @@ def conclude(folder: RunFolder, warn: Callable[[str], None]) -> None:
         warn(f"{FINDINGS} could not be written: {error}")
 
 
-def _new_run(config: Config, name: str | None) -> Path:
+def _create_run(config: Config, name: str | None) -> Path:
     if name is not None:
-        path = Path(expand(name))
+        path = Path(expand_variables(name))
         path.mkdir(parents=True, exist_ok=True)
         return path
-    return make_run(RUNS, f"{_data_name(config)}-{config.model.model}")
+    return make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
 
 
-def _asked_of(path: Path) -> Config:
+def _read_user_config(path: Path) -> Config:
     """What the user had set when the run was started: the settings without a reason."""
     config, reasons = from_toml(path / CONFIG)
     return config.replace(**dict.fromkeys(reasons))
 
 
-def _has_settings(path: Path, asked: Config) -> bool:
+def _has_settings(path: Path, user_config: Config) -> bool:
     """Whether the run was started with `asked`; a run of another version of stoker was not."""
     try:
-        return (path / CONFIG).exists() and _asked_of(path) == asked
+        return (path / CONFIG).exists() and _read_user_config(path) == user_config
     except ConfigError:
         return False
 
 
-def with_absolute_paths(asked: Config) -> Config:
+def with_absolute_paths(user_config: Config) -> Config:
     """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere.
 
     Addresses stay; environment variables are replaced here: what a run was trained on must not change with a variable,
     and two commands that mean the same are the same run. Raises ConfigError where one is not set.
     """
     changes = {}
-    data, weights = asked.data.data, asked.model.weights
+    data, weights = user_config.data.data, user_config.model.weights
     if data not in (None, "demo"):
-        changes["data"] = _named_from_root(data)
+        changes["data"] = _to_absolute(data)
     if weights not in (None, "coco", "imagenet", "none"):
-        changes["weights"] = _named_from_root(weights)
-    return asked.replace(**changes)
+        changes["weights"] = _to_absolute(weights)
+    return user_config.replace(**changes)
 
 
-def _named_from_root(text: str) -> str:
-    text = expand(text)
-    if is_address(text):
-        return str(parse(text))
+def _to_absolute(text: str) -> str:
+    text = expand_variables(text)
+    if is_uri(text):
+        return str(parse_uri(text))
     return str(Path(text).absolute()) if Path(text).exists() else text
 
 
-def _words(config: Config) -> str:
+def _format_flags(config: Config) -> str:
     return " ".join(f"--{name.rstrip('_')} {value}" for name, value in config.set_fields().items())
 
 
-def _data_name(config: Config) -> str:
-    if is_address(config.data.data):
-        address = parse(config.data.data)
-        is_file = address.name.lower().endswith(endings_of_files())
-        name = address.parent.name if is_file else address.name
+def _dataset_name(config: Config) -> str:
+    if is_uri(config.data.data):
+        uri = parse_uri(config.data.data)
+        is_file = uri.name.lower().endswith(data_file_suffixes())
+        name = uri.parent.name if is_file else uri.name
     else:
         path = Path(config.data.data)
         name = path.resolve().parent.name if path.is_file() else path.resolve().name
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
 
 
-def _runs_of(asked: Config) -> list[Path]:
+def _find_runs(user_config: Config) -> list[Path]:
     """Runs of the asked data set, whatever their model, oldest first."""
-    paths = [p for p in RUNS.glob(f"{_data_name(asked)}-*-*") if (p / EVENTS).exists()]
+    paths = [p for p in RUNS_DIR.glob(f"{_dataset_name(user_config)}-*-*") if (p / EVENTS).exists()]
     return sorted(paths, key=lambda p: (p / CONFIG).stat().st_mtime if (p / CONFIG).exists() else 0.0)

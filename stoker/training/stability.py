@@ -18,26 +18,26 @@ from typing import Any, NamedTuple
 from stoker.config.settings import OptimSettings
 from stoker.runs.schemas import StepWindow
 
-BEFORE, LEAST_BEFORE = 64, 16
+SPIKE_WINDOWS, MIN_SPIKE_WINDOWS = 64, 16
 """Windows against which a spike is judged: about a minute; and the fewest that make a judgment."""
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 2.0
 """A spike is this many standard deviations of the log-loss above the median, and this many times the median. Eight,
 since single batches of detection are far from normal; twice, since long windows hardly vary and 5 % are no spike then.
 Our judgment."""
-CALM = 16
+SPIKE_COOLDOWN_WINDOWS = 16
 """Windows without a spike after which the next one is news."""
 
-GROUP = 16
+MEDIAN_WINDOWS = 16
 """Windows whose median is one point of a course."""
-RISE = 1.5
+LOSS_RISE_FACTOR = 1.5
 """Growth of the loss above its lowest point that is too much: a healthy loss falls just after the warm-up."""
-NORM_RISE = 10.0
+GRAD_NORM_RISE_FACTOR = 10.0
 """The same of the gradient's norm, where it is clipped too; it may grow by itself while the heads are learnt."""
-FIRST_PART = 0.3
+EARLY_FRACTION = 0.3
 """Share of the length in which a rate that is too high shows: later it has fallen by itself (all schedules but one)."""
-SKIPPED_SHARE, SKIPPED_LEAST = 0.10, 10
+MAX_SKIPPED_FRACTION, MIN_SKIPPED_STEPS = 0.10, 10
 """Share of skipped steps that is too much, and the fewest such steps; as `steps_skipped` of the diagnosis."""
-STALL_SHARE, STALL_FALL, STALL_NORM = 0.2, 0.9, 3.0
+STALL_FRACTION, STALL_LOSS_RATIO, STALL_GRAD_NORM_RATIO = 0.2, 0.9, 3.0
 """After a fifth of the length a loss that learns has long been below nine tenths of its beginning; while the gradient
 is still what it was, within a factor of three, the weights have hardly moved."""
 NOISE_SIGMAS = 8.0
@@ -45,7 +45,7 @@ NOISE_SIGMAS = 8.0
 itself three or four below what is usual."""
 
 
-class Alarm(NamedTuple):
+class StabilityAlert(NamedTuple):
     """kind: of the event; text: the line for a person; data: the numbers behind it."""
 
     kind: str
@@ -53,197 +53,229 @@ class Alarm(NamedTuple):
     data: dict[str, Any]
 
 
-def is_spike(loss: float, before: Sequence[float]) -> bool:
+def is_spike(loss: float, previous: Sequence[float]) -> bool:
     """Whether `loss` is far above the losses of the windows before; all positive. False where those are too few."""
-    if len(before) < LEAST_BEFORE:
+    if len(previous) < MIN_SPIKE_WINDOWS:
         return False
-    middle = median(before)
-    deviation = 1.4826 * median(abs(math.log(value / middle)) for value in before)  # a normal one's, from the MAD
-    return far_above(loss, middle, deviation)
+    baseline = median(previous)
+    log_std = 1.4826 * median(abs(math.log(value / baseline)) for value in previous)  # a normal one's, from the MAD
+    return is_far_above(loss, baseline, log_std)
 
 
-def far_above(loss: float, usual: float, deviation: float) -> bool:
+def is_far_above(loss: float, baseline: float, log_std: float) -> bool:
     """Whether it is a spike above what is `usual`; deviation: of the logarithm, from window to window."""
-    return loss > SPIKE_RATIO * usual and math.log(loss / usual) > SPIKE_SIGMAS * deviation
+    return loss > SPIKE_RATIO * baseline and math.log(loss / baseline) > SPIKE_SIGMAS * log_std
 
 
-def noise(values: Iterable[float]) -> float:
+def estimate_log_std(values: Iterable[float]) -> float:
     """Standard deviation of the logarithm of a value from window to window, whatever the trend between them."""
     logs = [math.log(value) for value in values]
-    steps = [abs(b - a) for a, b in itertools.pairwise(logs)]
-    return 1.4826 * median(steps) / math.sqrt(2) if steps else 0.0
+    diffs = [abs(b - a) for a, b in itertools.pairwise(logs)]
+    return 1.4826 * median(diffs) / math.sqrt(2) if diffs else 0.0
 
 
-class Course:
+class MetricHistory:
     """The running median of a positive number over GROUP windows: its first value, its extremes and its newest."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=GROUP)
+        self._recent: deque[float] = deque(maxlen=MEDIAN_WINDOWS)
         self.first: float | None = None
         self.lowest: float | None = None
         self.highest: float | None = None
-        self.now: float | None = None
+        self.current: float | None = None
         """All None until there are GROUP windows."""
-        self.values = 0
+        self.num_values = 0
 
     def add(self, value: float | None) -> None:
         """Values that are absent or not positive say nothing."""
         if value is None or not 0 < value < math.inf:
             return
-        self._last.append(value)
-        self.values += 1
-        if len(self._last) == GROUP:
-            self.now = median(self._last)
-            self.first = self.now if self.first is None else self.first
-            self.lowest = self.now if self.lowest is None else min(self.now, self.lowest)
-            self.highest = self.now if self.highest is None else max(self.now, self.highest)
+        self._recent.append(value)
+        self.num_values += 1
+        if len(self._recent) == MEDIAN_WINDOWS:
+            self.current = median(self._recent)
+            self.first = self.current if self.first is None else self.first
+            self.lowest = self.current if self.lowest is None else min(self.current, self.lowest)
+            self.highest = self.current if self.highest is None else max(self.current, self.highest)
 
-    def stays(self, share: float) -> bool:
+    def stays_within(self, ratio: float) -> bool:
         """Whether it was always within `share` of its first value, which is no longer among the newest values."""
-        if self.first is None or self.lowest is None or self.highest is None or self.values < 2 * GROUP:
+        if self.first is None or self.lowest is None or self.highest is None or self.num_values < 2 * MEDIAN_WINDOWS:
             return False
-        return share * self.first < self.lowest and self.highest < self.first / share
+        return ratio * self.first < self.lowest and self.highest < self.first / ratio
 
     def has_risen(self, factor: float) -> bool:
         """Whether it is `factor` above its lowest point, and by more than noise."""
-        if self.now is None or self.lowest is None or self.now <= factor * self.lowest:
+        if self.current is None or self.lowest is None or self.current <= factor * self.lowest:
             return False
         # The median of n normal values deviates by 1.25 times as much as their mean.
-        return math.log(self.now / self.lowest) > NOISE_SIGMAS * 1.25 * noise(self._last) / math.sqrt(GROUP)
+        return math.log(self.current / self.lowest) > NOISE_SIGMAS * 1.25 * estimate_log_std(self._recent) / math.sqrt(
+            MEDIAN_WINDOWS
+        )
 
 
-class Watch:
+class StabilityMonitor:
     """Looks at the windows of a training in their order. peak: the highest rate of this stretch of it.
 
     fp16: loss scaling finds its limit by overflowing, so a step skipped alone is no news. What needs the beginning
     abstains in a run that is continued behind its warm-up: its first windows are not the beginning.
     """
 
-    def __init__(self, settings: OptimSettings, *, peak: float, fp16: bool = False) -> None:
-        self._warmup, self._clip, self._peak = settings.warmup, settings.clip, peak
-        self._alone = 1 if fp16 else 0
-        self._before: deque[float] = deque(maxlen=BEFORE)
-        self._calm = CALM
-        self._loss, self._norm = Course(), Course()
-        self._loss_from, self._loss_highest = 0.0, 0.0  # of the first window, and of the first GROUP; 0 before them
-        self._counts: deque[tuple[int, int]] = deque(maxlen=GROUP)
-        self._skipped, self._say_skipped_from = 0, 1
-        self._from_start: bool | None = None
-        self._said: set[str] = set()
+    def __init__(self, settings: OptimSettings, *, peak_lr: float, fp16: bool = False) -> None:
+        self._warmup_steps, self._clip_grad_norm, self._peak_lr = (
+            settings.warmup_steps,
+            settings.clip_grad_norm,
+            peak_lr,
+        )
+        self._tolerated_skips = 1 if fp16 else 0
+        self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
+        self._windows_since_spike = SPIKE_COOLDOWN_WINDOWS
+        self._loss_history, self._norm_history = MetricHistory(), MetricHistory()
+        self._initial_loss, self._max_initial_loss = (
+            0.0,
+            0.0,
+        )  # of the first window, and of the first GROUP; 0 before them
+        self._step_counts: deque[tuple[int, int]] = deque(maxlen=MEDIAN_WINDOWS)
+        self._skipped_steps, self._next_skip_report = 0, 1
+        self._saw_start: bool | None = None
+        self._reported: set[str] = set()
 
-    def see(self, window: StepWindow, done: float) -> list[Alarm]:
+    def update(self, window: StepWindow, progress: float) -> list[StabilityAlert]:
         """What the next window of the training is news of. done: the share of the length at its end, 0 … 1."""
-        if not window.steps:
+        if not window.window_steps:
             return []
-        if self._from_start is None:
-            self._from_start = window.step - window.steps <= self._warmup
+        if self._saw_start is None:
+            self._saw_start = window.step - window.window_steps <= self._warmup_steps
         loss = window.losses.get("total")
-        self._loss.add(loss)
+        self._loss_history.add(loss)
         if loss is not None and 0 < loss < math.inf:
-            self._loss_from = self._loss_from or loss
-            if self._loss.values <= GROUP:
-                self._loss_highest = max(self._loss_highest, loss)
-        self._norm.add(window.grad_norm)
-        self._counts.append((window.steps, window.skipped))
-        found = [self._skips(window), self._spike(window, loss), self._high(window, done), self._low(window, done)]
-        return [alarm for alarm in found if alarm is not None]
+            self._initial_loss = self._initial_loss or loss
+            if self._loss_history.num_values <= MEDIAN_WINDOWS:
+                self._max_initial_loss = max(self._max_initial_loss, loss)
+        self._norm_history.add(window.grad_norm)
+        self._step_counts.append((window.window_steps, window.skipped_steps))
+        alerts = [
+            self._check_skipped_steps(window),
+            self._check_spike(window, loss),
+            self._check_lr_too_high(window, progress),
+            self._check_lr_too_low(window, progress),
+        ]
+        return [alert for alert in alerts if alert is not None]
 
-    def _skips(self, window: StepWindow) -> Alarm | None:
+    def _check_skipped_steps(self, window: StepWindow) -> StabilityAlert | None:
         """Said when their number has doubled, so that a run that skips on and on fills no screen."""
-        self._skipped += window.skipped
-        if window.skipped <= self._alone or self._skipped < self._say_skipped_from:
+        self._skipped_steps += window.skipped_steps
+        if window.skipped_steps <= self._tolerated_skips or self._skipped_steps < self._next_skip_report:
             return None
-        self._say_skipped_from = 2 * self._skipped
-        text = f"{self._skipped:,} steps skipped so far: their gradients were not finite"
-        return Alarm("warning", text, {"skipped": self._skipped})
+        self._next_skip_report = 2 * self._skipped_steps
+        text = f"{self._skipped_steps:,} steps skipped so far: their gradients were not finite"
+        return StabilityAlert("warning", text, {"skipped": self._skipped_steps})
 
-    def _spike(self, window: StepWindow, loss: float | None) -> Alarm | None:
+    def _check_spike(self, window: StepWindow, loss: float | None) -> StabilityAlert | None:
         if loss is None or not 0 < loss < math.inf:
             return None
-        before = list(self._before)
-        self._before.append(loss)
-        if not is_spike(loss, before):
-            self._calm += 1
+        previous = list(self._recent_losses)
+        self._recent_losses.append(loss)
+        if not is_spike(loss, previous):
+            self._windows_since_spike += 1
             return None
-        news, self._calm = self._calm >= CALM, 0
-        if not news:
+        is_new, self._windows_since_spike = self._windows_since_spike >= SPIKE_COOLDOWN_WINDOWS, 0
+        if not is_new:
             return None
-        usual = median(before)
-        return Alarm(
+        baseline = median(previous)
+        return StabilityAlert(
             "loss_spike",
-            f"the loss jumped to {loss:.3g} at step {window.step:,}, {loss / usual:.1f} times the {usual:.3g} that is "
-            f"usual; where it does not come back by itself: {_flag(self._peak / 3)}",
-            {"at": window.step, "loss": loss, "usual": usual, "windows": len(before), "try": _tidy(self._peak / 3)},
+            f"the loss jumped to {loss:.3g} at step {window.step:,}, {loss / baseline:.1f} times the {baseline:.3g} that is "
+            f"usual; where it does not come back by itself: {_format_lr_flag(self._peak_lr / 3)}",
+            {
+                "at": window.step,
+                "loss": loss,
+                "usual": baseline,
+                "windows": len(previous),
+                "try": _round_lr(self._peak_lr / 3),
+            },
         )
 
-    def _high(self, window: StepWindow, done: float) -> Alarm | None:
-        if "rate_too_high" in self._said:
+    def _check_lr_too_high(self, window: StepWindow, progress: float) -> StabilityAlert | None:
+        if "rate_too_high" in self._reported:
             return None
-        seen: dict[str, Any] = {"at": window.step, "rate": window.rate, "try": _tidy(self._peak / 3)}
-        steps, skipped = (sum(counts) for counts in zip(*self._counts, strict=True))
-        loss, norm = self._loss, self._norm
-        early = window.step > self._warmup and done <= FIRST_PART
-        if skipped >= max(SKIPPED_LEAST, SKIPPED_SHARE * steps):
-            what = f"{skipped:,} of the last {steps:,} steps were skipped"
-            seen |= {"skipped": skipped, "steps": steps}
-        elif early and loss.has_risen(RISE):
-            what = f"the loss has risen from {loss.lowest:.3g} to {loss.now:.3g}"
-            seen |= {"loss_from": loss.lowest, "loss": loss.now}
-        elif early and self._clip and norm.now is not None and norm.now > self._clip and norm.has_risen(NORM_RISE):
-            what = f"the gradient has grown from {norm.lowest:.3g} to {norm.now:.3g} and is cut at {self._clip:g}"
-            seen |= {"norm_from": norm.lowest, "norm": norm.now, "clip": self._clip}
-        elif early and loss.now is not None and self._is_above_its_beginning(loss.now):
-            what = f"the loss is {loss.now:.3g} and was {self._loss_from:.3g} at the beginning"
-            seen |= {"loss_from": self._loss_from, "loss": loss.now}
-        elif self._has_died(window, done):
-            what = f"the loss jumped from {self._loss_from:.3g} to {self._loss_highest:.3g} and is {loss.now:.3g} now"
-            seen |= {"loss_from": self._loss_from, "loss_highest": self._loss_highest, "loss": loss.now}
+        data: dict[str, Any] = {"at": window.step, "rate": window.lr, "try": _round_lr(self._peak_lr / 3)}
+        steps, skipped = (sum(counts) for counts in zip(*self._step_counts, strict=True))
+        loss, norm = self._loss_history, self._norm_history
+        is_early = window.step > self._warmup_steps and progress <= EARLY_FRACTION
+        if skipped >= max(MIN_SKIPPED_STEPS, MAX_SKIPPED_FRACTION * steps):
+            description = f"{skipped:,} of the last {steps:,} steps were skipped"
+            data |= {"skipped": skipped, "steps": steps}
+        elif is_early and loss.has_risen(LOSS_RISE_FACTOR):
+            description = f"the loss has risen from {loss.lowest:.3g} to {loss.current:.3g}"
+            data |= {"loss_from": loss.lowest, "loss": loss.current}
+        elif (
+            is_early
+            and self._clip_grad_norm
+            and norm.current is not None
+            and norm.current > self._clip_grad_norm
+            and norm.has_risen(GRAD_NORM_RISE_FACTOR)
+        ):
+            description = f"the gradient has grown from {norm.lowest:.3g} to {norm.current:.3g} and is cut at {self._clip_grad_norm:g}"
+            data |= {"norm_from": norm.lowest, "norm": norm.current, "clip": self._clip_grad_norm}
+        elif is_early and loss.current is not None and self._is_above_initial_loss(loss.current):
+            description = f"the loss is {loss.current:.3g} and was {self._initial_loss:.3g} at the beginning"
+            data |= {"loss_from": self._initial_loss, "loss": loss.current}
+        elif self._is_stuck_after_jump(window, progress):
+            description = f"the loss jumped from {self._initial_loss:.3g} to {self._max_initial_loss:.3g} and is {loss.current:.3g} now"
+            data |= {"loss_from": self._initial_loss, "loss_highest": self._max_initial_loss, "loss": loss.current}
         else:
             return None
-        self._said.add("rate_too_high")
-        text = f"{what} (step {window.step:,}): the rate looks too high; {_flag(self._peak / 3)} is worth a try"
-        return Alarm("rate_too_high", text, seen)
+        self._reported.add("rate_too_high")
+        text = f"{description} (step {window.step:,}): the rate looks too high; {_format_lr_flag(self._peak_lr / 3)} is worth a try"
+        return StabilityAlert("rate_too_high", text, data)
 
-    def _is_above_its_beginning(self, loss: float) -> bool:
-        known = bool(self._from_start) and self._loss.values >= 2 * GROUP
-        return known and far_above(loss, self._loss_from, noise(self._before))
+    def _is_above_initial_loss(self, loss: float) -> bool:
+        has_baseline = bool(self._saw_start) and self._loss_history.num_values >= 2 * MEDIAN_WINDOWS
+        return has_baseline and is_far_above(loss, self._initial_loss, estimate_log_std(self._recent_losses))
 
-    def _has_died(self, window: StepWindow, done: float) -> bool:
+    def _is_stuck_after_jump(self, window: StepWindow, progress: float) -> bool:
         """Whether it jumped before there were GROUP windows, and learns nothing since: a flat course all the same."""
-        lowest = self._loss.lowest
-        if lowest is None or lowest <= STALL_FALL * self._loss_from or not self._is_late(window, done):
+        lowest = self._loss_history.lowest
+        if (
+            lowest is None
+            or lowest <= STALL_LOSS_RATIO * self._initial_loss
+            or not self._is_past_stall_point(window, progress)
+        ):
             return False
-        return self._is_above_its_beginning(self._loss_highest)
+        return self._is_above_initial_loss(self._max_initial_loss)
 
-    def _is_late(self, window: StepWindow, done: float) -> bool:
+    def _is_past_stall_point(self, window: StepWindow, progress: float) -> bool:
         """Whether a loss that learns has fallen by now."""
-        return done >= STALL_SHARE and window.step >= 2 * self._warmup
+        return progress >= STALL_FRACTION and window.step >= 2 * self._warmup_steps
 
-    def _low(self, window: StepWindow, done: float) -> Alarm | None:
-        loss, norm = self._loss, self._norm
-        if self._said or not self._from_start or window.rate is None:
+    def _check_lr_too_low(self, window: StepWindow, progress: float) -> StabilityAlert | None:
+        loss, norm = self._loss_history, self._norm_history
+        if self._reported or not self._saw_start or window.lr is None:
             return None
-        if loss.now is None or loss.first is None or norm.now is None or norm.first is None:
+        if loss.current is None or loss.first is None or norm.current is None or norm.first is None:
             return None
-        late = self._is_late(window, done) and window.rate >= self._peak / 2
-        pushes = 1 / STALL_NORM < norm.now / norm.first < STALL_NORM
-        jumped = far_above(self._loss_highest, loss.now, noise(self._before))  # so the weights did move
-        if jumped or not (late and loss.stays(STALL_FALL) and pushes):
+        is_late = self._is_past_stall_point(window, progress) and window.lr >= self._peak_lr / 2
+        is_gradient_unchanged = 1 / STALL_GRAD_NORM_RATIO < norm.current / norm.first < STALL_GRAD_NORM_RATIO
+        has_jumped = is_far_above(
+            self._max_initial_loss, loss.current, estimate_log_std(self._recent_losses)
+        )  # so the weights did move
+        if has_jumped or not (is_late and loss.stays_within(STALL_LOSS_RATIO) and is_gradient_unchanged):
             return None
-        self._said.add("rate_too_low")
+        self._reported.add("rate_too_low")
         text = (
-            f"the loss is {loss.now:.3g} after {100 * done:.0f} % of the length, and was {loss.first:.3g} at the "
-            f"beginning; the gradient's norm is {norm.now:.3g}, then {norm.first:.3g}: the rate looks too low, "
-            f"{_flag(self._peak * 10)} is worth a try, unless the weights had learnt these pictures before"
+            f"the loss is {loss.current:.3g} after {100 * progress:.0f} % of the length, and was {loss.first:.3g} at the "
+            f"beginning; the gradient's norm is {norm.current:.3g}, then {norm.first:.3g}: the rate looks too low, "
+            f"{_format_lr_flag(self._peak_lr * 10)} is worth a try, unless the weights had learnt these pictures before"
         )
-        data = {"at": window.step, "rate": window.rate, "loss_from": loss.first, "loss": loss.now,
-                "norm_from": norm.first, "norm": norm.now, "try": _tidy(self._peak * 10)}  # fmt: skip
-        return Alarm("rate_too_low", text, data)
+        data = {"at": window.step, "rate": window.lr, "loss_from": loss.first, "loss": loss.current,
+                "norm_from": norm.first, "norm": norm.current, "try": _round_lr(self._peak_lr * 10)}  # fmt: skip
+        return StabilityAlert("rate_too_low", text, data)
 
 
-def _tidy(rate: float) -> float:
-    return float(f"{rate:.2g}")
+def _round_lr(lr: float) -> float:
+    return float(f"{lr:.2g}")
 
 
-def _flag(rate: float) -> str:
-    return f"--rate {_tidy(rate):g}"
+def _format_lr_flag(lr: float) -> str:
+    return f"--rate {_round_lr(lr):g}"

@@ -5,20 +5,22 @@ import time
 from stoker.config.settings import Duration
 
 
-class Due:
+class IntervalTrigger:
     """A length of 0 never is due. In minutes it counts from the last `done`, or from the start."""
 
-    def __init__(self, every: Duration, pictures: int, batch: int) -> None:
-        self._seconds = every.value * 60 if every.unit == "minutes" else 0.0
-        steps = {"steps": every.value, "epochs": every.value * pictures / batch, "minutes": 0.0}[every.unit]
-        self._steps = max(1, round(steps)) if steps else 0
+    def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
+        self._interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0
+        steps = {"steps": interval.value, "epochs": interval.value * num_images / batch_size, "minutes": 0.0}[
+            interval.unit
+        ]
+        self._interval_steps = max(1, round(steps)) if steps else 0
         self._last_s = time.perf_counter()
 
-    def now(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """step: optimizer steps done."""
-        if self._steps:
-            return step > 0 and step % self._steps == 0
-        return self._seconds > 0 and time.perf_counter() - self._last_s >= self._seconds
+        if self._interval_steps:
+            return step > 0 and step % self._interval_steps == 0
+        return self._interval_s > 0 and time.perf_counter() - self._last_s >= self._interval_s
 
-    def done(self) -> None:
+    def reset(self) -> None:
         self._last_s = time.perf_counter()

@@ -28,24 +28,24 @@ from stoker.runs.records import (
 )
 from stoker.storage.lease import Lease, LeaseLost
 from stoker.storage.store import Store
-from stoker.storage.uri import Address
-from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, folders_of
+from stoker.storage.uri import StorageUri
+from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, list_checkpoints
 
-LOOK_S = 1.0
-RECORDS_S = 30.0
+POLL_INTERVAL_S = 1.0
+RECORDS_INTERVAL_S = 30.0
 RECORDS_BYTES = 4_000_000
 """A file of this size is written every RECORDS_S, one of twice the size half as often: 0.13 MB/s for each at most."""
-STREAMED_BYTES = 16_000_000
+MIN_STREAMED_BYTES = 16_000_000
 """From which size on records go from the disk; smaller ones are read first, and are what they were at one moment."""
-AGAIN_S = 30.0
+RETRY_DELAY_S = 30.0
 """After a failure; a new checkpoint does not wait for it."""
-WHOLE = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
+REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
 """Files that are replaced as a whole."""
-WITH_CHECKPOINT = (EVENTS, STEPS, QUARANTINE)
+CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
 """Records of the steps that a checkpoint contains: written with it, unless they are large and not due."""
 
 
-class Uploads:
+class BackgroundUploader:
     """Keeps a bucket like a run's folder, from `start` to `stop`.
 
     report(kind, text) writes an event, on_lost(error) hears that the lease is gone; both are called from the thread.
@@ -54,180 +54,190 @@ class Uploads:
     def __init__(
         self,
         store: Store,
-        address: Address,
-        folder: Path,
+        uri: StorageUri,
+        run_dir: Path,
         lease: Lease | None,
-        there: dict[str, bytes],
+        uploaded_manifests: dict[str, bytes],
         *,
         report: Callable[[str, str], None],
-        on_lost: Callable[[LeaseLost], None],
+        on_lease_lost: Callable[[LeaseLost], None],
     ) -> None:
         """there: the manifest of each checkpoint folder that the bucket has; empty where it has only a part."""
-        self._store, self._address, self._folder, self._lease = store, address, folder, lease
-        self._there = dict(there)
-        self._report, self._on_lost = report, on_lost
-        self._sent: dict[str, tuple[int, ...]] = {}
+        self._store, self._uri, self._run_dir, self._lease = store, uri, run_dir, lease
+        self._uploaded_manifests = dict(uploaded_manifests)
+        self._report, self._on_lease_lost = report, on_lease_lost
+        self._uploaded_states: dict[str, tuple[int, ...]] = {}
         """Name → which state of the file is in the bucket."""
-        self._due_s: dict[str, float] = {}
-        self._tried: list[Path] = []
+        self._next_upload_s: dict[str, float] = {}
+        self._newest_at_last_pass: list[Path] = []
         """The newest checkpoint when the last pass began."""
-        self._again_s = 0.0
+        self._retry_at_s = 0.0
         self._failure: str | None = None
         self._error: BaseException | None = None
-        self._asked = self._done = 0
-        self._ending = self._ended = False
-        self._changed = threading.Condition()
+        self._requested_passes = self._completed_passes = 0
+        self._is_stopping = self._has_stopped = False
+        self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stoker-uploads", daemon=True)
         """A daemon: a store that hangs must not keep a process that has waited as long as it said."""
 
     def start(self) -> None:
         self._thread.start()
 
-    def deliver(self, limit_s: float) -> str | None:
+    def flush(self, timeout_s: float) -> str | None:
         """Waits until everything that is in the folder now is in the bucket, limit_s at most; None, or why it is not.
         Raises what went wrong in the thread and is no failure of the store."""
-        with self._changed:
-            self._asked += 1
-            wanted = self._asked
-            self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._done >= wanted or self._ended, limit_s)
+        with self._condition:
+            self._requested_passes += 1
+            target_pass = self._requested_passes
+            self._condition.notify_all()
+            is_complete = self._condition.wait_for(
+                lambda: self._completed_passes >= target_pass or self._has_stopped, timeout_s
+            )
         if self._error is not None:
             raise self._error
-        if not done:
-            return f"the upload was not done within {limit_s:.0f} s" + (f": {self._failure}" if self._failure else "")
+        if not is_complete:
+            return f"the upload was not done within {timeout_s:.0f} s" + (f": {self._failure}" if self._failure else "")
         return self._failure
 
     def stop(self) -> None:
         """Ends the thread when it has nothing under way; what is left is not uploaded."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify_all()
 
-    def newest(self) -> str | None:
+    def newest_checkpoint(self) -> str | None:
         """The newest whole checkpoint that the bucket has, by the name of its folder."""
-        return max((name for name, manifest in self._there.items() if manifest), key=_step, default=None)
+        return max(
+            (name for name, manifest in self._uploaded_manifests.items() if manifest), key=_parse_step, default=None
+        )
 
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    asked = self._asked
-                    if self._ending:
+                with self._condition:
+                    requested = self._requested_passes
+                    if self._is_stopping:
                         return
-                if asked > self._done or time.monotonic() >= self._again_s or self._has_news():
-                    self._try(everything=asked > self._done)
-                with self._changed:
-                    self._done = asked
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._ending or self._asked > self._done, LOOK_S)
+                if (
+                    requested > self._completed_passes
+                    or time.monotonic() >= self._retry_at_s
+                    or self._has_new_checkpoint()
+                ):
+                    self._try_pass(upload_all=requested > self._completed_passes)
+                with self._condition:
+                    self._completed_passes = requested
+                    self._condition.notify_all()
+                    self._condition.wait_for(
+                        lambda: self._is_stopping or self._requested_passes > self._completed_passes, POLL_INTERVAL_S
+                    )
         except LeaseLost as error:
             self._failure = str(error)
-            self._on_lost(error)
+            self._on_lease_lost(error)
         except BaseException as error:  # noqa: BLE001  # carried to the training thread by `deliver`
             self._error = error
         finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            with self._condition:
+                self._has_stopped = True
+                self._condition.notify_all()
 
-    def _has_news(self) -> bool:
+    def _has_new_checkpoint(self) -> bool:
         """Whether there is a checkpoint that was not there when the last pass began."""
-        return folders_of(self._folder)[:1] != self._tried
+        return list_checkpoints(self._run_dir)[:1] != self._newest_at_last_pass
 
-    def _try(self, *, everything: bool) -> None:
+    def _try_pass(self, *, upload_all: bool) -> None:
         """A pass, whose failure is said once, and its end once."""
-        self._tried = folders_of(self._folder)[:1]
+        self._newest_at_last_pass = list_checkpoints(self._run_dir)[:1]
         try:
-            self._pass(everything=everything)
+            self._upload_changes(upload_all=upload_all)
         except LeaseLost:
             raise
         except (StorageError, OSError) as error:
-            self._again_s = time.monotonic() + AGAIN_S
-            failed_before, self._failure = self._failure is not None, _brief(error)
+            self._retry_at_s = time.monotonic() + RETRY_DELAY_S
+            failed_before, self._failure = self._failure is not None, _format_error(error)
             if not failed_before:
-                text = f"{self._address} cannot be written: {self._failure}; training goes on, and it is tried again"
+                text = f"{self._uri} cannot be written: {self._failure}; training goes on, and it is tried again"
                 self._report("warning", text)
         else:
             if self._failure is not None:
-                self._failure, self._again_s = None, 0.0
-                self._report("note", f"{self._address} can be written again, and has everything")
+                self._failure, self._retry_at_s = None, 0.0
+                self._report("note", f"{self._uri} can be written again, and has everything")
 
-    def _pass(self, *, everything: bool) -> None:
+    def _upload_changes(self, *, upload_all: bool) -> None:
         """Writes what has changed; everything: also what has just been written."""
-        local = folders_of(self._folder)
-        for name in WHOLE:
-            self._put(name)
-        for folder in local:
-            if self._put_checkpoint(folder):
-                self._remove_dropped()
-                if folders_of(self._folder)[:1] != local[:1]:
-                    self._again_s = 0.0
+        local_checkpoints = list_checkpoints(self._run_dir)
+        for name in REPLACED_FILES:
+            self._upload_file(name)
+        for checkpoint_dir in local_checkpoints:
+            if self._upload_checkpoint(checkpoint_dir):
+                self._delete_dropped_checkpoints()
+                if list_checkpoints(self._run_dir)[:1] != local_checkpoints[:1]:
+                    self._retry_at_s = 0.0
                     break  # a newer one goes first
-        self._remove_dropped()
+        self._delete_dropped_checkpoints()
         patterns = ("*.jsonl", "tensorboard/**/*", f"{TRACE_FILES}/*.json.gz")
-        files = [path for pattern in patterns for path in self._folder.glob(pattern)]
-        names = {str(path.relative_to(self._folder)) for path in files if path.is_file()}
+        files = [path for pattern in patterns for path in self._run_dir.glob(pattern)]
+        names = {str(path.relative_to(self._run_dir)) for path in files if path.is_file()}
         for name in [*sorted(names - {EVENTS}), EVENTS]:  # an end that is written there means that all is there
-            if everything or self._is_due(name):
-                self._put(name)
+            if upload_all or self._is_due(name):
+                self._upload_file(name)
 
     def _is_due(self, name: str) -> bool:
-        return time.monotonic() >= self._due_s.get(name, 0.0)
+        return time.monotonic() >= self._next_upload_s.get(name, 0.0)
 
-    def _put(self, name: str) -> None:
+    def _upload_file(self, name: str) -> None:
         """Writes a file unless the bucket has it as it is now."""
-        path = self._folder / name
+        path = self._run_dir / name
         try:
-            seen = path.stat()
-            state = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
-            if self._sent.get(name) == state:
+            stat = path.stat()
+            state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if self._uploaded_states.get(name) == state:
                 return
-            whole = path.suffix == ".safetensors" or (seen.st_size > STREAMED_BYTES and name != EVENTS)
-            self._write(name, path if whole else path.read_bytes())
+            is_streamed = path.suffix == ".safetensors" or (stat.st_size > MIN_STREAMED_BYTES and name != EVENTS)
+            self._write(name, path if is_streamed else path.read_bytes())
         except FileNotFoundError:
             return
-        self._sent[name] = state
-        self._due_s[name] = time.monotonic() + RECORDS_S * max(1.0, seen.st_size / RECORDS_BYTES)
+        self._uploaded_states[name] = state
+        self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, stat.st_size / RECORDS_BYTES)
 
-    def _put_checkpoint(self, folder: Path) -> bool:
+    def _upload_checkpoint(self, checkpoint_dir: Path) -> bool:
         """Writes a checkpoint unless the bucket has it, its manifest last; whether there was something to write. One
         that is dropped here meanwhile stays without a manifest there."""
-        name = f"{CHECKPOINTS}/{folder.name}"
+        name = f"{CHECKPOINTS}/{checkpoint_dir.name}"
         try:
-            manifest = (folder / MANIFEST).read_bytes()
-            if self._there.get(folder.name) == manifest:
+            manifest = (checkpoint_dir / MANIFEST).read_bytes()
+            if self._uploaded_manifests.get(checkpoint_dir.name) == manifest:
                 return False
-            if self._there.get(folder.name):  # other files under the same name: no longer whole
+            if self._uploaded_manifests.get(checkpoint_dir.name):  # other files under the same name: no longer whole
                 self._delete(f"{name}/{MANIFEST}")
-            self._there[folder.name] = b""
+            self._uploaded_manifests[checkpoint_dir.name] = b""
             for file in (STATE, WEIGHTS):
-                self._write(f"{name}/{file}", folder / file)
-            for record in WITH_CHECKPOINT:
-                if self._is_due(record) or (self._folder / record).stat().st_size <= RECORDS_BYTES:
-                    self._put(record)
+                self._write(f"{name}/{file}", checkpoint_dir / file)
+            for record in CHECKPOINT_RECORDS:
+                if self._is_due(record) or (self._run_dir / record).stat().st_size <= RECORDS_BYTES:
+                    self._upload_file(record)
             if self._lease is not None:
                 self._lease.renew()  # another may have taken it while this was written
             self._write(f"{name}/{MANIFEST}", manifest)
         except FileNotFoundError:
             return True
-        self._there[folder.name] = manifest
+        self._uploaded_manifests[checkpoint_dir.name] = manifest
         return True
 
-    def _remove_dropped(self) -> None:
+    def _delete_dropped_checkpoints(self) -> None:
         """Removes the checkpoints that are no longer here, once the bucket has the newest."""
-        local = [folder.name for folder in folders_of(self._folder)]
-        if not local or not self._there.get(local[0]):
+        local_checkpoints = [checkpoint_dir.name for checkpoint_dir in list_checkpoints(self._run_dir)]
+        if not local_checkpoints or not self._uploaded_manifests.get(local_checkpoints[0]):
             return
-        for name in sorted(set(self._there) - set(local), key=_step):
+        for name in sorted(set(self._uploaded_manifests) - set(local_checkpoints), key=_parse_step):
             for file in (MANIFEST, STATE, WEIGHTS):
                 self._delete(f"{CHECKPOINTS}/{name}/{file}")
-            del self._there[name]
+            del self._uploaded_manifests[name]
 
     def _write(self, name: str, data: bytes | Path) -> None:
         if self._lease is not None:
-            self._lease.require()
+            self._lease.ensure_held()
         try:
-            self._store.write(self._address.child(name).key, data)
+            self._store.write(self._uri.child(name).key, data)
         except ObjectMissing:
             if isinstance(data, Path) and not data.exists():  # what is missing is our own file
                 raise FileNotFoundError(data) from None
@@ -235,14 +245,14 @@ class Uploads:
 
     def _delete(self, name: str) -> None:
         if self._lease is not None:
-            self._lease.require()
-        self._store.delete(self._address.child(name).key)
+            self._lease.ensure_held()
+        self._store.delete(self._uri.child(name).key)
 
 
-def _step(name: str) -> int:
+def _parse_step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _brief(error: StorageError | OSError) -> str:
+def _format_error(error: StorageError | OSError) -> str:
     """An error in a line."""
     return f"{error.what} {error.cause or ''}".strip() if isinstance(error, StorageError) else str(error)

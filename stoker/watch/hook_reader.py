@@ -19,223 +19,236 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stoker.watch.hook_state import Cell, cpu_of, phases_of, read_cell
-from stoker.watch.tensorflow_trace import waited_s
+from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.tensorflow_trace import input_wait_s
 
-HOOK = Path(__file__).parent / "hook"
-PREFIX = "stoker-watch-"
-FRESH_S = 60.0
+HOOK_DIR = Path(__file__).parent / "hook"
+STATE_DIR_PREFIX = "stoker-watch-"
+MIN_STALE_AGE_S = 60.0
 """A folder younger than this may not be locked yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
+class RankWindow:
     """Of one rank in one window. phases: device-seconds, they add up to the window's length × devices. cpu: processor
     seconds of the training thread. step: optimizer steps since the job's begin."""
 
     rank: int
     devices: int
     phases: dict[str, float]
-    cpu: dict[str, float]
+    thread_cpu_s: dict[str, float]
     step: int
     steps: int
-    pictures: int
-    rate: float | None
+    num_images: int
+    lr: float | None
 
 
-class Account:
+class RankTimeBreakdown:
     """Of one rank: its processes, one after the other, and what of their time has been put into windows.
 
     What the sums say later may correct what they said (work that turns out to be evaluation): a window then takes more
     of one phase and less of another, none less than nothing, and the sum over the windows is right.
     """
 
-    def __init__(self, begin_s: float) -> None:
-        self._begin_s = begin_s
-        self._past: dict[str, float] = {}
-        self._past_cpu: dict[str, float] = {}
-        self._counted = {"steps": 0.0, "pictures": 0.0}
-        self._cell: Cell | None = None
-        self._done: set[str] = set()
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._ended_phases: dict[str, float] = {}
+        self._ended_cpu: dict[str, float] = {}
+        self._ended_counts = {"steps": 0.0, "pictures": 0.0}
+        self._current: HookState | None = None
+        self._ended_names: set[str] = set()
         self._offset: dict[str, float] = {}
         self._offset_cpu: dict[str, float] = {}
-        self._given: dict[str, float] = {}
-        self._given_cpu: dict[str, float] = {}
-        self._given_counts = {"steps": 0, "pictures": 0}
-        self._cut_s = self._lived_s = begin_s
+        self._reported_phases: dict[str, float] = {}
+        self._reported_cpu: dict[str, float] = {}
+        self._reported_counts = {"steps": 0, "pictures": 0}
+        self._window_start_s = self._last_alive_s = start_s
         self._trained_until_s = 0.0
 
     @property
     def steps(self) -> int:
         return self._total("steps")
 
-    def has_news(self) -> bool:
-        return self.steps > self._given_counts["steps"]
+    def has_new_steps(self) -> bool:
+        return self.steps > self._reported_counts["steps"]
 
-    def follow(self, cells: list[Cell], gone: list[Cell], now_s: float) -> None:
+    def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
         """cells: living processes of the rank; gone: those that have ended. The one that trains is followed, the first
         of several, to its end: what it was in then, it was in until it was last seen alive."""
-        mine = None if self._cell is None else self._cell.name
-        for cell in gone:
-            if cell.name == mine or (mine is None and cell.values["steps"] and cell.name not in self._done):
-                self._end(cell, now_s=self._lived_s if cell.name == mine else None)
-        current = next((cell for cell in cells if cell.name == mine), None)
+        current_name = None if self._current is None else self._current.name
+        for state in ended:
+            if state.name == current_name or (
+                current_name is None and state.values["steps"] and state.name not in self._ended_names
+            ):
+                self._end(state, now_s=self._last_alive_s if state.name == current_name else None)
+        current = next((state for state in living if state.name == current_name), None)
         after_s = self._trained_until_s
-        cells = [cell for cell in cells if cell.values["steps"] or cell.values["begin"] >= after_s]  # no helpers
-        best = min(cells, key=lambda cell: (cell.values["steps"] <= 0, cell.values["begin"]), default=None)
+        living = [state for state in living if state.values["steps"] or state.values["begin"] >= after_s]  # no helpers
+        best = min(living, key=lambda state: (state.values["steps"] <= 0, state.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
-                self._end(current, now_s=self._cut_s)
-            begin_s = best.values["begin"]
-            is_late = begin_s < self._cut_s
-            self._offset, self._offset_cpu = (phases_of(best, None), cpu_of(best)) if is_late else ({}, {})
+                self._end(current, now_s=self._window_start_s)
+            start_s = best.values["begin"]
+            is_late = start_s < self._window_start_s
+            self._offset, self._offset_cpu = (phase_seconds(best, None), cpu_by_phase(best)) if is_late else ({}, {})
             current = best
-        self._cell = current
+        self._current = current
         if current is not None:
-            self._lived_s = now_s
+            self._last_alive_s = now_s
 
-    def _end(self, cell: Cell, now_s: float | None = None) -> None:
-        self._past = _sum(self._past, self._own(cell, now_s))
-        self._past_cpu = _sum(self._past_cpu, _less(cpu_of(cell), self._offset_cpu))
-        self._counted = {name: count + cell.values[name] for name, count in self._counted.items()}
-        if cell.values["steps"]:
-            self._trained_until_s = cell.values["mark"]
-        self._cell, self._offset, self._offset_cpu = None, {}, {}
-        self._done.add(cell.name)
+    def _end(self, state: HookState, now_s: float | None = None) -> None:
+        self._ended_phases = _add(self._ended_phases, self._observed_phases(state, now_s))
+        self._ended_cpu = _add(self._ended_cpu, _subtract(cpu_by_phase(state), self._offset_cpu))
+        self._ended_counts = {name: count + state.values[name] for name, count in self._ended_counts.items()}
+        if state.values["steps"]:
+            self._trained_until_s = state.values["mark"]
+        self._current, self._offset, self._offset_cpu = None, {}, {}
+        self._ended_names.add(state.name)
 
-    def _own(self, cell: Cell, now_s: float | None) -> dict[str, float]:
+    def _observed_phases(self, state: HookState, now_s: float | None) -> dict[str, float]:
         """The cell's time under our eyes."""
-        return _less(phases_of(cell, now_s), self._offset)
+        return _subtract(phase_seconds(state, now_s), self._offset)
 
     def _total(self, name: str) -> int:
-        return round(self._counted[name] + (self._cell.values[name] if self._cell is not None else 0.0))
+        return round(self._ended_counts[name] + (self._current.values[name] if self._current is not None else 0.0))
 
-    def cut(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> Seen:
+    def next_window(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> RankWindow:
         """The window since the last cut."""
-        targets = self._past if self._cell is None else _sum(self._past, self._own(self._cell, now_s))
-        missing_s = (now_s - self._begin_s) - sum(targets.values())
+        targets = (
+            self._ended_phases
+            if self._current is None
+            else _add(self._ended_phases, self._observed_phases(self._current, now_s))
+        )
+        missing_s = (now_s - self._start_s) - sum(targets.values())
         if missing_s > 0:  # no process of this rank ran: it is only just starting, or has ended
             fill = {"unattributed" if self.steps else "startup": missing_s}
-            self._past, targets = _sum(self._past, fill), _sum(targets, fill)
-        due = {name: max(0.0, seconds) for name, seconds in _less(targets, self._given).items()}
+            self._ended_phases, targets = _add(self._ended_phases, fill), _add(targets, fill)
+        due = {name: max(0.0, seconds) for name, seconds in _subtract(targets, self._reported_phases).items()}
         due_s = sum(due.values())
         phases = {name: seconds * wall_s / due_s for name, seconds in due.items() if seconds > 0}
         if not phases and wall_s > 0:
             phases = {"unattributed": wall_s}
-        self._given = _sum(self._given, phases)
-        cpu = self._cut_cpu()
-        before = self._given_counts
-        self._given_counts = {name: self._total(name) for name in before}
-        self._cut_s = now_s
-        rate = self._cell.values["rate"] if self._cell is not None else -1.0
-        return Seen(
+        self._reported_phases = _add(self._reported_phases, phases)
+        cpu = self._next_cpu()
+        previous = self._reported_counts
+        self._reported_counts = {name: self._total(name) for name in previous}
+        self._window_start_s = now_s
+        lr = self._current.values["rate"] if self._current is not None else -1.0
+        return RankWindow(
             rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
-            cpu=cpu, step=self.steps, steps=max(0, self._given_counts["steps"] - before["steps"]),
-            pictures=max(0, self._given_counts["pictures"] - before["pictures"]), rate=rate if rate >= 0 else None,
+            thread_cpu_s=cpu, step=self.steps, steps=max(0, self._reported_counts["steps"] - previous["steps"]),
+            num_images=max(0, self._reported_counts["pictures"] - previous["pictures"]), lr=lr if lr >= 0 else None,
         )  # fmt: skip
 
-    def _cut_cpu(self) -> dict[str, float]:
+    def _next_cpu(self) -> dict[str, float]:
         """As the phases: less than is due where some was given to a phase that it turned out not to belong to."""
-        targets = self._past_cpu
-        if self._cell is not None:
-            targets = _sum(targets, _less(cpu_of(self._cell), self._offset_cpu))
-        due = {name: max(0.0, seconds) for name, seconds in _less(targets, self._given_cpu).items()}
-        new_s, due_s = sum(targets.values()) - sum(self._given_cpu.values()), sum(due.values())
+        targets = self._ended_cpu
+        if self._current is not None:
+            targets = _add(targets, _subtract(cpu_by_phase(self._current), self._offset_cpu))
+        due = {name: max(0.0, seconds) for name, seconds in _subtract(targets, self._reported_cpu).items()}
+        new_s, due_s = sum(targets.values()) - sum(self._reported_cpu.values()), sum(due.values())
         if new_s <= 0 or due_s <= 0:
             return {}
         cpu = {name: seconds * new_s / due_s for name, seconds in due.items() if seconds > 0}
-        self._given_cpu = _sum(self._given_cpu, cpu)
+        self._reported_cpu = _add(self._reported_cpu, cpu)
         return cpu
 
 
-def _less(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds - b.get(name, 0.0) for name, seconds in a.items()}
 
 
-def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _add(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *(name for name in b if name not in a))}
 
 
-class Inside:
+class HookReader:
     """All processes of a job. folder: of their cells. devices: GPUs that the job may use, at least 1."""
 
-    def __init__(self, folder: Path, *, devices: int, now_s: float) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, *, devices: int, now_s: float) -> None:
+        self._directory = directory
         self._devices = devices
-        self._accounts: dict[int, Account] = {}
-        self._cells: dict[str, Cell] = {}
-        self._traces: dict[int, list[float]] = {}
-        self._cut_s = now_s
+        self._ranks: dict[int, RankTimeBreakdown] = {}
+        self._states: dict[str, HookState] = {}
+        self._input_fractions: dict[int, list[float]] = {}
+        self._window_start_s = now_s
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reads the cells."""
-        living: dict[int, list[Cell]] = {}
-        gone: dict[int, list[Cell]] = {}
+        living: dict[int, list[HookState]] = {}
+        ended: dict[int, list[HookState]] = {}
         now_s = time.monotonic()
         self._read_traces()
-        for path in sorted(self._folder.glob("*.cell")):
-            cell = read_cell(path)
-            if cell is None:
+        for path in sorted(self._directory.glob("*.cell")):
+            state = read_hook_state(path)
+            if state is None:
                 continue
-            if shares := self._traces.get(cell.pid):  # taken at even distances: their mean is that of the time
-                cell = dataclasses.replace(cell, input_share=sum(shares) / len(shares))
-            self._cells[cell.name] = cell
-            if _lives(cell.pid) and not cell.values["ended"]:
-                living.setdefault(cell.rank, []).append(cell)
+            if fractions := self._input_fractions.get(
+                state.pid
+            ):  # taken at even distances: their mean is that of the time
+                state = dataclasses.replace(state, input_fraction=sum(fractions) / len(fractions))
+            self._states[state.name] = state
+            if _is_alive(state.pid) and not state.values["ended"]:
+                living.setdefault(state.rank, []).append(state)
             else:
-                gone.setdefault(cell.rank, []).append(cell)
-        for rank in (living.keys() | gone.keys()) - self._accounts.keys():
-            self._accounts[rank] = Account(self._cut_s)
-        for rank, account in self._accounts.items():
-            account.follow(living.get(rank, []), gone.get(rank, []), now_s)
+                ended.setdefault(state.rank, []).append(state)
+        for rank in (living.keys() | ended.keys()) - self._ranks.keys():
+            self._ranks[rank] = RankTimeBreakdown(self._window_start_s)
+        for rank, breakdown in self._ranks.items():
+            breakdown.update(living.get(rank, []), ended.get(rank, []), now_s)
 
     def _read_traces(self) -> None:
         """What TensorFlow's profiler recorded in some steps: their seconds in a line of text, then the trace."""
-        for path in self._folder.glob("*.trace"):
-            head, _, trace = path.read_bytes().partition(b"\n")
+        for path in self._directory.glob("*.trace"):
+            header, _, trace = path.read_bytes().partition(b"\n")
             path.unlink()
             with contextlib.suppress(ValueError):  # a trace that cannot be read: the share stays what it was
-                share = waited_s(trace) / max(float(head), 1e-9)
-                self._traces.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, share))
+                fraction = input_wait_s(trace) / max(float(header), 1e-9)
+                self._input_fractions.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, fraction))
 
-    def has_news(self) -> bool:
+    def has_new_steps(self) -> bool:
         """Whether a step was done since the last window."""
-        return any(account.has_news() for account in self._accounts.values())
+        return any(breakdown.has_new_steps() for breakdown in self._ranks.values())
 
-    def trains(self) -> bool:
+    def has_trained(self) -> bool:
         """Whether a process of the job has done a step."""
-        return any(account.steps for account in self._accounts.values())
+        return any(breakdown.steps for breakdown in self._ranks.values())
 
-    def workers(self) -> int | None:
+    def num_loader_workers(self) -> int | None:
         """How many processes load the data of a process that trains; None where no loader said."""
-        found = (cell.values["workers"] for cell in self._cells.values() if cell.values["steps"])
-        return next((round(workers) for workers in found if workers >= 0), None)
+        counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
+        return next((round(workers) for workers in counts if workers >= 0), None)
 
-    def cut(self, now_s: float, wall_s: float) -> list[Seen]:
+    def next_windows(self, now_s: float, wall_s: float) -> list[RankWindow]:
         """The window since the last one, of each rank that trains, the lowest first; until one trains of the lowest,
         for all devices. Empty: no process of the job has a cell. now_s: CLOCK_MONOTONIC; wall_s: the window's
         length."""
-        training = [rank for rank, account in self._accounts.items() if account.steps]
+        training = [rank for rank, breakdown in self._ranks.items() if breakdown.steps]
         devices = max(1, self._devices // max(1, len(training)))
-        found = {
-            rank: account.cut(now_s, wall_s, rank=rank, devices=devices) for rank, account in self._accounts.items()
+        windows = {
+            rank: breakdown.next_window(now_s, wall_s, rank=rank, devices=devices)
+            for rank, breakdown in self._ranks.items()
         }
-        self._cut_s = now_s
-        return [found[rank] for rank in sorted(training or list(found)[:1])]
+        self._window_start_s = now_s
+        return [windows[rank] for rank in sorted(training or list(windows)[:1])]
 
-    def said(self) -> str:
+    def status(self) -> str:
         """What was recorded, in words; it begins with `not` where nothing was."""
-        trainers = [cell for cell in self._cells.values() if cell.values["steps"]]
-        frameworks = ", ".join(sorted({name for cell in trainers or self._cells.values() for name in cell.frameworks}))
-        failures = "; ".join(sorted({line for path in self._folder.glob("said-*") for line in _lines(path)}))
+        trainers = [state for state in self._states.values() if state.values["steps"]]
+        frameworks = ", ".join(
+            sorted({name for state in trainers or self._states.values() for name in state.frameworks})
+        )
+        failures = "; ".join(sorted({line for path in self._directory.glob("said-*") for line in _lines(path)}))
         failed = f"; it failed at {failures}" if failures else ""
         if trainers:
-            loaders = "" if all(cell.values["batches"] for cell in trainers) else ", without a loader that it knows"
-            many = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"
-            return f"recorded: {frameworks} in {many}{loaders}{failed}"
-        if self._cells:
+            loader_note = (
+                "" if all(state.values["batches"] for state in trainers) else ", without a loader that it knows"
+            )
+            processes = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"
+            return f"recorded: {frameworks} in {processes}{loader_note}{failed}"
+        if self._states:
             return f"not recorded: {frameworks} was loaded, and no optimizer has stepped{failed}"
-        if (self._folder / "seen").exists():
+        if (self._directory / "seen").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
         return (
             "not recorded: no Python of the job has taken the hook (it is not Python, runs with -I or -E, or has "
@@ -247,7 +260,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -255,43 +268,47 @@ def _lives(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def cells_folder(wanted: bool) -> Iterator[Path | None]:
+def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
     """A new folder for the cells of a job, removed behind it; None where none is wanted, or no room for one."""
-    if not wanted:
+    if not enabled:
         yield None
         return
-    memory = Path("/dev/shm")
-    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    for left in parent.glob(f"{PREFIX}*"):  # by watchers that were killed: the lock went with them
-        with contextlib.suppress(OSError), _locked(left):
-            if left.stat().st_mtime < time.time() - FRESH_S:
-                shutil.rmtree(left, ignore_errors=True)
+    shm = Path("/dev/shm")
+    parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    for stale_dir in parent.glob(f"{STATE_DIR_PREFIX}*"):  # by watchers that were killed: the lock went with them
+        with contextlib.suppress(OSError), _exclusive_lock(stale_dir):
+            if stale_dir.stat().st_mtime < time.time() - MIN_STALE_AGE_S:
+                shutil.rmtree(stale_dir, ignore_errors=True)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        directory = Path(tempfile.mkdtemp(prefix=STATE_DIR_PREFIX, dir=parent))
+        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         yield None
         return
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield folder
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield directory
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a process that the job left behind may still write there
-        os.close(held)
+        shutil.rmtree(directory, ignore_errors=True)  # a process that the job left behind may still write there
+        os.close(fd)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _exclusive_lock(directory: Path) -> Iterator[None]:
     """Raises OSError where a living watcher has it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def hooked(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+def add_hook_env(env: Mapping[str, str], directory: Path) -> dict[str, str]:
     """The job's variables, with the hook."""
-    path = environment.get("PYTHONPATH")
-    return {**environment, "PYTHONPATH": f"{HOOK}{os.pathsep}{path}" if path else str(HOOK), "STOKER_HOOK": str(folder)}
+    path = env.get("PYTHONPATH")
+    return {
+        **env,
+        "PYTHONPATH": f"{HOOK_DIR}{os.pathsep}{path}" if path else str(HOOK_DIR),
+        "STOKER_HOOK": str(directory),
+    }

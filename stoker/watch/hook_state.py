@@ -10,21 +10,21 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-HEAD_BYTES = 1024
+HEADER_BYTES = 1024
 
-OF_SLOT = {
+SLOT_PHASES = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
     "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
     "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
 }  # fmt: skip
 """Slot of the hook's clock → phase. `maybe_`: not yet known whether for training. `graph`: `phases_of` splits it."""
 
-HOST_ONLY = ("startup", "eval", "checkpoint", "compile")
+HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that are the host's to tell also where the device's own clock was read: its events are around steps only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
+class HookState:
     """A process of the job, as it was when it was read. values: by slot, seconds and counts;
     `hook/stoker_hook/clock.py` says which."""
 
@@ -35,7 +35,7 @@ class Cell:
     values: Mapping[str, float]
     cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Processor seconds of the training thread by slot of time, up to the last mark."""
-    input_share: float | None = None
+    input_fraction: float | None = None
     """Of `graph`, the share that waits for input."""
 
     @property
@@ -44,63 +44,63 @@ class Cell:
         return max(0, round(self.values["rank"]))
 
 
-def read_cell(path: Path) -> Cell | None:
+def read_hook_state(path: Path) -> HookState | None:
     """None: it is only just being written."""
     try:
         data = path.read_bytes()
-        head = json.loads(data[:HEAD_BYTES])
-        slots = tuple(head["slots"])
-        timed = slots[slots.index("startup") :]
-        found = struct.unpack_from(f"{len(slots) + len(timed)}d", data, HEAD_BYTES)
-        values = dict(zip(slots, found[: len(slots)], strict=True))
-        cpu = dict(zip(timed, found[len(slots) :], strict=True))
+        header = json.loads(data[:HEADER_BYTES])
+        slots = tuple(header["slots"])
+        time_slots = slots[slots.index("startup") :]
+        numbers = struct.unpack_from(f"{len(slots) + len(time_slots)}d", data, HEADER_BYTES)
+        values = dict(zip(slots, numbers[: len(slots)], strict=True))
+        cpu = dict(zip(time_slots, numbers[len(slots) :], strict=True))
     except (ValueError, KeyError, struct.error, FileNotFoundError):
         return None
-    frameworks = tuple(head["frameworks"])
-    return Cell(name=path.name, pid=head["pid"], frameworks=frameworks, slots=slots, values=values, cpu=cpu)
+    frameworks = tuple(header["frameworks"])
+    return HookState(name=path.name, pid=header["pid"], frameworks=frameworks, slots=slots, values=values, cpu=cpu)
 
 
-def phases_of(cell: Cell, now_s: float | None) -> dict[str, float]:
+def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
     """Seconds of each phase since the cell's begin. They add up to now_s − begin; now_s: CLOCK_MONOTONIC, what runs
     since the last mark is still running; None: of a process that has ended, up to its last mark."""
-    value = cell.values
-    seconds = {slot: value[slot] for slot in (*OF_SLOT, "graph")}
-    running = cell.slots[int(value["now_in"])]
-    if now_s is not None and running in seconds:
-        seconds[running] += max(0.0, now_s - value["mark"])
-    phases = _by_phase(cell, seconds)
-    if value["device"]:
-        return _of_device(phases, busy_s=value["busy"], comm_s=value["device_comm"], syncs=value["syncs"],
-                          steps=value["steps"])  # fmt: skip
+    values = state.values
+    seconds = {slot: values[slot] for slot in (*SLOT_PHASES, "graph")}
+    current_slot = state.slots[int(values["now_in"])]
+    if now_s is not None and current_slot in seconds:
+        seconds[current_slot] += max(0.0, now_s - values["mark"])
+    phases = _sum_slots_by_phase(state, seconds)
+    if values["device"]:
+        return _device_phase_seconds(phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"],
+                          steps=values["steps"])  # fmt: skip
     return phases
 
 
-def cpu_of(cell: Cell) -> dict[str, float]:
+def cpu_by_phase(state: HookState) -> dict[str, float]:
     """Processor seconds of the training thread by its own phase, since the cell's begin and up to its last mark: those
     of a wait that goes on are told at its end. Where a device computes, the thread issues steps: `host`."""
-    phases = _by_phase(cell, dict(cell.cpu)) if cell.cpu else {}
-    if cell.values["device"] and phases:
+    phases = _sum_slots_by_phase(state, dict(state.cpu)) if state.cpu else {}
+    if state.values["device"] and phases:
         phases["host"] += phases.pop("compute")
     return phases
 
 
-def _by_phase(cell: Cell, seconds: dict[str, float]) -> dict[str, float]:
+def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str, float]:
     """Of the training thread, from seconds by slot; takes `graph` out of them."""
-    graph_s, share = seconds.pop("graph"), cell.input_share
-    if share is None:
+    graph_s, fraction = seconds.pop("graph"), state.input_fraction
+    if fraction is None:
         seconds["work"] += graph_s
     else:
-        seconds["input_wait"] += graph_s * share
-        seconds["compute"] += graph_s * (1 - share)
+        seconds["input_wait"] += graph_s * fraction
+        seconds["compute"] += graph_s * (1 - fraction)
     phases: dict[str, float] = {}
-    for slot, phase in OF_SLOT.items():
-        if slot == "after_step" and not cell.values["batches"]:  # no loader was seen: what it does there nobody knows
+    for slot, phase in SLOT_PHASES.items():
+        if slot == "after_step" and not state.values["batches"]:  # no loader was seen: what it does there nobody knows
             phase = "unattributed"
         phases[phase] = phases.get(phase, 0.0) + seconds[slot]
     return phases
 
 
-def _of_device(
+def _device_phase_seconds(
     host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float
 ) -> dict[str, float]:
     """Phases of a device whose work on steps took busy_s by its own clock, comm_s of it waiting for an exchange.
@@ -108,16 +108,16 @@ def _of_device(
     Where it had no work the host's waits are what it waited for, as far as they reach: a wait that the device's queue
     outlasts costs nothing. The rest is `host`, or `sync` where the host waits for the device in each step.
     """
-    phases = {name: host[name] for name in HOST_ONLY}
+    phases = {name: host[name] for name in HOST_ONLY_PHASES}
     loop_s = sum(host.values()) - sum(phases.values())
     busy_s = min(busy_s, loop_s)
     comm_s = min(comm_s, busy_s)
-    without_s = loop_s - busy_s
+    idle_s = loop_s - busy_s
     waits = {name: host[name] for name in ("input_wait", "comm")}
     waited_s = sum(waits.values())
-    share = min(1.0, without_s / waited_s) if waited_s > 0 else 0.0
-    phases |= {name: seconds * share for name, seconds in waits.items()}
+    fraction = min(1.0, idle_s / waited_s) if waited_s > 0 else 0.0
+    phases |= {name: seconds * fraction for name, seconds in waits.items()}
     phases["comm"] += comm_s
     phases["compute"] = busy_s - comm_s
-    phases["sync" if syncs >= steps > 0 else "host"] = max(0.0, without_s - waited_s)
+    phases["sync" if syncs >= steps > 0 else "host"] = max(0.0, idle_s - waited_s)
     return phases

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-LINE_LENGTH = 2048
+MAX_LINE_LENGTH = 2048
 """Characters of a line that are looked at; the rest is passed over, so that no pattern takes long."""
 
 
@@ -21,25 +21,25 @@ class Progress:
 
     step: int | None = None
     """Steps done; with `of`, since the beginning of the epoch."""
-    of: int | None = None
+    total_steps: int | None = None
     """Steps of an epoch, or of the run."""
     epoch: int | None = None
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     """May hold NaN and infinity."""
-    rate: float | None = None
+    lr: float | None = None
     grad_norm: float | None = None
     img_per_s: float | None = None
     step_s: float | None = None
     """Seconds per step, as the job measured them."""
     input_wait_s: float | None = None
     """Of these, waiting for pictures."""
-    bar: bool = False
+    is_bare_bar: bool = False
     """A bare progress bar: of training only where something else says so."""
-    columns: tuple[str, ...] = ()
+    loss_columns: tuple[str, ...] = ()
     """Names of the losses in the lines that follow (Ultralytics' header)."""
 
 
-class Lines:
+class LineSplitter:
     """Cuts a stream of bytes into lines as a person saw them: a line that was written over (carriage return,
     backspaces) is one of its own; colours and cursor movements are taken out."""
 
@@ -51,47 +51,47 @@ class Lines:
         """The lines that are whole now; final: also the last one, without an end."""
         text = self._rest + self._decoder.decode(data, final)
         parts = _BREAK.split(text)
-        self._rest = "" if final else parts.pop()[-LINE_LENGTH:]
-        return [line for part in parts if (line := _CONTROL.sub("", part)[:LINE_LENGTH]).strip()]
+        self._rest = "" if final else parts.pop()[-MAX_LINE_LENGTH:]
+        return [line for part in parts if (line := _CONTROL.sub("", part)[:MAX_LINE_LENGTH]).strip()]
 
 
 _BREAK = re.compile(r"[\r\n\b]+")
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
 
 _NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?|\.\d+|nan|NaN|inf|Infinity)"
-_END = r"(?![\w.]*\w)"
-_PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]*)'?\s*[=:]\s*'?({_NUMBER}){_END}'?")
+_NUMBER_END = r"(?![\w.]*\w)"
+_PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]*)'?\s*[=:]\s*'?({_NUMBER}){_NUMBER_END}'?")
 
 
-def parse(line: str) -> Progress | None:
+def parse_progress(line: str) -> Progress | None:
     """The progress that a line tells. Never raises."""
     for parser in PARSERS:
-        found = parser(line)
-        if found is not None:
-            return found
+        progress = parser(line)
+        if progress is not None:
+            return progress
     return None
 
 
-class Reader:
+class ProgressParser:
     """`parse`, with memory of one thing: Keras prints the same bar when it evaluates as when it trains. Where it says
     `Epoch 1/3` before it trains, a bar that begins after the epoch's was full is none of training; where it never says
     so (a `fit` of one epoch), the two cannot be told apart, and all count."""
 
     def __init__(self) -> None:
-        self._trains: bool | None = None
+        self._is_training: bool | None = None
 
     def read(self, line: str) -> Progress | None:
         if _KERAS_EPOCH.match(line):
-            self._trains = True
+            self._is_training = True
         elif bar := _KERAS.match(line):
-            if self._trains is False:
+            if self._is_training is False:
                 return None
-            if self._trains and bar[1] == bar[2]:
-                self._trains = False
-        return parse(line)
+            if self._is_training and bar[1] == bar[2]:
+                self._is_training = False
+        return parse_progress(line)
 
 
-def number(text: str) -> float:
+def parse_number(text: str) -> float:
     """Of a text that fits `_NUMBER`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
 
@@ -99,12 +99,12 @@ def number(text: str) -> float:
 _TF_STEP = re.compile(rf"\bStep (\d+) per-step time ({_NUMBER})s\b(.*)")
 
 
-def tf_object_detection(line: str) -> Progress | None:
-    found = _TF_STEP.search(line)
-    if found is None:
+def parse_tf_object_detection(line: str) -> Progress | None:
+    match = _TF_STEP.search(line)
+    if match is None:
         return None
-    losses = _losses(_pairs(found[3]))
-    return Progress(step=int(found[1]), step_s=number(found[2]), losses=losses)
+    losses = _losses(_pairs(match[3]))
+    return Progress(step=int(match[1]), step_s=parse_number(match[2]), losses=losses)
 
 
 _DICT = re.compile(
@@ -113,15 +113,15 @@ _DICT = re.compile(
 )
 
 
-def dictionary(line: str) -> Progress | None:
+def parse_dict(line: str) -> Progress | None:
     """A dict of numbers, or one line of it: the Hugging Face Trainer's, the TF Object Detection API's losses."""
     if "'" not in line or not _DICT.match(line):
         return None
     pairs = dict(_DICT_PAIR.findall(line))
-    losses = {"total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): number(value)
+    losses = {"total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): parse_number(value)
               for name, value in pairs.items() if name == "loss" or name.startswith("Loss/")}  # fmt: skip
-    rate, norm = (number(pairs[name]) if name in pairs else None for name in ("learning_rate", "grad_norm"))
-    return Progress(losses=losses, rate=rate, grad_norm=norm) if losses or rate is not None else None
+    lr, grad_norm = (parse_number(pairs[name]) if name in pairs else None for name in ("learning_rate", "grad_norm"))
+    return Progress(losses=losses, lr=lr, grad_norm=grad_norm) if losses or lr is not None else None
 
 
 _DICT_PAIR = re.compile(rf"'([^']*)'\s*:\s*'?({_NUMBER})")
@@ -131,33 +131,33 @@ _KERAS_TIME = re.compile(rf"({_NUMBER})(us|ms|s)/step")
 _KERAS_EPOCH = re.compile(r"^Epoch (\d+)/(\d+)\s*$")
 
 
-def keras(line: str) -> Progress | None:
+def parse_keras(line: str) -> Progress | None:
     if epoch := _KERAS_EPOCH.match(line):
         return Progress(epoch=int(epoch[1]))
-    found = _KERAS.match(line)
-    if found is None:
+    match = _KERAS.match(line)
+    if match is None:
         return None
-    pairs = _pairs(found[3])
+    pairs = _pairs(match[3])
     losses = _losses(pairs)
     if not losses:  # predict, a download
         return None
-    took = _KERAS_TIME.search(found[3])
-    step_s = number(took[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[took[2]] if took else None
-    of = int(found[2]) if found[2].isdecimal() else None
-    return Progress(step=int(found[1]), of=of, losses=losses, step_s=step_s, rate=_rate(pairs))
+    step_time = _KERAS_TIME.search(match[3])
+    step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]] if step_time else None
+    total_steps = int(match[2]) if match[2].isdecimal() else None
+    return Progress(step=int(match[1]), total_steps=total_steps, losses=losses, step_s=step_s, lr=_find_lr(pairs))
 
 
 _METRIC_LOGGER = re.compile(r"^\s*(?:\S+:)?\s*Epoch: \[(\d+)\]\s+\[\s*(\d+)/(\d+)\]\s+eta: (.*)$")
 
 
-def torchvision(line: str) -> Progress | None:
+def parse_torchvision(line: str) -> Progress | None:
     """MetricLogger's lines; `data:` is the wait for pictures of a step. They count steps from 0."""
-    found = _METRIC_LOGGER.match(line)
-    if found is None:
+    match = _METRIC_LOGGER.match(line)
+    if match is None:
         return None
-    pairs = _pairs(found[4])
+    pairs = _pairs(match[4])
     return Progress(
-        step=int(found[2]) + 1, of=int(found[3]), epoch=int(found[1]), losses=_losses(pairs), rate=_rate(pairs),
+        step=int(match[2]) + 1, total_steps=int(match[3]), epoch=int(match[1]), losses=_losses(pairs), lr=_find_lr(pairs),
         img_per_s=pairs.get("img/s"), step_s=pairs.get("time"), input_wait_s=pairs.get("data"),
     )  # fmt: skip
 
@@ -168,15 +168,15 @@ _YOLO = re.compile(
 _YOLO_HEADER = re.compile(r"^\s*Epoch\s+GPU_mem\s+((?:\w+\s+)+)Instances\s+Size\s*$")
 
 
-def ultralytics(line: str) -> Progress | None:
+def parse_ultralytics(line: str) -> Progress | None:
     if header := _YOLO_HEADER.match(line):
-        return Progress(columns=tuple(header[1].split()))
-    found = _YOLO.match(line)
-    if found is None:
+        return Progress(loss_columns=tuple(header[1].split()))
+    match = _YOLO.match(line)
+    if match is None:
         return None
-    values = [number(text) for text in found[3].split()]
+    values = [parse_number(text) for text in match[3].split()]
     losses = {f"loss_{n}": value for n, value in enumerate(values, start=1)}
-    return Progress(step=int(found[7]), of=int(found[8]), epoch=int(found[1]), losses=losses)
+    return Progress(step=int(match[7]), total_steps=int(match[8]), epoch=int(match[1]), losses=losses)
 
 
 _BAR = re.compile(
@@ -187,22 +187,22 @@ _RICH = re.compile(r"^\s*Epoch (\d+)(?:/\d+)?\s+[━╸╺ ]+\s+(\d+)/(\d+)\s+\S
 _EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d+)", re.IGNORECASE)
 
 
-def bar(line: str) -> Progress | None:
+def parse_bar(line: str) -> Progress | None:
     """A tqdm bar: Lightning's (its loss behind it), the Hugging Face Trainer's (bare); Lightning's rich bar."""
     if rich := _RICH.match(line):
         pairs = _pairs(rich[4])
-        return Progress(step=int(rich[2]), of=int(rich[3]), epoch=int(rich[1]), losses=_losses(pairs))
-    found = _BAR.match(line)
-    if found is None:
+        return Progress(step=int(rich[2]), total_steps=int(rich[3]), epoch=int(rich[1]), losses=_losses(pairs))
+    match = _BAR.match(line)
+    if match is None:
         return None
-    title, pairs = (found[1] or "").strip(), _pairs(found[4])
+    title, pairs = (match[1] or "").strip(), _pairs(match[4])
     losses = _losses(pairs)
     epoch = _EPOCH_WORD.search(title)
     if title and epoch is None and not losses:  # a download, a validation
         return None
     return Progress(
-        step=int(found[2]), of=int(found[3]), epoch=int(epoch[1]) if epoch else None, losses=losses, rate=_rate(pairs),
-        bar=not losses and epoch is None,
+        step=int(match[2]), total_steps=int(match[3]), epoch=int(epoch[1]) if epoch else None, losses=losses, lr=_find_lr(pairs),
+        is_bare_bar=not losses and epoch is None,
     )  # fmt: skip
 
 
@@ -211,50 +211,50 @@ _COUNTER = re.compile(
     re.IGNORECASE,
 )
 _EPOCH_COUNTER = re.compile(r"(?<!\w)epoch\s*[=:#]?\s*[\[(]?\s*(\d+)", re.IGNORECASE)
-_ONLY_PAIRS = re.compile(rf"^\W*(?:[A-Za-z][\w/.-]*\s*[=:]\s*{_NUMBER}{_END}[\s,;|)(-]*)+$")
-_MEASURED = re.compile(
+_ONLY_PAIRS = re.compile(rf"^\W*(?:[A-Za-z][\w/.-]*\s*[=:]\s*{_NUMBER}{_NUMBER_END}[\s,;|)(-]*)+$")
+_LOSS_VALUE = re.compile(
     r"loss'?\s*(?:=|:\s*[-+]?(?:\d+[.,]\d|\d+[eE]|nan\b|inf\b))", re.IGNORECASE
 )  # "the loss: 3 ships" is prose
-_IMAGES = re.compile(rf"({_NUMBER})\s*(?:img|imgs|images|samples)/s(?:ec)?\b")
+_IMG_PER_S = re.compile(rf"({_NUMBER})\s*(?:img|imgs|images|samples)/s(?:ec)?\b")
 
 
-def plain(line: str) -> Progress | None:
+def parse_plain(line: str) -> Progress | None:
     """`step 100 loss=0.53 lr: 0.001`: a loss, and a counter or nothing but pairs."""
     pairs = _pairs(line)
     losses = _losses(pairs)
     if not losses:
         return None
     counter, epoch = _COUNTER.search(line), _EPOCH_COUNTER.search(line)
-    if not _ONLY_PAIRS.match(line) and ((counter is None and epoch is None) or not _MEASURED.search(line)):
+    if not _ONLY_PAIRS.match(line) and ((counter is None and epoch is None) or not _LOSS_VALUE.search(line)):
         return None
-    speed = _IMAGES.search(line)
+    speed = _IMG_PER_S.search(line)
     return Progress(
         step=int(counter[1]) if counter else None,
-        of=int(counter[2]) if counter and counter[2] else None,
+        total_steps=int(counter[2]) if counter and counter[2] else None,
         epoch=int(epoch[1]) if epoch else None,
         losses=losses,
-        rate=_rate(pairs),
+        lr=_find_lr(pairs),
         grad_norm=pairs.get("grad_norm"),
-        img_per_s=number(speed[1]) if speed else pairs.get("img/s"),
+        img_per_s=parse_number(speed[1]) if speed else pairs.get("img/s"),
     )
 
 
 PARSERS: tuple[Callable[[str], Progress | None], ...] = (
-    tf_object_detection, dictionary, keras, torchvision, ultralytics, bar, plain,
+    parse_tf_object_detection, parse_dict, parse_keras, parse_torchvision, parse_ultralytics, parse_bar, parse_plain,
 )  # fmt: skip
 """In this order: the particular before the general."""
 
 
 def _pairs(text: str) -> dict[str, float]:
-    return {name: number(value) for name, value in _PAIR.findall(text)}
+    return {name: parse_number(value) for name, value in _PAIR.findall(text)}
 
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:
     """Those of training among the pairs; the whole one is called `total`."""
-    return dict(_named(pairs))
+    return dict(_iter_losses(pairs))
 
 
-def _named(pairs: dict[str, float]) -> Iterator[tuple[str, float]]:
+def _iter_losses(pairs: dict[str, float]) -> Iterator[tuple[str, float]]:
     for name, value in pairs.items():
         if name.lower() in ("loss", "train_loss", "total_loss", "train/loss"):
             yield "total", value
@@ -262,5 +262,5 @@ def _named(pairs: dict[str, float]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _rate(pairs: dict[str, float]) -> float | None:
+def _find_lr(pairs: dict[str, float]) -> float | None:
     return next((pairs[name] for name in ("learning_rate", "lr", "LR") if name in pairs), None)

@@ -19,58 +19,66 @@ import socket
 import sys
 import termios
 
-CHUNK = 65536
-LOG_BYTES = 32 * 2**20
+CHUNK_BYTES = 65536
+MAX_LOG_BYTES = 32 * 2**20
 """Size from which on output.log becomes output.1.log, replacing the one before: the newest 32 to 64 MiB are kept."""
 
-IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGPIPE,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 """They are meant for the job, or for the whole process group; the keeper ends with the job's output."""
 
 
-class Log:
+class RotatingLog:
     """output.log, appended to by the keepers of a run. What cannot be written is counted, and said there later."""
 
-    def __init__(self, path: str, most_bytes: int = LOG_BYTES) -> None:
+    def __init__(self, path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
         self._path = path
-        self._most_bytes = most_bytes
-        self._handle = -1
-        self._lost = 0
+        self._max_bytes = max_bytes
+        self._fd = -1
+        self._dropped_bytes = 0
 
     def write(self, data: bytes) -> None:
         try:
             self._open()
-            if self._lost:
-                said = f"\n[stoker: {self._lost} bytes of the output could not be written here]\n".encode()
-                _write_all(self._handle, said)
-                self._lost = 0
-            _write_all(self._handle, data)
+            if self._dropped_bytes:
+                notice = f"\n[stoker: {self._dropped_bytes} bytes of the output could not be written here]\n".encode()
+                _write_all(self._fd, notice)
+                self._dropped_bytes = 0
+            _write_all(self._fd, data)
         except OSError:  # a full disk, a storage that went away: the job must not notice
-            self._lost += len(data)
+            self._dropped_bytes += len(data)
 
     def _open(self) -> None:
         """Opens the log, and begins a new one where it is too long or another keeper has begun one."""
-        if self._handle >= 0:
-            status = os.fstat(self._handle)
-            if status.st_size < self._most_bytes and status.st_nlink:
+        if self._fd >= 0:
+            status = os.fstat(self._fd)
+            if status.st_size < self._max_bytes and status.st_nlink:
                 return
-            fcntl.flock(self._handle, fcntl.LOCK_EX)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
             if os.path.exists(self._path) and os.path.samestat(status, os.stat(self._path)):
-                stem, ending = os.path.splitext(self._path)
-                os.replace(self._path, f"{stem}.1{ending}")
-            os.close(self._handle)
-        self._handle = -1
-        self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                stem, suffix = os.path.splitext(self._path)
+                os.replace(self._path, f"{stem}.1{suffix}")
+            os.close(self._fd)
+        self._fd = -1
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
-def keep(source: int, target: int, log: Log, spare: socket.socket) -> bool:
+def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:
     """Copies until the job's output ends (True) or the spare dies (False). A target that is a pipe which nobody reads
     ends it too: the job then meets a broken pipe, as it would without us."""
     while True:
-        ready, _, _ = select.select([source, spare.fileno()], [], [])
+        ready, _, _ = select.select([source, standby.fileno()], [], [])
         if source not in ready:
             return False
         try:
-            data = os.read(source, CHUNK)
+            data = os.read(source, CHUNK_BYTES)
         except OSError as error:
             if error.errno != errno.EIO:  # the end of a pty
                 raise
@@ -86,33 +94,33 @@ def keep(source: int, target: int, log: Log, spare: socket.socket) -> bool:
             pass
 
 
-def run(source: int, target: int, log: Log) -> None:
+def run_relay(source: int, target: int, log: RotatingLog) -> None:
     """Both roles, until the output has ended."""
     while True:
-        mine, other = socket.socketpair()
+        relay_end, standby_end = socket.socketpair()
         if os.fork():
-            other.close()
-            if keep(source, target, log, mine):
-                mine.send(b"done")
+            standby_end.close()
+            if relay(source, target, log, relay_end):
+                relay_end.send(b"done")
                 return
-            mine.close()  # the spare died: another is made
+            relay_end.close()  # the spare died: another is made
         else:
-            mine.close()
-            if other.recv(8):
+            relay_end.close()
+            if standby_end.recv(8):
                 return
-            other.close()  # the keeper died: its spare takes its place
+            standby_end.close()  # the keeper died: its spare takes its place
 
 
-def _write_all(handle: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
+def _write_all(fd: int, data: bytes) -> None:
+    remaining = memoryview(data)
+    while remaining:
         try:
-            rest = rest[os.write(handle, rest) :]
+            remaining = remaining[os.write(fd, remaining) :]
         except BlockingIOError:  # someone made it non-blocking for all who have it
-            select.select([], [handle], [])
+            select.select([], [fd], [])
 
 
-def same_size(source: int, target: int) -> None:
+def sync_terminal_size(source: int, target: int) -> None:
     """Gives the job's terminal the size of the real one."""
     if os.isatty(source) and os.isatty(target):
         size = fcntl.ioctl(target, termios.TIOCGWINSZ, bytes(8))
@@ -120,14 +128,14 @@ def same_size(source: int, target: int) -> None:
 
 
 def main() -> None:
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGWINCH, lambda *_: same_size(0, 1))
+    for signum in IGNORED_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGWINCH, lambda *_: sync_terminal_size(0, 1))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a spare
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.closerange(5, os.sysconf("SC_OPEN_MAX"))
     os.write(4, b".")  # ready: the job may start
-    run(0, 1, Log(sys.argv[1]))
+    run_relay(0, 1, RotatingLog(sys.argv[1]))
 
 
 if __name__ == "__main__":

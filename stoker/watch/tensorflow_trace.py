@@ -7,27 +7,27 @@ read here: their name (3), begin (9) and length (10) in picoseconds.
 import re
 from collections.abc import Iterator
 
-_WAITS = re.compile(rb"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)")
+_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)")
 """A step's own fetching of a batch; what the pipeline does meanwhile, ahead of it, has other names."""
 
 
-def waited_s(trace: bytes) -> float:
+def input_wait_s(trace: bytes) -> float:
     """Seconds in which a step fetched a batch; of several at once they count once. Raises ValueError when the bytes are
     no trace."""
     try:
-        return _union_s(sorted(_waits(memoryview(trace))))
+        return _union_s(sorted(_iter_waits(memoryview(trace))))
     except (IndexError, KeyError) as error:
         raise ValueError("these bytes are no Trace") from error
 
 
-def _waits(trace: memoryview) -> Iterator[tuple[float, float]]:
+def _iter_waits(trace: memoryview) -> Iterator[tuple[float, float]]:
     """(begin, end) in seconds."""
-    for field, _, data in _fields(trace):
+    for field, _, data in _iter_fields(trace):
         if field == 4:
-            event = {number: (value, text) for number, value, text in _fields(data)}
-            if 3 in event and _WAITS.match(event[3][1]):
-                begin_s, took_s = (event[number][0] / 1e12 if number in event else 0.0 for number in (9, 10))
-                yield begin_s, begin_s + took_s
+            event = {number: (value, text) for number, value, text in _iter_fields(data)}
+            if 3 in event and _INPUT_WAIT_OP.match(event[3][1]):
+                start_s, duration_s = (event[number][0] / 1e12 if number in event else 0.0 for number in (9, 10))
+                yield start_s, start_s + duration_s
 
 
 def _union_s(spans: list[tuple[float, float]]) -> float:
@@ -38,29 +38,29 @@ def _union_s(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+def _iter_fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     """Of a protobuf message: number, and value or bytes."""
-    place = 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _varint(data, place)
+    offset = 0
+    while offset < len(data):
+        key, offset = _read_varint(data, offset)
+        wire_type = key & 7
+        if wire_type == 0:
+            value, offset = _read_varint(data, offset)
             yield key >> 3, value, data[:0]
         else:
-            length, place = _varint(data, place) if kind == 2 else ({1: 8, 5: 4}[kind], place)
-            if place + length > len(data):
+            length, offset = _read_varint(data, offset) if wire_type == 2 else ({1: 8, 5: 4}[wire_type], offset)
+            if offset + length > len(data):
                 raise IndexError("cut off")
-            yield key >> 3, 0, data[place : place + length]
-            place += length
+            yield key >> 3, 0, data[offset : offset + length]
+            offset += length
 
 
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
+def _read_varint(data: memoryview, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
-        place += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            return value, place
+            return value, offset

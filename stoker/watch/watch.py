@@ -19,16 +19,18 @@ from pathlib import Path
 
 from stoker.errors import StorageError, UsageError
 from stoker.monitor.monitor import monitoring
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import OUTPUT
 from stoker.watch import output_relay
-from stoker.watch.hook_reader import cells_folder, hooked
-from stoker.watch.recorder import INSIDE_TIER, TIERS, Recorder, open_run_folder
+from stoker.watch.hook_reader import add_hook_env, hook_state_dir
+from stoker.watch.recorder import DEFAULT_COVERAGE, HOOK_SOURCE, Recorder, open_run_folder
 
-FORWARDED = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+FORWARDED_SIGNALS = frozenset(
+    {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
 """Those that a job is asked things by."""
 
-PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+PYTHON_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores these in itself; a job that a shell starts does not."""
 
 DRAIN_S = 1.0
@@ -40,7 +42,7 @@ def watch(
     run: str | None = None,
     *,
     hook: bool = True,
-    monitor: Monitoring = Monitoring(),  # noqa: B008
+    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008
 ) -> int:
     """Runs a job to its end and returns its exit code; where a signal ended it, ends this process by the same one.
 
@@ -53,64 +55,67 @@ def watch(
         raise UsageError("`stoker watch` runs on Linux only.", cause="it needs to know who sent a signal")
     if not command:
         raise UsageError("Which job should be watched?", fix="stoker watch -- python train.py")
-    monitor.check()
-    tiers = TIERS if hook else {**TIERS, INSIDE_TIER: "not recorded: --no-hook"}
+    monitor.validate()
+    coverage = DEFAULT_COVERAGE if hook else {**DEFAULT_COVERAGE, HOOK_SOURCE: "not recorded: --no-hook"}
     with (
-        open_run_folder(run, command, tiers=tiers) as (folder, lock),
-        cells_folder(hook) as cells,
+        open_run_folder(run, command, coverage=coverage) as (folder, lock),
+        hook_state_dir(hook) as hook_dir,
         contextlib.ExitStack() as stack,
     ):
-        started: list[int] = []
-        recorder = Recorder(folder, command, tiers=tiers, cells=cells)
-        environment = dict(os.environ) if cells is None else hooked(os.environ, cells)
-        if hook and cells is None:
-            recorder.tier(INSIDE_TIER, "not recorded: there is no room for a few kilobytes in /dev/shm or /tmp")
+        job_pids: list[int] = []
+        recorder = Recorder(folder, command, coverage=coverage, hook_dir=hook_dir)
+        environment = dict(os.environ) if hook_dir is None else add_hook_env(os.environ, hook_dir)
+        if hook and hook_dir is None:
+            recorder.set_coverage(HOOK_SOURCE, "not recorded: there is no room for a few kilobytes in /dev/shm or /tmp")
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it was ignored, nobody could be waited for
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED | {signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS | {signal.SIGCHLD})
         streams = _streams()
-        written, done = os.pipe()
+        done_fd, done_write_fd = os.pipe()
         log = folder.path / OUTPUT
         try:
             for source, _, targets in streams:
-                _start_keeper(source, targets[0], log, lock, done)
-            os.close(done)
-            if any(not os.read(written, 1) for _ in streams):
+                _start_relay(source, targets[0], log, lock, done_write_fd)
+            os.close(done_write_fd)
+            if any(not os.read(done_fd, 1) for _ in streams):
                 raise StorageError(
-                    "The process that carries the job's output did not start.", place=output_relay.__file__
+                    "The process that carries the job's output did not start.", location=output_relay.__file__
                 )
             # after the mask: its threads are not to take signals that are for the job
-            stack.enter_context(monitoring(folder, monitor, stop=lambda: _ask_to_end(started)))
+            stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids)))
             try:
-                job = _start_job(command, streams, mask, environment)
-                started.append(job)
+                job_pid = _start_job(command, streams, mask, environment)
+                job_pids.append(job_pid)
             except OSError as error:
                 code = 127 if error.errno == errno.ENOENT else 126
-                recorder.failed_to_start(error, code)
+                recorder.write_start_failure(error, code)
                 print(f"stoker watch: {command[0]}: {error.strerror}", file=sys.stderr)
                 return code
         finally:
             for source, slave, _ in streams:
                 os.close(source)
                 os.close(slave)
-        with recorder.following(job):
-            status = _wait(job)
-            started.clear()
-            _drain(written, log)
+        with recorder.following(job_pid):
+            status = _wait_for_job(job_pid)
+            job_pids.clear()
+            _drain_output(done_fd, log)
         code = os.waitstatus_to_exitcode(status)
-        recorder.ended(code)
+        recorder.write_end(code)
         stack.close()
         if os.isatty(2):  # elsewhere nothing is added to what the job says
-            print(f"stoker watch: {'done' if code == 0 else _how(code)}; `stoker why {folder.path}`", file=sys.stderr)
+            print(
+                f"stoker watch: {'done' if code == 0 else _describe_exit(code)}; `stoker why {folder.path}`",
+                file=sys.stderr,
+            )
     if code < 0:
-        _end_by(-code)
+        _kill_self(-code)
     return code
 
 
-def _ask_to_end(started: list[int]) -> None:
+def _terminate_job(job_pids: list[int]) -> None:
     """As `kill` does; nothing where the job has not started or has ended."""
-    for job in started:
+    for job_pid in job_pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(job, signal.SIGTERM)
+            os.kill(job_pid, signal.SIGTERM)
 
 
 Stream = tuple[int, int, list[int]]
@@ -120,54 +125,54 @@ Stream = tuple[int, int, list[int]]
 def _streams() -> list[Stream]:
     """What the job's stdout and stderr become: one for both where they are the same, so that the order stays. Where
     they are closed they stay so."""
-    made: list[tuple[os.stat_result, Stream]] = []
+    streams: list[tuple[os.stat_result, Stream]] = []
     for target in (1, 2):
         try:
             status = os.fstat(target)
         except OSError:
             continue
-        same = next((stream for other, stream in made if os.path.samestat(status, other)), None)
-        if same is not None:
-            same[2].append(target)
+        existing = next((stream for other, stream in streams if os.path.samestat(status, other)), None)
+        if existing is not None:
+            existing[2].append(target)
             continue
         if os.isatty(target):
             source, slave = os.openpty()
-            changed = termios.tcgetattr(slave)
-            changed[1] &= ~termios.OPOST  # the real terminal does that
-            termios.tcsetattr(slave, termios.TCSANOW, changed)
-            output_relay.same_size(source, target)
+            attributes = termios.tcgetattr(slave)
+            attributes[1] &= ~termios.OPOST  # the real terminal does that
+            termios.tcsetattr(slave, termios.TCSANOW, attributes)
+            output_relay.sync_terminal_size(source, target)
         else:
             source, slave = os.pipe()
-        made.append((status, (_above_three(source), _above_three(slave), [target])))
-    return [stream for _, stream in made]
+        streams.append((status, (_move_above_reserved_fds(source), _move_above_reserved_fds(slave), [target])))
+    return [stream for _, stream in streams]
 
 
-def _above_three(handle: int) -> int:
+def _move_above_reserved_fds(fd: int) -> int:
     """The descriptor, out of the way of 0 to 4, which children get."""
-    if handle > 4:
-        return handle
-    moved = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 5)
-    os.close(handle)
-    return moved
+    if fd > 4:
+        return fd
+    new_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5)
+    os.close(fd)
+    return new_fd
 
 
-def _start_keeper(source: int, target: int, log: Path, lock: int, done: int) -> None:
+def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
     """Its own interpreter, by vfork: threads and the size of this process do not matter to it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    kept = [_copy_high(handle) for handle in (source, target, nowhere, lock, done)]
-    actions = [(os.POSIX_SPAWN_DUP2, handle, place) for place, handle in enumerate(kept)]
+    devnull = os.open(os.devnull, os.O_RDWR)
+    child_fds = [_copy_high(fd) for fd in (source, target, devnull, lock, done_write_fd)]
+    actions = [(os.POSIX_SPAWN_DUP2, fd, child_fd) for child_fd, fd in enumerate(child_fds)]
     blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them by itself
-    words = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
+    argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
     try:
-        os.posix_spawn(sys.executable, words, os.environ, file_actions=actions, setsigmask=blocked)
+        os.posix_spawn(sys.executable, argv, os.environ, file_actions=actions, setsigmask=blocked)
     finally:
-        for handle in (*kept, nowhere):
-            os.close(handle)
+        for fd in (*child_fds, devnull):
+            os.close(fd)
 
 
-def _copy_high(handle: int) -> int:
+def _copy_high(fd: int) -> int:
     """A copy above all numbers that a child is given, so that no copy overwrites another's source."""
-    return fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 10)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
 def _start_job(
@@ -175,46 +180,46 @@ def _start_job(
 ) -> int:
     actions = [(os.POSIX_SPAWN_DUP2, slave, target) for _, slave, targets in streams for target in targets]
     return os.posix_spawnp(
-        command[0], command, environment, file_actions=actions, setsigmask=mask, setsigdef=PYTHON_IGNORES
+        command[0], command, environment, file_actions=actions, setsigmask=mask, setsigdef=PYTHON_IGNORED_SIGNALS
     )
 
 
-def _wait(job: int) -> int:
+def _wait_for_job(job_pid: int) -> int:
     """The job's wait status. Signals on the way are passed on, except those of the kernel: what the terminal sends
     (Ctrl-C, hang-up) the job has got itself, being in the same process group."""
     while True:
-        came = signal.sigwaitinfo(FORWARDED | {signal.SIGCHLD})
-        if came.si_signo == signal.SIGCHLD:
-            pid, status = os.waitpid(job, os.WNOHANG)  # whoever started another child waits for it
-            if pid == job:
+        siginfo = signal.sigwaitinfo(FORWARDED_SIGNALS | {signal.SIGCHLD})
+        if siginfo.si_signo == signal.SIGCHLD:
+            pid, status = os.waitpid(job_pid, os.WNOHANG)  # whoever started another child waits for it
+            if pid == job_pid:
                 return status
-        elif came.si_code <= 0:  # SI_USER, SI_QUEUE, SI_TKILL: a process sent it
+        elif siginfo.si_code <= 0:  # SI_USER, SI_QUEUE, SI_TKILL: a process sent it
             with contextlib.suppress(ProcessLookupError):
-                os.kill(job, came.si_signo)
+                os.kill(job_pid, siginfo.si_signo)
 
 
-def _drain(written: int, log: Path) -> None:
+def _drain_output(done_fd: int, log: Path) -> None:
     """Waits until the keepers have written all, but not for processes that the job left behind, and not for a slow
     reader: the keepers serve these alone."""
-    size = _size(log)
-    while not select.select([written], [], [], DRAIN_S)[0]:
-        before, size = size, _size(log)
-        if size == before:
+    size = _file_size(log)
+    while not select.select([done_fd], [], [], DRAIN_S)[0]:
+        previous_size, size = size, _file_size(log)
+        if size == previous_size:
             return
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
-def _end_by(number: int) -> None:
+def _kill_self(signum: int) -> None:
     """Ends this process by the signal that ended the job, without a core of our own."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
+    signal.signal(signum, signal.SIG_DFL) if signum not in (signal.SIGKILL, signal.SIGSTOP) else None
     sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
-    os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(signum)})
+    os.kill(os.getpid(), signum)

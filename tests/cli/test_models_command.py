@@ -17,25 +17,25 @@ from stoker.errors import ConfigError
 from stoker.models import MODELS
 from stoker.report import format as fmt
 from stoker.report import models as report
-from stoker.report.models import Model
+from stoker.report.models import ModelInfo
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
-def rows() -> list[Model]:
+def rows() -> list[ModelInfo]:
     """The table as data."""
     found = []
     for name, row in MODELS.items():
-        side = row.canvas_side // row.canvas_multiple * row.canvas_multiple
+        side = row.default_image_size // row.size_divisor * row.size_divisor
         found.append(
-            Model(
+            ModelInfo(
                 name=name,
-                what_for=row.what_for,
-                parameters=row.parameters,
-                canvas=(side, side),
+                use_case=row.description,
+                parameters=row.num_params,
+                image_size=(side, side),
                 **dataclasses.asdict(row.cost),
                 recipe=row.recipe,
-                batch=RECIPES[row.recipe]().run.batch,
+                batch_size=RECIPES[row.recipe]().run.batch_size,
                 weights=dict(row.urls),
                 settings={key: (value, row.reasons[key]) for key, value in row.defaults.items()},
             )
@@ -66,8 +66,8 @@ def page() -> str:
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     lines += [
-        f"| `{m.name}` | {m.what_for} | {m.parameters / 1e6:.1f} M | {m.canvas[0]} | {fmt.number(m.gflop)} | "
-        f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch} | {', '.join(m.weights) or 'none'} |"
+        f"| `{m.name}` | {m.use_case} | {m.parameters / 1e6:.1f} M | {m.image_size[0]} | {fmt.number(m.gflop)} | "
+        f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch_size} | {', '.join(m.weights) or 'none'} |"
         for m in sorted(rows(), key=lambda some: some.gflop)
     ]
     lines += [
@@ -89,7 +89,9 @@ def page() -> str:
     ]
     for m in rows():
         lines += ["", f"### {m.name}", "", "| setting | default | why |", "|---|---|---|"]
-        lines += [f"| `{key}` | {report.shown(value)} | {reason} |" for key, (value, reason) in m.settings.items()]
+        lines += [
+            f"| `{key}` | {report.format_default(value)} | {reason} |" for key, (value, reason) in m.settings.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +114,7 @@ def test_the_table_has_every_model(capsys: pytest.CaptureFixture[str]):
     lines = shown(capsys).splitlines()
     for name, row in MODELS.items():
         (line,) = (line for line in lines if line.split() and line.split()[0] == name)
-        for part in (f"{row.parameters / 1e6:.1f} M", row.what_for, *row.urls):
+        for part in (f"{row.num_params / 1e6:.1f} M", row.description, *row.urls):
             assert part in line
 
 
@@ -126,7 +128,7 @@ def test_it_fits_a_narrow_terminal():
 def test_a_model_in_full(name: str, capsys: pytest.CaptureFixture[str]):
     text = shown(capsys, name)
     row = MODELS[name]
-    assert f"{row.parameters:,}" in text
+    assert f"{row.num_params:,}" in text
     for part in (*row.urls.values(), *row.reasons.values(), row.recipe):
         assert part in text
     for setting in row.defaults:

@@ -17,7 +17,7 @@ from stoker.config.settings import (
     from_fields,
     from_toml,
     parse_duration,
-    rows_of,
+    settings_table,
     to_toml,
 )
 from stoker.errors import ConfigError
@@ -117,7 +117,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
 
 def test_rows_say_who_chose():
     config = from_fields({"batch": 8, "for_": "3ep"})
-    assert rows_of(config, {"batch": "fits"}) == [("for", "3ep", None), ("batch", 8, "fits")]
+    assert settings_table(config, {"batch": "fits"}) == [("for", "3ep", None), ("batch", 8, "fits")]
 
 
 def test_replace_keeps_the_rest():

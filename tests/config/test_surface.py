@@ -14,8 +14,8 @@ from stoker.cli.app import app
 from stoker.config import settings
 from stoker.config.keywords import Settings
 from stoker.config.settings import SECTION_OF, SECTIONS
-from stoker.monitor.options import Monitoring
-from stoker.training.defaults.derive import PLAIN
+from stoker.monitor.options import MonitoringOptions
+from stoker.training.defaults.derive import DEFAULTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 POSITIONAL = "data"
@@ -50,7 +50,7 @@ def page() -> str:
         lines.append("|---|---|---|---|")
         for name, (of, written, text) in described().items():
             if of == section and name != POSITIONAL:
-                value, why = PLAIN.get(name, ("derived", ""))
+                value, why = DEFAULTS.get(name, ("derived", ""))
                 default = ": ".join(filter(None, (_shown(value), why)))
                 lines.append(f"| `{name.rstrip('_')}` | {text} | {_values(written)} | {default} |")
     return "\n".join(lines) + "\n"
@@ -98,7 +98,7 @@ def test_the_command_has_a_flag_for_every_setting():
     ]
     flags = {name for argument in arguments for name in argument.names}
     own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--no-eager"}
-    own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Monitoring)}
+    own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(MonitoringOptions)}
     wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 
@@ -119,10 +119,10 @@ def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: st
     assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
 
 
-@pytest.mark.parametrize("name", [name for name, (value, _) in PLAIN.items() if isinstance(value, bool)])
+@pytest.mark.parametrize("name", [name for name, (value, _) in DEFAULTS.items() if isinstance(value, bool)])
 def test_a_choice_of_two_can_be_made_against_its_default(name: str):
     """Also on the command line, where what is usual needs no flag."""
-    usual, _ = PLAIN[name]
+    usual, _ = DEFAULTS[name]
     flag = ("--no-" if usual else "--") + name.replace("_", "-")
     _, bound, _ = app.parse_args(["train", "pictures", flag])
     assert dict(bound.arguments["config"].items())[name] is not usual

@@ -39,8 +39,8 @@ class Bucket(NamedTuple):
 
     def got(self) -> list[str]:
         """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
-        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
-        self.proxy.seen.clear()
+        paths = [seen.path for seen in self.proxy.observe if seen.method == "GET" and "list-type" not in seen.path]
+        self.proxy.observe.clear()
         return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
 
 

@@ -10,12 +10,12 @@ import torch
 
 from stoker.data.batch import Batch
 from stoker.data.loading import samples
-from stoker.data.loading.loader import DEPTH, HELD, Loader, box_slots
+from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH, Loader, compute_max_boxes
 from stoker.hardware.device import Device
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (32, 64)
-PADDING = torch.tensor([samples.PADDING], dtype=torch.uint8)
+PADDING = torch.tensor([samples.PAD_COLOR], dtype=torch.uint8)
 
 
 class Pictures:
@@ -56,7 +56,7 @@ def make(index, *, rows=None, **changes):
     rows = np.arange(len(index.size)) if rows is None else rows
     options = {
         "device": CPU, "batch": 4, "canvas": CANVAS, "resize": "letterbox", "crop": 0.5, "zoom": (0.5, 2.0),
-        "boxes": box_slots(index, rows), "seed": 3, "threads": 2,
+        "boxes": compute_max_boxes(index, rows), "seed": 3, "threads": 2,
     }  # fmt: skip
     return Loader(index, rows, **options | changes)
 
@@ -66,7 +66,7 @@ def take(loader, count):
     return [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, count)]
 
 
-def wait_until_full(loader, places=4 * (DEPTH + HELD)):
+def wait_until_full(loader, places=4 * (PREFETCH_DEPTH + BUFFERS_IN_USE)):
     """Until the threads have filled every place of the ring that they were given at first."""
     while loader.stats().decode.pictures < places:
         assert loader_threads()

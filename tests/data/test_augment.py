@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.augment import geometry
-from stoker.data.augment.device import flip
-from stoker.data.augment.geometry import Stream, draw_placement, place, place_boxes
+from stoker.data.augment.device import horizontal_flip
+from stoker.data.augment.geometry import RandomStream, compute_resize_geometry, sample_resize_geometry, transform_boxes
 from stoker.data.images.decode import decode_into
 from tests.batches import batch_of
 
@@ -20,7 +20,9 @@ UNIT = st.floats(0, 1, exclude_max=True)
 @st.composite
 def placements(draw):
     zoom, at = draw(st.floats(0.2, 5)), draw(st.tuples(UNIT, UNIT))
-    return place(draw(st.tuples(SIDES, SIDES)), draw(CANVASES), draw(RESIZES), zoom=zoom, at=at)
+    return compute_resize_geometry(
+        draw(st.tuples(SIDES, SIDES)), draw(CANVASES), draw(RESIZES), scale_factor=zoom, window_offset=at
+    )
 
 
 def boxes_in(height, width, count, seed):
@@ -32,29 +34,29 @@ def boxes_in(height, width, count, seed):
 
 def put(boxes, placement, slots=16, crowd=None):
     labels = np.arange(1, len(boxes) + 1, dtype=np.int32)
-    return place_boxes(boxes, labels, np.zeros(len(boxes), bool) if crowd is None else crowd, placement, slots)
+    return transform_boxes(boxes, labels, np.zeros(len(boxes), bool) if crowd is None else crowd, placement, slots)
 
 
 # Randomness.
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(Stream))
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(RandomStream))
 def test_uniforms_are_a_pure_function_in_range(seed, epoch, index, stream):
-    first = geometry.uniforms(seed, epoch, index, stream, 16)
-    assert np.array_equal(first, geometry.uniforms(seed, epoch, index, stream, 16))
-    assert np.array_equal(first[:3], geometry.uniforms(seed, epoch, index, stream, 3))
+    first = geometry.random_uniform(seed, epoch, index, stream, 16)
+    assert np.array_equal(first, geometry.random_uniform(seed, epoch, index, stream, 16))
+    assert np.array_equal(first[:3], geometry.random_uniform(seed, epoch, index, stream, 3))
     assert ((first >= 0) & (first < 1)).all()
     for other in ((seed ^ 1, epoch, index), (seed, epoch + 1, index), (seed, epoch, index + 1)):
-        assert not np.array_equal(first, geometry.uniforms(*other, stream, 16))
-    assert len({geometry.uniforms(seed, epoch, index, s, 1)[0] for s in Stream}) == len(Stream)
+        assert not np.array_equal(first, geometry.random_uniform(*other, stream, 16))
+    assert len({geometry.random_uniform(seed, epoch, index, s, 1)[0] for s in RandomStream}) == len(RandomStream)
 
 
 def test_randomness_is_the_same_on_every_machine():
     """Known values: a checkpoint made elsewhere, or by another NumPy, must go on with the same stream."""
-    assert geometry.uniforms(7, 3, 11, Stream.ZOOM, 2).tolist() == KNOWN_UNIFORMS
-    assert geometry.device_draws(7, 3, 11, 2).tolist() == KNOWN_DRAWS
-    assert geometry.order(7, 3, 8).tolist() == KNOWN_ORDER
+    assert geometry.random_uniform(7, 3, 11, RandomStream.SCALE_JITTER, 2).tolist() == KNOWN_UNIFORMS
+    assert geometry.device_rand(7, 3, 11, 2).tolist() == KNOWN_DRAWS
+    assert geometry.epoch_order(7, 3, 8).tolist() == KNOWN_ORDER
 
 
 KNOWN_UNIFORMS = [0.46418848909122323, 0.6008720934932621]
@@ -63,7 +65,7 @@ KNOWN_ORDER = [2, 4, 0, 6, 7, 5, 1, 3]
 
 
 def test_device_draws_stay_below_one_in_float32():
-    draws = np.concatenate([geometry.device_draws(0, 0, index, 64) for index in range(2000)])
+    draws = np.concatenate([geometry.device_rand(0, 0, index, 64) for index in range(2000)])
     assert draws.dtype == np.float32
     assert draws.max() < 1
     assert draws.min() >= 0
@@ -75,10 +77,10 @@ def test_device_draws_stay_below_one_in_float32():
 @settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
 def test_order_is_a_permutation(seed, epoch, count):
-    found = geometry.order(seed, epoch, count)
+    found = geometry.epoch_order(seed, epoch, count)
     assert sorted(found) == list(range(count))
     if count > 20:
-        assert not np.array_equal(found, geometry.order(seed, epoch + 1, count))
+        assert not np.array_equal(found, geometry.epoch_order(seed, epoch + 1, count))
 
 
 # Placement.
@@ -96,8 +98,8 @@ def test_a_placement_is_inside_picture_and_canvas(placement):
 @settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
 def test_content_fits_and_fills(size, canvas, resize, zoom, at):
-    placement = place(size, canvas, resize, zoom=zoom, at=at)
-    height, width = placement.content
+    placement = compute_resize_geometry(size, canvas, resize, scale_factor=zoom, window_offset=at)
+    height, width = placement.resized_size
     assert height <= canvas[0]
     assert width <= canvas[1]
     scale_y, scale_x = placement.scale
@@ -116,16 +118,20 @@ def test_content_fits_and_fills(size, canvas, resize, zoom, at):
 @settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), CANVASES, RESIZES)
 def test_without_zoom_the_whole_picture_is_shown(size, canvas, resize):
-    placement = place(size, canvas, resize)
-    assert not placement.cropped
-    assert placement == draw_placement(size, canvas, resize, crop=0.0, zoom=(0.5, 2), u=np.zeros(4))
+    placement = compute_resize_geometry(size, canvas, resize)
+    assert not placement.is_cropped
+    assert placement == sample_resize_geometry(
+        size, canvas, resize, scale_jitter_prob=0.0, scale_range=(0.5, 2), u=np.zeros(4)
+    )
     if resize == "squash":
-        assert placement.content == canvas
+        assert placement.resized_size == canvas
 
 
 def test_zoom_is_log_uniform_between_its_ends():
     def content(u):
-        return draw_placement((640, 640), (640, 640), "squash", crop=1.0, zoom=(0.25, 1.0), u=np.array(u)).content
+        return sample_resize_geometry(
+            (640, 640), (640, 640), "squash", scale_jitter_prob=1.0, scale_range=(0.25, 1.0), u=np.array(u)
+        ).resized_size
 
     assert content([0.5, 0, 0, 0]) == (160, 160)
     assert content([0.5, 0.5, 0, 0]) == (320, 320)
@@ -133,8 +139,12 @@ def test_zoom_is_log_uniform_between_its_ends():
 
 
 def test_a_window_can_lie_at_both_ends():
-    first = place((400, 600), (320, 320), "letterbox", zoom=2.0, at=(0.0, 0.0)).region
-    last = place((400, 600), (320, 320), "letterbox", zoom=2.0, at=(0.9999, 0.9999)).region
+    first = compute_resize_geometry(
+        (400, 600), (320, 320), "letterbox", scale_factor=2.0, window_offset=(0.0, 0.0)
+    ).region
+    last = compute_resize_geometry(
+        (400, 600), (320, 320), "letterbox", scale_factor=2.0, window_offset=(0.9999, 0.9999)
+    ).region
     assert first[:2] == (0, 0)
     assert last[2:] == (600, 400)
 
@@ -143,9 +153,9 @@ def test_a_window_can_lie_at_both_ends():
 
 
 def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
-    u = geometry.placement_draws(seed, 0, 0)
+    u = geometry.resize_geometry_rand(seed, 0, 0)
     how = {"crop": 1.0, "zoom": zoom, "u": u, "overlap": overlap, "boxes": boxes}
-    return draw_placement((600, 800), (320, 320), "letterbox", **how)
+    return sample_resize_geometry((600, 800), (320, 320), "letterbox", **how)
 
 
 def some_boxes(count, seed):
@@ -166,7 +176,7 @@ def shares(boxes, placement):
 def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     boxes = some_boxes(count, seed)
     placement = drawn(seed, boxes, overlap)
-    assert not placement.cropped or shares(boxes, placement).max() >= overlap - 1e-6
+    assert not placement.is_cropped or shares(boxes, placement).max() >= overlap - 1e-6
 
 
 @settings(deadline=None)
@@ -176,12 +186,12 @@ def test_the_first_window_that_shows_enough_is_taken(seed):
     first = drawn(seed, boxes, 0.0)
     assert first == drawn(seed, None, 0.7) == drawn(seed, np.zeros((0, 4), np.float32), 0.7)
     found = drawn(seed, boxes, 0.7)
-    assert (found == first) == (not first.cropped or shares(boxes, first).max() >= 0.7)
+    assert (found == first) == (not first.is_cropped or shares(boxes, first).max() >= 0.7)
 
 
 def test_windows_are_drawn_again_a_few_times():
     speck = np.array([[300, 250, 310, 260]], np.float32)
-    kinds = [drawn(seed, speck, 1.0, zoom=(5.0, 6.0)).cropped for seed in range(200)]
+    kinds = [drawn(seed, speck, 1.0, zoom=(5.0, 6.0)).is_cropped for seed in range(200)]
     assert 20 < sum(kinds) < 180  # both: a window was found, and the whole picture after TRIES
     once = [shares(speck, drawn(seed, None, 1.0, zoom=(5.0, 6.0)))[0] >= 1 for seed in range(200)]
     assert sum(once) < sum(kinds) / 3
@@ -219,12 +229,12 @@ def test_a_plain_resize_loses_no_box(size, canvas, resize, seed):
     rng = np.random.default_rng(seed)
     corners = np.sort(rng.uniform(0.05, 0.95, (9, 2, 2)), axis=1) * (size[1], size[0])
     corners[:, 1] += 0.04 * np.array([size[1], size[0]])
-    _, _, valid = put(corners.reshape(9, 4).astype(np.float32), place(size, canvas, resize))
+    _, _, valid = put(corners.reshape(9, 4).astype(np.float32), compute_resize_geometry(size, canvas, resize))
     assert valid.sum() == 9
 
 
 def test_what_a_crop_leaves_out():
-    placement = geometry.Placement((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
+    placement = geometry.ResizeGeometry((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
     boxes = np.array(
         [
             [10, 10, 90, 90],  # outside
@@ -244,7 +254,9 @@ def test_what_a_crop_leaves_out():
 
 def test_crowd_boxes_are_not_valid():
     boxes = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], np.float32)
-    found, labels, valid = put(boxes, place((32, 32), (32, 32), "squash"), crowd=np.array([True, False]))
+    found, labels, valid = put(
+        boxes, compute_resize_geometry((32, 32), (32, 32), "squash"), crowd=np.array([True, False])
+    )
     assert valid.tolist() == [True] + [False] * 15
     assert labels[0] == 2
     assert found[1:].sum() == 0
@@ -252,7 +264,7 @@ def test_crowd_boxes_are_not_valid():
 
 def test_boxes_are_never_cut_off_in_silence():
     with pytest.raises(ValueError, match="9 boxes do not fit 8"):
-        put(boxes_in(50, 50, 9, 0), place((50, 50), (32, 32), "squash"), slots=8)
+        put(boxes_in(50, 50, 9, 0), compute_resize_geometry((50, 50), (32, 32), "squash"), slots=8)
 
 
 # Pixels.
@@ -278,13 +290,15 @@ def test_pixels_follow_their_box(resize, zoom, size, kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     assert cv2.imwrite(str(path), pixels[..., ::-1])
 
-    placement = place(size, (320, 320), resize, zoom=zoom, at=(0.5, 0.5))
+    placement = compute_resize_geometry(size, (320, 320), resize, scale_factor=zoom, window_offset=(0.5, 0.5))
     canvas = np.zeros((320, 320, 3), np.uint8)
-    height, width = placement.content
+    height, width = placement.resized_size
     decode_into(path.read_bytes(), path, region=placement.region, out=canvas[:height, :width])
     boxes, labels, valid = put(box[None].astype(np.float32), placement)
     assert np.abs(red_frame(canvas) - boxes[0]).max() <= 1.0
 
-    turned = flip(batch_of(canvas[None], boxes[None], [placement.content], labels[None], valid[None]), 1.0)
+    turned = horizontal_flip(
+        batch_of(canvas[None], boxes[None], [placement.resized_size], labels[None], valid[None]), 1.0
+    )
     image = turned.images[0].permute(1, 2, 0).numpy()
     assert np.abs(red_frame(image) - turned.boxes[0, 0].numpy()).max() <= 1.0

@@ -15,15 +15,15 @@ import pytest
 from PIL import Image
 
 from stoker.data.images.headers import HEAD_BYTES, read_header
-from stoker.data.images.source import FIRST_BYTES, MOST_RANGES
-from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.images.source import FIRST_READ_BYTES, MAX_RANGES
+from stoker.data.index import Index, open_index, require_images
 from stoker.data.remote import bucket as bucket_module
 from stoker.data.remote import mirror
-from stoker.data.remote.bucket import held, home_of
-from stoker.data.validation.check import check
+from stoker.data.remote.bucket import lock_mirror, mirror_dir_for
+from stoker.data.validation.check import check_dataset
 from stoker.errors import ConfigError, DataError, StorageError
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, Bucket, filled, put_folder, same
 from tests.data.test_same_index import WRITE
 from tests.drawn import run_stoker
@@ -42,14 +42,14 @@ def bucket(
 ) -> Iterator[Bucket]:
     with servers[request.param].bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        yield Bucket(place, proxy, open_store(parse(place.address)))
+        yield Bucket(place, proxy, open_store(parse_uri(place.address)))
 
 
 @pytest.fixture
 def s3(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     with servers["s3"].bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        yield Bucket(place, proxy, open_store(parse(place.address)))
+        yield Bucket(place, proxy, open_store(parse_uri(place.address)))
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -60,30 +60,30 @@ def test_the_same_index_as_of_the_local_folder(bucket: Bucket, tmp_path: Path, n
     assert remote.source == bucket.data
     assert [note.replace(bucket.data, str(folder)) for note in remote.notes][: len(local.notes)] == list(local.notes)
     assert not missing(remote)
-    row = int(remote.rows("val")[0])
+    row = int(remote.image_indices("val")[0])
     if name == "tfrecord":
-        assert remote.remote(row) is None
+        assert remote.remote_object(row) is None
         assert remote.notes[-1].startswith(f"copied from {bucket.data}: 2 TFRecord files, ")
-        assert remote.place(row) == f"{bucket.data}/val.record/val-0.jpg"
+        assert remote.display_source(row) == f"{bucket.data}/val.record/val-0.jpg"
     else:
-        found = remote.remote(row)
+        found = remote.remote_object(row)
         assert found is not None
         store, key, start, length = found
         assert store.read(key, start=start, length=length) == local.read(row)
-        assert remote.place(row) == f"{bucket.place.address}/{key}"
+        assert remote.display_source(row) == f"{bucket.place.address}/{key}"
         assert remote.path(row).stat().st_size == local.path(row).stat().st_size
         assert not any(remote.path(row).read_bytes()), "a placeholder has no content"
 
 
 def missing(index: Index) -> list[int]:
-    return require_pictures(index)
+    return require_images(index)
 
 
 def test_a_local_data_set_has_no_remote_pictures(tmp_path: Path) -> None:
     WRITE["coco"](tmp_path / "set", DRAWN)
     index = open_index(tmp_path / "set")
-    assert index.remote(0) is None
-    assert index.place(0) == str(index.path(0))
+    assert index.remote_object(0) is None
+    assert index.display_source(0) == str(index.path(0))
     assert index.source == str(tmp_path / "set")
 
 
@@ -122,14 +122,14 @@ def test_a_picture_that_was_replaced_is_measured_anew(bucket: Bucket, tmp_path: 
     """Boxes of YOLO depend on the sizes of the pictures; the new one is a placeholder of as many bytes."""
     folder = filled(bucket, tmp_path / "set", WRITE["yolo"])
     before = open_index(bucket.data)
-    row = int(before.rows("train")[0])
-    wide, high = before.size[row, ::-1].tolist()
+    row = int(before.image_indices("train")[0])
+    wide, high = before.original_size[row, ::-1].tolist()
     data = (folder / "images/train/train-0.jpg").read_bytes()
     frame = data.index(b"\xff\xc0") + 5
     turned = data[:frame] + bytes([0, wide, 0, high]) + data[frame + 4 :]
     bucket.store.write("some/set/images/train/train-0.jpg", turned)
     after = open_index(bucket.data)
-    assert after.size[row].tolist() == [wide, high]
+    assert after.original_size[row].tolist() == [wide, high]
 
 
 def test_sizes_are_measured_by_the_first_bytes(s3: Bucket, tmp_path: Path) -> None:
@@ -138,16 +138,16 @@ def test_sizes_are_measured_by_the_first_bytes(s3: Bucket, tmp_path: Path) -> No
     for path in folder.rglob("*.jpg"):  # as large as a photograph, behind the end of the picture
         path.write_bytes(path.read_bytes() + bytes(200_000))
     s3.put(folder)
-    before = s3.store.counts.read_bytes
+    before = s3.store.counters.read_bytes
     index = open_index(s3.data)
     text = sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in (".txt", ".yaml"))
-    assert s3.store.counts.read_bytes - before == text + len(DRAWN) * FIRST_BYTES
+    assert s3.store.counters.read_bytes - before == text + len(DRAWN) * FIRST_READ_BYTES
     same(index, open_index(folder))
 
 
 @pytest.mark.parametrize(
     ("before", "read"),
-    [(1, FIRST_BYTES), (5_000, FIRST_BYTES + HEAD_BYTES), (100_000, FIRST_BYTES + HEAD_BYTES + 201_000)],
+    [(1, FIRST_READ_BYTES), (5_000, FIRST_READ_BYTES + HEAD_BYTES), (100_000, FIRST_READ_BYTES + HEAD_BYTES + 201_000)],
 )
 def test_a_header_far_behind_is_read_too(s3: Bucket, tmp_path: Path, before: int, read: int) -> None:
     """EXIF and colour profiles stand before a JPEG's size; what is read grows until it is there."""
@@ -161,10 +161,10 @@ def test_a_header_far_behind_is_read_too(s3: Bucket, tmp_path: Path, before: int
     path.write_bytes(data[:2] + filler + data[2:] + bytes(100_000))
     s3.put(folder)
     index = open_index(s3.data)
-    row = int(index.rows("train")[0])
-    before_bytes = s3.store.counts.read_bytes
+    row = int(index.image_indices("train")[0])
+    before_bytes = s3.store.counters.read_bytes
     assert read_header(index.path(row)) == read_header(path)
-    assert s3.store.counts.read_bytes - before_bytes == pytest.approx(read, abs=1_000)
+    assert s3.store.counters.read_bytes - before_bytes == pytest.approx(read, abs=1_000)
 
 
 def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None
     s3.got()
     s3.proxy.conditions = Conditions(plan=lambda _n, _method, path: "hang" if "train-2.xml" in path else None)
     process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
-    copied = home_of(parse(s3.data)) / "set" / "Annotations" / "train-0.xml"
+    copied = mirror_dir_for(parse_uri(s3.data)) / "set" / "Annotations" / "train-0.xml"
     try:
-        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.seen):
+        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.observe):
             assert process.poll() is None, "it should hang"
     finally:
         process.send_signal(signal.SIGKILL)
@@ -193,8 +193,8 @@ def test_one_process_at_a_time(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["voc"])
     s3.got()
     code = f"from stoker.data.index import open_index; print(len(open_index({s3.data!r}).boxes))"
-    address = parse(s3.data)
-    with held(home_of(address), address):  # as a process that is copying has it
+    address = parse_uri(s3.data)
+    with lock_mirror(mirror_dir_for(address), address):  # as a process that is copying has it
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -208,11 +208,11 @@ def test_one_process_at_a_time(s3: Bucket, tmp_path: Path) -> None:
 
 def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
-    address = parse(s3.data)
+    address = parse_uri(s3.data)
     waits = threading.Event()
     monkeypatch.setattr(bucket_module, "say", lambda _: waits.set())
     made = list[bucket_module.Mirror]()
-    other = threading.Thread(target=lambda: made.append(bucket_module.mirror(address)))
+    other = threading.Thread(target=lambda: made.append(bucket_module.sync_mirror(address)))
 
     def while_listing(_number: int, _method: str, _path: str) -> None:
         if not other.ident:
@@ -220,12 +220,12 @@ def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, mon
             assert waits.wait(60)
 
     s3.proxy.conditions = Conditions(plan=while_listing)
-    first = bucket_module.mirror(address)
+    first = bucket_module.sync_mirror(address)
     other.join()
     assert made == [first]
-    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 1
-    bucket_module.mirror(address)
-    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 2, "later it is listed again"
+    assert sum("list-type" in seen.path for seen in s3.proxy.observe) == 1
+    bucket_module.sync_mirror(address)
+    assert sum("list-type" in seen.path for seen in s3.proxy.observe) == 2, "later it is listed again"
 
 
 def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
     filled(bucket, tmp_path / "set", WRITE["coco"])
     with pytest.raises(DataError) as nothing:
         open_index(f"{bucket.place.address}/some/sett")
-    assert nothing.value.place == f"{bucket.place.address}/some/sett"
+    assert nothing.value.location == f"{bucket.place.address}/some/sett"
     assert nothing.value.cause == f"the folders in {bucket.place.address}/some are set"
     assert nothing.value.fix == f"did you mean {bucket.data}?"
     with pytest.raises(DataError, match="is an object, and no file of annotations"):
@@ -259,7 +259,7 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
     assert no_bucket.value.exit_code == 3
     with pytest.raises(DataError, match="does not exist") as no_file:
         open_index(f"{bucket.data}/train/instances.json")
-    assert str(home_of(parse(bucket.data)).parent) not in str(no_file.value), "nobody knows the mirror"
+    assert str(mirror_dir_for(parse_uri(bucket.data)).parent) not in str(no_file.value), "nobody knows the mirror"
     assert f"{bucket.data}/train/instances.json" in str(no_file.value)
 
 
@@ -278,8 +278,8 @@ def test_broken_annotations_are_named_by_their_address(s3: Bucket, tmp_path: Pat
     s3.store.write("some/set/train/_annotations.coco.json", b'{"images": [')
     with pytest.raises(DataError) as raised:
         open_index(s3.data)
-    assert raised.value.place is not None
-    assert raised.value.place.startswith(f"{s3.data}/train/_annotations.coco.json")
+    assert raised.value.location is not None
+    assert raised.value.location.startswith(f"{s3.data}/train/_annotations.coco.json")
     (folder / "train" / "train-0.jpg").unlink()
 
 
@@ -311,12 +311,12 @@ def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["a//b.jpg", "../b.jpg", "/b.jpg", "x" * 256, "a\\b", "nul\0"])
 def test_complaints_about_names(name: str) -> None:
-    assert mirror.complaint(name) is not None
-    assert mirror.complaint("fine/ö b.jpg") is None
+    assert mirror.invalid_name_reason(name) is not None
+    assert mirror.invalid_name_reason("fine/ö b.jpg") is None
 
 
 def test_names_that_differ_in_case_only() -> None:
-    assert list(mirror.clashes(["a/B.jpg", "a/c.jpg", "A/b.jpg"])) == [("a/B.jpg", "A/b.jpg")]
+    assert list(mirror.case_clashes(["a/B.jpg", "a/c.jpg", "A/b.jpg"])) == [("a/B.jpg", "A/b.jpg")]
 
 
 def test_no_room(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_no_room(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StorageError, match="no room") as raised:
         open_index(s3.data)
     assert "STOKER_CACHE_DIR" in str(raised.value)
-    assert str(home_of(parse(s3.data))) in str(raised.value)
+    assert str(mirror_dir_for(parse_uri(s3.data))) in str(raised.value)
 
 
 def test_data_check_of_a_bucket(s3: Bucket, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_data_check_of_a_bucket(s3: Bucket, tmp_path: Path) -> None:
     for name in ("train-1.jpg", "train-2.jpg"):
         s3.store.write(f"some/set/JPEGImages/{name}", b"no picture")
         (folder / "JPEGImages" / name).write_bytes(b"no picture")
-    remote, local = check(s3.data), check(folder)
+    remote, local = check_dataset(s3.data), check_dataset(folder)
     assert remote.items == local.items
     assert remote.splits == local.splits
     code, said = run_stoker("data", "check", s3.data, cwd=tmp_path)
@@ -377,5 +377,5 @@ def test_headers_of_other_formats(s3: Bucket, tmp_path: Path, chunk: int) -> Non
         s3.got()
         expected = read_header(folder / "train" / f"train-{row}.jpg")
         assert read_header(index.path(row)) == expected
-        assert (expected.kind, expected.orientation, expected.size) == (kind, 6, (150, 200))
-        assert len(s3.got()) <= MOST_RANGES + 2
+        assert (expected.image_format, expected.orientation, expected.size) == (kind, 6, (150, 200))
+        assert len(s3.got()) <= MAX_RANGES + 2

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader
-from stoker.data.remote.bucket import home_of
+from stoker.data.remote.bucket import mirror_dir_for
 from stoker.evaluation.document import read_evaluation
-from stoker.hardware.device import pick
+from stoker.hardware.device import select_device
 from stoker.report.html import write_report
 from stoker.runs.records import CONFIG, QUARANTINE, read_lines
 from stoker.runs.schemas import Quarantined
 from stoker.storage import concurrency
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from stoker.training.loop import train
 from tests.drawn import draw
 from tests.storage.proxy import Fault
@@ -40,7 +40,7 @@ def filled(folder: Path) -> Iterator[Place]:
     with s3_server() as server, pytest.MonkeyPatch.context() as patch:
         place = server.bucket()
         apply(patch, place.environment)
-        store = open_store(parse(place.address))
+        store = open_store(parse_uri(place.address))
         for path in folder.rglob("*.*"):
             store.write(f"shapes/{path.relative_to(folder)}", path.read_bytes())
         yield place
@@ -60,8 +60,8 @@ def faults_met(proxy: Proxy) -> int:
 
 def loader(index: Index, *, rank: int = 0, ranks: int = 1, batch: int = 4) -> Loader:
     return Loader(
-        index, index.rows("train"), device=pick("cpu"), batch=batch, canvas=(64, 64), resize="letterbox", crop=0.5,
-        zoom=(0.5, 1.5), boxes=8, seed=3, threads=2, rank=rank, ranks=ranks,
+        index, index.image_indices("train"), device=select_device("cpu"), batch_size=batch, image_size=(64, 64), resize="letterbox", scale_jitter_prob=0.5,
+        scale_range=(0.5, 1.5), max_boxes=8, seed=3, workers=2, rank=rank, world_size=ranks,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def shown(index: Index, steps: int) -> tuple[list[int], list[NDArray[np.uint8]]]
     rows, pixels = [], []
     with contextlib.closing(loader(index)) as batches:
         for _, batch in zip(range(steps), batches, strict=False):
-            rows += batch.image_id.tolist()
+            rows += batch.image_index.tolist()
             pixels.append(batch.images.numpy().copy())
     return rows, pixels
 
@@ -95,13 +95,13 @@ AHEAD = 4
 def bytes_read(address: str, ranks: int) -> int:
     """By all ranks together, until each has its share of the epochs."""
     index = open_index(address)
-    store = open_store(parse(address))
-    before = store.counts.read_bytes
+    store = open_store(parse_uri(address))
+    before = store.counters.read_bytes
     for rank in range(ranks):
         with contextlib.closing(loader(index, rank=rank, ranks=ranks, batch=2)) as batches:
             for _, _batch in zip(range(EPOCHS * PICTURES // ranks // 2), batches, strict=False):
                 pass
-    return store.counts.read_bytes - before
+    return store.counters.read_bytes - before
 
 
 def test_ranks_fetch_their_own_share(folder: Path, bucket: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_the_same_final_weights(
     monkeypatch.setenv("DATA_ROOT", address.removesuffix("/shapes"))
     remote = train(settings("$DATA_ROOT/shapes")).run
     assert faults_met(proxy) > 0
-    local = train(settings(str(folder)), run=str(tmp_path / "local")).run
+    local = train(settings(str(folder)), run_dir=str(tmp_path / "local")).run
     assert (remote / "final.safetensors").read_bytes() == (local / "final.safetensors").read_bytes()
     assert not list(read_lines(remote, QUARANTINE, Quarantined)), "a fault is no fault of the picture"
     assert remote.name == "shapes-retinanet_tiny_fpn-1"
@@ -143,4 +143,4 @@ def test_the_same_final_weights(
     assert all(one.path.startswith(f"{address}/valid/valid-") for one in evaluation.worst)
     page = write_report(remote).read_text()
     assert "The picture cannot be shown" not in page
-    assert home_of(parse(address)).name not in page, "nobody knows the mirror"
+    assert mirror_dir_for(parse_uri(address)).name not in page, "nobody knows the mirror"

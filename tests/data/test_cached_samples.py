@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from stoker.data.batch import Batch
-from stoker.data.images.cache_policy import file_of, open_cache
-from stoker.data.images.pixel_cache import Form, PixelCache
+from stoker.data.images.cache_policy import cache_file_path, open_cache
+from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.data.index import Index, open_index
-from stoker.data.loading.loader import Loader, box_slots
+from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.hardware.device import Device
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.data import tfrecords
 from tests.data.test_pixel_cache import draw
 from tests.data.test_upright import red_where, write
@@ -27,7 +27,7 @@ RECIPE = {"crop": 0.5, "zoom": (0.7, 1.5)}
 
 
 def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS) -> PixelCache:
-    form = Form.of(canvas, "letterbox", **RECIPE)
+    form = CachedImageSpec.for_augmentation(canvas, "letterbox", **RECIPE)
     cache = open_cache(kind, index, np.arange(len(index)), form, pytest.fail)  # type: ignore[arg-type]
     assert cache is not None
     return cache
@@ -36,7 +36,7 @@ def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS)
 def make(index: Index, cache: PixelCache | None, canvas: tuple[int, int] = CANVAS, **changes: object) -> Loader:
     rows = np.arange(len(index))
     options = {
-        "device": CPU, "batch": 4, "canvas": canvas, "resize": "letterbox", "boxes": box_slots(index, rows), "seed": 3,
+        "device": CPU, "batch": 4, "canvas": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows), "seed": 3,
         "threads": 2, "cache": cache,
     }  # fmt: skip
     return Loader(index, rows, **RECIPE | options | changes)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_batches_do_not_depend_on_what_the_cache_holds(index: Index) -> None:
     empty = stream(index, cache_of(index))
     full = stream(index, cache_of(index))
     assert_same(full, empty)
-    path = file_of(index, Form.of(CANVAS, "letterbox", **RECIPE))
+    path = cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE))
     with path.open("r+b") as file:  # some torn, some gone
         file.write(os.urandom(150_000))
     assert_same(stream(index, cache_of(index), threads=3), empty)
@@ -77,7 +77,7 @@ def test_a_stream_goes_on_as_it_was_without_its_cache(index: Index) -> None:
             next(loader)
         state = loader.state_dict()
         expected = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
-    file_of(index, Form.of(CANVAS, "letterbox", **RECIPE)).unlink()
+    cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE)).unlink()
     with make(index, cache_of(index)) as loader:
         loader.load_state_dict(state)
         found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
@@ -89,16 +89,16 @@ def test_hits_and_misses_are_counted(index: Index) -> None:
         for _ in range(9):  # three epochs of 12
             next(loader)
     stats = loader.stats()  # of threads that have ended: they count one thing after the other
-    assert stats.misses >= 12
-    assert stats.hits + stats.misses == stats.decode.pictures >= 36
-    assert stats.hits >= 12
-    assert stats.hit_bytes >= stats.hits * 40 * 50 * 3
+    assert stats.cache_misses >= 12
+    assert stats.cache_hits + stats.cache_misses == stats.decode.num_images >= 36
+    assert stats.cache_hits >= 12
+    assert stats.cache_hit_bytes >= stats.cache_hits * 40 * 50 * 3
     with make(index, cache_of(index)) as loader:
         next(loader)
-        assert loader.stats().misses == 0
+        assert loader.stats().cache_misses == 0
     with make(index, None) as loader:
         next(loader)
-        assert (loader.stats().hits, loader.stats().misses) == (0, 0)
+        assert (loader.stats().cache_hits, loader.stats().cache_misses) == (0, 0)
 
 
 def test_a_hit_reads_no_picture(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +111,10 @@ def test_boxes_are_in_the_same_places_as_without(index: Index) -> None:
     """Windows begin on whole pixels of what is kept: a box moves by less than one, and may be cut off a little less."""
     flipped = 0
     for with_cache, without in zip(stream(index, cache_of(index)), stream(index, None), strict=True):
-        assert torch.equal(with_cache.image_id, without.image_id)
-        assert torch.equal(with_cache.size, without.size)
-        assert torch.equal(with_cache.draw, without.draw)
-        assert (with_cache.content - without.content).abs().max() <= 1
+        assert torch.equal(with_cache.image_index, without.image_index)
+        assert torch.equal(with_cache.original_size, without.original_size)
+        assert torch.equal(with_cache.rand, without.rand)
+        assert (with_cache.resized_size - without.resized_size).abs().max() <= 1
         assert torch.allclose(with_cache.scale, without.scale, rtol=0.02)
         both = with_cache.valid & without.valid
         assert (with_cache.boxes - without.boxes)[both].abs().max() < 1.5
@@ -127,7 +127,7 @@ def test_pictures_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: P
     index = draw(tmp_path / "set", 6, sized=sized, sides=(40, 50))
     with make(index, cache_of(index)) as loader:
         found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 9)]
-        assert (loader.stats().misses > 0) == sized
+        assert (loader.stats().cache_misses > 0) == sized
     assert_same(found, stream(index, None))  # none is made smaller: the same pixels
 
 
@@ -135,7 +135,7 @@ def test_pictures_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: P
 def test_without_crops_pictures_are_the_same_as_without_a_cache(tmp_path: Path, resize: str) -> None:
     index = draw(tmp_path / "set", 12, sides=(151, 211))
     expected = stream(index, None, crop=0.0, resize=resize)
-    form = Form.of(CANVAS, resize, crop=0.0, zoom=RECIPE["zoom"])  # type: ignore[arg-type]
+    form = CachedImageSpec.for_augmentation(CANVAS, resize, scale_jitter_prob=0.0, scale_range=RECIPE["zoom"])  # type: ignore[arg-type]
     for _ in ("misses", "hits"):
         cache = open_cache("disk", index, np.arange(12), form, pytest.fail)  # type: ignore[arg-type]
         assert_same(stream(index, cache, crop=0.0, resize=resize), expected)
@@ -145,9 +145,9 @@ def test_a_missing_picture_is_replaced_whether_or_not_the_cache_had_it(index: In
     stream(index, cache_of(index))
     index.path(5).unlink()
     with_cache = stream(index, cache_of(index), max_bad=0.5)
-    file_of(index, Form.of(CANVAS, "letterbox", **RECIPE)).unlink()
+    cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE)).unlink()
     assert_same(stream(index, cache_of(index), max_bad=0.5), with_cache)
-    assert all(5 not in batch.image_id.tolist() for batch in with_cache)
+    assert all(5 not in batch.image_index.tolist() for batch in with_cache)
 
 
 @pytest.mark.parametrize("annotated", ["upright", "stored"])
@@ -156,7 +156,7 @@ def test_turned_pictures_lie_under_their_boxes(tmp_path: Path, annotated: str, c
     index = write(tmp_path, annotated=annotated, kind="JPEG")
     for _ in ("misses", "hits"):
         for batch in stream(index, cache_of(index, canvas=canvas), 2, canvas=canvas, crop=0.0):
-            for k, row in enumerate(batch.image_id.tolist()):
+            for k, row in enumerate(batch.image_index.tolist()):
                 if annotated == "stored" and int(index.path(row).name) < 5:
                     continue  # its size does not tell that it is meant as it is stored
                 x0, y0, x1, y1 = red_where(batch.images[k].permute(1, 2, 0).numpy())
@@ -174,8 +174,8 @@ def test_pictures_inside_other_files(tmp_path: Path) -> None:
     expected = stream(index, cache_of(index))
     assert_same(stream(index, cache_of(index)), expected)
     for batch in expected:
-        for k, row in enumerate(batch.image_id.tolist()):
-            height, width = batch.content[k].tolist()
+        for k, row in enumerate(batch.image_index.tolist()):
+            height, width = batch.resized_size[k].tolist()
             red = batch.images[k, 0, :height, :width].float().mean()
             assert red == pytest.approx(20 * int(index.path(row).stem), abs=3)
 
@@ -184,36 +184,36 @@ def test_pictures_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pyte
     local = draw(tmp_path / "set", 12)
     with google_server() as server, server.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        store = open_store(parse(place.address))
+        store = open_store(parse_uri(place.address))
         for path in (tmp_path / "set").iterdir():
             store.write(f"set/{path.name}", path.read_bytes())
         index = open_index(f"{place.address}/set")
         expected = stream(local, cache_of(local))
-        before = len(proxy.seen)
+        before = len(proxy.observe)
         assert_same(stream(index, cache_of(index)), expected)
-        assert len(proxy.seen) >= before + 12
-        before = len(proxy.seen)
+        assert len(proxy.observe) >= before + 12
+        before = len(proxy.observe)
         cache = cache_of(index)
         with make(index, cache) as loader:
             for batch in expected:
                 assert_same([next(loader)], [batch])
-            assert loader.stats().misses == 0
-        assert len(proxy.seen) == before
+            assert loader.stats().cache_misses == 0
+        assert len(proxy.observe) == before
         # Another picture under the old name, of the same length: only its etag tells.
         data = bytearray(local.path(1).read_bytes())
         data[-20] ^= 0x55
         store.write("set/1.jpg", bytes(data))
         again = cache_of(open_index(f"{place.address}/set"))
-        assert [again.holds(row) for row in range(12)] == [row != 1 for row in range(12)]
+        assert [again.contains(row) for row in range(12)] == [row != 1 for row in range(12)]
 
 
 def test_photographs_look_the_same(real_data: Path) -> None:
     """Resizing twice costs little: at least 34 dB between the pictures with and without, most of which are cropped."""
     index = open_index(real_data / "bccd")
-    rows = index.rows("train")[:16]
+    rows = index.image_indices("train")[:16]
     canvas = (192, 256)
-    form = Form.of(canvas, "letterbox", **RECIPE)
-    options = {"device": CPU, "batch": 16, "canvas": canvas, "resize": "letterbox", "boxes": box_slots(index, rows),
+    form = CachedImageSpec.for_augmentation(canvas, "letterbox", **RECIPE)
+    options = {"device": CPU, "batch": 16, "canvas": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows),
                "seed": 1, "threads": 2}  # fmt: skip
     batches = []
     for cache in (open_cache("memory", index, rows, form, pytest.fail), None):  # type: ignore[arg-type]

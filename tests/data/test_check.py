@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.index import open_index, require_pictures
-from stoker.data.loading.loader import Loader, box_slots
-from stoker.data.validation.check import Report, check
-from stoker.data.validation.problems import KINDS, MAX_BAD, Problems, tolerated
+from stoker.data.index import open_index, require_images
+from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.validation.check import CheckReport, check_dataset
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KINDS, ProblemCollector, max_bad_images
 from stoker.errors import DataError, UsageError
-from stoker.hardware.device import pick
+from stoker.hardware.device import select_device
 from stoker.report.data_check import print_check
 from tests.data.hostile import encoded
 from tests.drawn import draw
@@ -27,11 +27,11 @@ from tests.drawn import draw
 NOTHING_LEFT = "no picture of a split is left, which --max-bad 1 would allow and the check does not"
 
 
-def kinds(report: Report) -> dict[str, int]:
+def kinds(report: CheckReport) -> dict[str, int]:
     return {item.kind: item.count for item in report.items}
 
 
-def page(report: Report) -> str:
+def page(report: CheckReport) -> str:
     text = io.StringIO()
     print_check(report, text)
     return text.getvalue()
@@ -50,45 +50,50 @@ def read(folder: Path, split: str) -> dict[str, Any]:
 def test_a_sound_data_set(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     moved: list[tuple[int, int]] = []
-    report = check(folder, progress=lambda done, total: moved.append((done, total)))
+    report = check_dataset(folder, progress=lambda done, total: moved.append((done, total)))
     assert report.items == ()
     assert report.refusals == ()
     boxes = sum(len(read(folder, split)["annotations"]) for split in ("train", "valid"))
-    assert (report.pictures, report.usable_pictures, report.boxes, report.usable_boxes) == (30, 30, boxes, boxes)
+    assert (report.num_images, report.num_usable_images, report.num_boxes, report.num_usable_boxes) == (
+        30,
+        30,
+        boxes,
+        boxes,
+    )
     assert (report.format, report.classes, report.root) == ("coco", ("red", "green", "blue"), str(folder))
-    assert {name: split.pictures for name, split in report.splits.items()} == {"train": 24, "val": 6}
+    assert {name: split.num_images for name, split in report.splits.items()} == {"train": 24, "val": 6}
     assert moved == [(16, 30), (30, 30)]
     assert "nothing is wrong" in page(report)
     assert page(report).rstrip().endswith(f"training would use 30 of 30 pictures, {boxes} of {boxes} boxes")
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=CheckReport) == report
 
 
 def test_a_single_file_and_one_class(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
-    report = check(folder / "train" / "_annotations.coco.json", classes=("blue",))
+    report = check_dataset(folder / "train" / "_annotations.coco.json", classes=("blue",))
     assert report.classes == ("blue",)
-    assert report.pictures == 24
+    assert report.num_images == 24
     labels = [box["category_id"] for box in read(folder, "train")["annotations"]]
-    assert report.boxes == labels.count(3)
+    assert report.num_boxes == labels.count(3)
     with pytest.raises(UsageError, match="bleu"):
-        check(folder, classes=("bleu",))
+        check_dataset(folder, classes=("bleu",))
 
 
 def test_a_data_set_that_cannot_be_read(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "valid" / "_annotations.coco.json").write_text('{"images": [,')
-    report = check(folder)
+    report = check_dataset(folder)
     assert kinds(report) == {"unreadable-set": 1}
     assert "not valid JSON" in report.refusals[0]
     for fragment in ("valid/_annotations.coco.json:1", "fix:"):
-        assert fragment in report.items[0].places[0]
+        assert fragment in report.items[0].locations[0]
         assert fragment in page(report)
 
 
 def test_what_was_found_before_the_reading_failed_is_said(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     edit(folder, "train", annotations=[{"id": 1, "image_id": 0, "category_id": 1, "bbox": [1, 2, 0, 0]}])
-    assert kinds(check(folder)) == {"zero-size": 1, "unreadable-set": 1}
+    assert kinds(check_dataset(folder)) == {"zero-size": 1, "unreadable-set": 1}
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -101,16 +106,16 @@ def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
         (folder / "train").rmdir()
     else:
         edit(folder, "valid", annotations=[])
-    report = check(folder)
+    report = check_dataset(folder)
     assert "empty-split" in kinds(report)
-    assert any(KINDS["empty-split"].title in reason for reason in report.refusals)
+    assert any(PROBLEM_KINDS["empty-split"].title in reason for reason in report.refusals)
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_a_split_of_crowd_boxes_is_one_without_boxes(tmp_path: Path, split: str) -> None:
     folder = draw(tmp_path / "set", side=32)
     edit(folder, split, annotations=[one | {"iscrowd": 1} for one in read(folder, split)["annotations"]])
-    assert check(folder).refusals
+    assert check_dataset(folder).refusals
 
 
 @settings(max_examples=30, deadline=None)
@@ -133,7 +138,7 @@ def test_it_refuses_when_training_would(data: st.DataObject) -> None:
                     file.write_bytes(b"" if fate == "empty" else content[: len(content) // 2])
             bad_entries = data.draw(st.sampled_from([0, 0, 1, 2]))
             edit(folder, split, images=read(folder, split)["images"] + [{"id": "?"}] * bad_entries)
-        report = check(folder, max_bad=max_bad, threads=2)
+        report = check_dataset(folder, max_bad_fraction=max_bad, workers=2)
         said = training_says(folder, max_bad)
         assert bool(report.refusals) == bool(said), (report.refusals, said)
         if said is not None:
@@ -145,12 +150,12 @@ def training_says(folder: Path, max_bad: float) -> str | None:
     """The error that an epoch of training and one evaluation end with."""
     index = open_index(folder)
     try:
-        require_pictures(index, ("train", "val"), max_bad=max_bad)
+        require_images(index, ("train", "val"), max_bad_fraction=max_bad)
         for split in ("train", "val"):
-            rows = index.rows(split)
+            rows = index.image_indices(split)
             loader = Loader(
-                index, rows, device=pick("cpu"), batch=4, canvas=(32, 32), resize="squash",
-                boxes=box_slots(index, rows), seed=0, threads=1, train=split == "train", max_bad=max_bad,
+                index, rows, device=select_device("cpu"), batch_size=4, image_size=(32, 32), resize="squash",
+                max_boxes=compute_max_boxes(index, rows), seed=0, workers=1, train=split == "train", max_bad_fraction=max_bad,
             )  # fmt: skip
             with contextlib.closing(loader):
                 for _ in range(-(-len(rows) // 4)):
@@ -164,32 +169,32 @@ def training_says(folder: Path, max_bad: float) -> str | None:
 
 @given(st.floats(0, 1), st.integers(1, 10**6))
 def test_how_many_may_be_bad(share: float, pictures: int) -> None:
-    allowed = tolerated(share, pictures)
+    allowed = max_bad_images(share, pictures)
     assert allowed <= max(1, share * pictures)
     assert (allowed >= 1) == (share > 0)
-    assert tolerated(share, pictures + 1) >= allowed
-    assert tolerated(MAX_BAD, 100) == tolerated(MAX_BAD, 3) == 1
+    assert max_bad_images(share, pictures + 1) >= allowed
+    assert max_bad_images(DEFAULT_MAX_BAD_FRACTION, 100) == max_bad_images(DEFAULT_MAX_BAD_FRACTION, 3) == 1
 
 
 def test_boxes_of_unusable_pictures_are_not_used(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "train-0.jpg").write_bytes(b"")
     own = sum(box["image_id"] == 0 for box in read(folder, "train")["annotations"])
-    report = check(folder)
+    report = check_dataset(folder)
     assert own > 0
-    assert report.boxes - report.usable_boxes == own
-    assert (report.pictures, report.usable_pictures, report.refusals) == (30, 29, ())
+    assert report.num_boxes - report.num_usable_boxes == own
+    assert (report.num_images, report.num_usable_images, report.refusals) == (30, 29, ())
 
 
 def test_without_opening_the_pictures(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "train-0.jpg").write_bytes(b"")
     (folder / "valid" / "valid-0.jpg").unlink()
-    report = check(folder, pictures=False)
+    report = check_dataset(folder, decode_images=False)
     assert kinds(report) == {"missing-picture": 1}
-    assert (report.usable_pictures, report.decoded) == (29, False)
+    assert (report.num_usable_images, report.decoded) == (29, False)
     assert "the pictures were not opened" in page(report)
-    assert kinds(check(folder)) == {"missing-picture": 1, "empty-picture": 1}
+    assert kinds(check_dataset(folder)) == {"missing-picture": 1, "empty-picture": 1}
 
 
 def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
@@ -198,7 +203,7 @@ def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
         (tmp_path / "set" / "images" / split).mkdir(parents=True)
         for picture in (folder / split).glob("*.jpg"):
             picture.rename(tmp_path / "set" / "images" / picture.name)
-    (missing,) = check(folder).items
+    (missing,) = check_dataset(folder).items
     assert missing.kind == "missing-picture"
     assert f"lies in {tmp_path / 'set' / 'images'}: name the folder above both, {tmp_path / 'set'}" in missing.fix
 
@@ -207,25 +212,25 @@ def test_the_report_does_not_depend_on_threads(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", train=40, side=32)
     for n in range(0, 40, 3):
         (folder / "train" / f"train-{n}.jpg").write_bytes(bytes([n]))
-    assert check(folder, threads=1) == check(folder, threads=5)
+    assert check_dataset(folder, workers=1) == check_dataset(folder, workers=5)
 
 
 def test_all_places_are_named_and_the_index_keeps_a_few(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     boxes = [{"id": 900 + n, "image_id": 1, "category_id": 1, "bbox": [1, 2, 0, 0]} for n in range(50)]
     edit(folder, "train", annotations=read(folder, "train")["annotations"] + boxes)
-    (item,) = check(folder).items
-    assert item.places == tuple(f"train/train-1.jpg, annotation {900 + n}: [1, 2, 1, 2]" for n in range(50))
+    (item,) = check_dataset(folder).items
+    assert item.locations == tuple(f"train/train-1.jpg, annotation {900 + n}: [1, 2, 1, 2]" for n in range(50))
     (problem,) = open_index(folder).problems
-    assert (problem.count, problem.examples) == (50, item.places[:5])
+    assert (problem.count, problem.examples) == (50, item.locations[:5])
 
 
 def test_pictures_that_are_the_same(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     for name in ("train/train-1.jpg", "train/train-2.jpg", "valid/valid-0.jpg"):
         (folder / name).write_bytes((folder / "train" / "train-0.jpg").read_bytes())
-    report = check(folder)
-    assert report.items[0].places == (
+    report = check_dataset(folder)
+    assert report.items[0].locations == (
         "train/train-0.jpg (train), train/train-1.jpg (train), train/train-2.jpg (train), valid/valid-0.jpg (val)",
     )
     assert kinds(report) == {"same-picture-in-two-splits": 1}
@@ -234,18 +239,18 @@ def test_pictures_that_are_the_same(tmp_path: Path) -> None:
 def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "\x1b[2Jx.jpg").write_bytes(encoded(1))
-    report = check(folder)
-    assert report.items[0].places == ("train/\x1b[2Jx.jpg",)
+    report = check_dataset(folder)
+    assert report.items[0].locations == ("train/\x1b[2Jx.jpg",)
     assert "\x1b" not in page(report)
 
 
 def test_a_kind_that_is_not_in_the_table() -> None:
     with pytest.raises(KeyError):
-        Problems().add("bad-luck", "here")
+        ProblemCollector().add("bad-luck", "here")
 
 
 def test_every_kind_says_what_to_do() -> None:
-    for name, kind in KINDS.items():
+    for name, kind in PROBLEM_KINDS.items():
         assert all(kind), name
         assert name == name.lower()
         assert kind.unit in ("box", "picture", "class", "file", "split")
@@ -261,24 +266,29 @@ def test_it_needs_no_torch() -> None:
 
 def test_real_data(real_data: Path) -> None:
     """What the sets' own README names."""
-    blood = check(real_data / "bccd" / "BCCD")
+    blood = check_dataset(real_data / "bccd" / "BCCD")
     assert kinds(blood) == {"zero-size": 2}
-    assert "BloodImage_00338.jpg, object 13" in " ".join(blood.items[0].places)
-    assert "BloodImage_00343.jpg, object 4" in " ".join(blood.items[0].places)
-    assert (blood.pictures, blood.usable_pictures, blood.boxes, blood.usable_boxes) == (364, 364, 4888, 4886)
+    assert "BloodImage_00338.jpg, object 13" in " ".join(blood.items[0].locations)
+    assert "BloodImage_00343.jpg, object 4" in " ".join(blood.items[0].locations)
+    assert (blood.num_images, blood.num_usable_images, blood.num_boxes, blood.num_usable_boxes) == (
+        364,
+        364,
+        4888,
+        4886,
+    )
 
-    cars = check(real_data / "cars", pictures=False)
+    cars = check_dataset(real_data / "cars", decode_images=False)
     assert any("category 0 (cdf) is a super-category" in note for note in cars.notes)
-    assert [item.places for item in cars.items if item.kind == "class-not-in-split"] == [("front: not in val",)]
+    assert [item.locations for item in cars.items if item.kind == "class-not-in-split"] == [("front: not in val",)]
     assert cars.refusals == ()
 
-    boards = check(real_data / "microcontroller", pictures=False)
+    boards = check_dataset(real_data / "microcontroller", decode_images=False)
     assert any("csv" in note.lower() for note in boards.notes)
     assert boards.refusals == ()
 
-    cells = check(real_data / "blood_png")
+    cells = check_dataset(real_data / "blood_png")
     assert kinds(cells)["transparent-picture"] == 100
-    assert cells.usable_pictures == 100
+    assert cells.num_usable_images == 100
 
-    dice = check(real_data / "dice")
-    assert (dice.pictures, dice.usable_pictures, dice.boxes, dice.refusals) == (250, 250, 1795, ())
+    dice = check_dataset(real_data / "dice")
+    assert (dice.num_images, dice.num_usable_images, dice.num_boxes, dice.refusals) == (250, 250, 1795, ())

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.images.decode import SHRINKS, decode_into
-from stoker.data.images.headers import header_of
+from stoker.data.images.decode import DCT_DIVISORS, decode_into
+from stoker.data.images.headers import parse_header
 from stoker.data.validation import check_images
-from stoker.data.validation.check import check
+from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError
 
 PATH = Path("picture")
@@ -45,7 +45,7 @@ JPEGS = {
 def loaded(data: bytes, shrink: int) -> str | None:
     """What the loader says of a picture that it needs at 1/shrink of its size; None where it can use it."""
     try:
-        header = header_of(data, PATH)
+        header = parse_header(data, PATH)
         height, width = header.size
         out = np.empty((max(1, height // shrink), max(1, width // shrink), 3), np.uint8)
         decode_into(data, PATH, region=(0, 0, width, height), out=out, header=header)
@@ -56,7 +56,7 @@ def loaded(data: bytes, shrink: int) -> str | None:
 
 def checked(data: bytes) -> str | None:
     try:
-        check_images._decode(data, header_of(data, PATH), PATH, threading.local())
+        check_images._decode(data, parse_header(data, PATH), PATH, threading.local())
     except DataError as error:
         return error.cause
     return None
@@ -84,12 +84,12 @@ def damaged(draw: st.DrawFn) -> bytes:
 @given(damaged())
 def test_an_eighth_shows_the_damage_that_any_canvas_shows(data: bytes) -> None:
     try:
-        height, width = header_of(data, PATH).size
+        height, width = parse_header(data, PATH).size
     except DataError:
         return  # before any pixel: the same for all
     if height * width > 1 << 20:
         return  # a header that was made to promise more costs time only
-    assert {checked(data)} == {loaded(data, shrink) for shrink in (1, *SHRINKS)}
+    assert {checked(data)} == {loaded(data, shrink) for shrink in (1, *DCT_DIVISORS)}
 
 
 def test_an_eighth_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_no_cut_of_any_format_ends_the_check(tmp_path: Path) -> None:
     categories = [{"id": 1, "name": "thing"}]
     document = {"images": images, "annotations": annotations, "categories": categories}
     (tmp_path / "annotations.json").write_text(json.dumps(document))
-    report = check(tmp_path, threads=2)
-    places = {item.kind: item.places for item in report.items}
+    report = check_dataset(tmp_path, workers=2)
+    places = {item.kind: item.locations for item in report.items}
     assert len(places["empty-picture"]) == len(whole)
-    assert report.usable_pictures == len(whole)
+    assert report.num_usable_images == len(whole)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.index import open_index, require_pictures
-from stoker.data.validation.problems import KINDS
+from stoker.data.index import open_index, require_images
+from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import DataError
 
 Content = dict[str, Any]
@@ -97,11 +97,13 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
             Path(folder).resolve() / image["file_name"] for image in content["images"]
         ]
         assert index.image_id.tolist() == [image["id"] for image in content["images"]]
-        assert index.size.tolist() == [[i.get("height", 0), i.get("width", 0)] for i in content["images"]]
-        assert sorted([*index.rows("train"), *index.rows("val")]) == list(range(len(index)))
+        assert index.original_size.tolist() == [[i.get("height", 0), i.get("width", 0)] for i in content["images"]]
+        assert sorted([*index.image_indices("train"), *index.image_indices("val")]) == list(range(len(index)))
         assert list(index.category_ids) == sorted(index.category_ids)
         assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
-        assert not [p for p in index.problems if KINDS[p.kind].unit in ("box", "picture") and p.kind not in MAY_BE]
+        assert not [
+            p for p in index.problems if PROBLEM_KINDS[p.kind].unit in ("box", "picture") and p.kind not in MAY_BE
+        ]
         for row, image in enumerate(content["images"]):
             own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
             some = slice(index.offsets[row], index.offsets[row + 1])
@@ -121,10 +123,12 @@ def test_the_official_layout(tmp_path: Path) -> None:
     write(tmp_path / "annotations/captions_val2017.json", other)
     index = open_index(tmp_path)
     assert index.splits == ("train", "val")
-    assert [index.path(row) for row in index.rows("train")] == [tmp_path / f"train2017/{n}.jpg" for n in (1, 2)]
-    assert [index.path(row) for row in index.rows("val")] == [tmp_path / "val2017/1.jpg"]
+    assert [index.path(row) for row in index.image_indices("train")] == [
+        tmp_path / f"train2017/{n}.jpg" for n in (1, 2)
+    ]
+    assert [index.path(row) for row in index.image_indices("val")] == [tmp_path / "val2017/1.jpg"]
     assert any("captions_val2017.json" in note for note in index.notes)
-    assert require_pictures(index) == []
+    assert require_images(index) == []
 
 
 @pytest.mark.parametrize("place", ["images", "images/train2017", "data", "Images", "."])
@@ -132,7 +136,7 @@ def test_pictures_are_found_beside_one_file(tmp_path: Path, place: str) -> None:
     file = write(tmp_path / "instances_train2017.json", GOOD, pictures=tmp_path / place)
     for data in (tmp_path, file):
         index = open_index(data)
-        assert require_pictures(index) == []
+        assert require_images(index) == []
         assert index.path(0) == (tmp_path / place / "1.jpg")
 
 
@@ -141,7 +145,7 @@ def test_a_file_named_after_a_split_is_that_split(tmp_path: Path) -> None:
     assert index.splits == ("val",)
     assert any("no training split" in note for note in index.notes)
     with pytest.raises(DataError, match="no 'train' split"):
-        index.rows("train")
+        index.image_indices("train")
 
 
 def test_file_names_of_another_machine(tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ def test_file_names_of_another_machine(tmp_path: Path) -> None:
         (tmp_path / "images" / name).touch()
     index = open_index(file)
     assert [index.path(row).name for row in (0, 1)] == ["1.jpg", "2.jpg"]
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     assert any("folders in its file names are ignored" in note for note in index.notes)
 
 
@@ -164,20 +168,20 @@ def test_absolute_file_names(tmp_path: Path) -> None:
         (pictures / f"{i}.jpg").touch()
     index = open_index(write(tmp_path / "data/a.json", content))
     assert index.path(1) == pictures / "2.jpg"
-    assert require_pictures(index) == []
+    assert require_images(index) == []
 
 
 def test_roboflow_with_an_unused_super_category(real_data: Path) -> None:
     index = open_index(real_data / "cars")
     assert index.class_names == ("corner", "front", "rear", "side")
     assert index.category_ids == (1, 2, 3, 4)
-    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 1000, "val": 150, "test": 50}
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 1000, "val": 150, "test": 50}
     assert any("category 0 (cdf) is a super-category" in note for note in index.notes)
     assert {problem.kind: problem.examples for problem in index.problems} == {
         "class-not-in-split": ("front: not in val",)
     }
-    assert require_pictures(index) == []
-    assert (index.size == 320).all()
+    assert require_images(index) == []
+    assert (index.original_size == 320).all()
 
 
 def test_a_super_category_with_boxes_is_a_class(tmp_path: Path) -> None:
@@ -320,7 +324,7 @@ def test_numbers_written_as_text_are_read(tmp_path: Path) -> None:
     index = open_index(write(tmp_path / "a.json", content))
     (found,) = (problem for problem in index.problems if problem.kind == "text-for-number")
     assert found.count == 3
-    assert (len(index.boxes), index.size[0].tolist()) == (2, [100, 200])
+    assert (len(index.boxes), index.original_size[0].tolist()) == (2, [100, 200])
 
 
 def test_boxes_in_shares_of_the_picture(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from stoker.cli.app import main
-from stoker.data.convert.item import extent, short, turned
-from stoker.data.convert.writing import MARK, Target, convert
+from stoker.data.convert.item import apply_orientation, exact_extent, shortest_decimal
+from stoker.data.convert.writing import PARTIAL_MARKER, TargetFormat, convert
 from stoker.data.index import Index, open_index
 from stoker.errors import DataError, StorageError, UsageError
 from tests.data.tfrecords import features_of, jpeg, picture, unframe, write
 
-TARGETS: tuple[Target, ...] = get_args(Target)
+TARGETS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 CLASSES = ("zebra", "a b", 'ümlaut\'s "x": #1')
 
 
@@ -53,7 +53,7 @@ def two_splits(root: Path) -> Path:
 
 
 def rows(index: Index) -> list[int]:
-    return [row for split in index.splits for row in index.rows(split).tolist()]
+    return [row for split in index.splits for row in index.image_indices(split).tolist()]
 
 
 def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], list[bool], np.ndarray[Any, Any]]:
@@ -100,9 +100,9 @@ def test_every_data_set_comes_back_the_same(
         index = open_index(out)
         assert index.format == to
         assert index.splits == source.splits
-        assert converted.pictures == {split: len(source.rows(split)) for split in source.splits}
-        assert converted.boxes == len(index.boxes)
-        assert converted.left_out == ()
+        assert converted.num_images == {split: len(source.image_indices(split)) for split in source.splits}
+        assert converted.num_boxes == len(index.boxes)
+        assert converted.skipped == ()
         if to == "voc":
             assert set(index.class_names) <= set(CLASSES)
         else:
@@ -113,7 +113,7 @@ def test_every_data_set_comes_back_the_same(
             assert to == "tfrecord" or ids[0] == ids[1]
         for row, original in zip(rows(index), rows(source), strict=True):
             assert index.read(row) == source.read(original)
-            assert index.size[row].tolist() == source.size[original].tolist()
+            assert index.original_size[row].tolist() == source.original_size[original].tolist()
             boxes, names, crowd, area = boxes_of(index, row)
             expected, expected_names, expected_crowd, expected_area = boxes_of(source, original)
             if to in ("voc", "yolo"):
@@ -136,11 +136,11 @@ corners = st.floats(-1e4, 1e5, width=32).filter(lambda value: value == 0 or abs(
 @given(corners, corners)
 def test_a_corner_and_an_extent_are_both_corners_again(low: float, high: float) -> None:
     """To the bit in float32, through JSON; below a thousandth of a pixel is no corner."""
-    left = short(np.float32(low))
+    left = shortest_decimal(np.float32(low))
     assert np.float32(left) == np.float32(low)
-    left, width = json.loads(json.dumps([left, extent(left, np.float32(high))]))
+    left, width = json.loads(json.dumps([left, exact_extent(left, np.float32(high))]))
     assert np.float32(left + width) == np.float32(high)
-    assert extent(short(np.float32(10.1)), np.float32(30.3)) == 20.2
+    assert exact_extent(shortest_decimal(np.float32(10.1)), np.float32(30.3)) == 20.2
 
 
 def test_tfrecords_are_what_the_api_writes(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_records_become_files_with_names_that_differ(tmp_path: Path) -> None:
     write(tmp_path / "in" / "val.record", picture("a.jpg", [box]))
     source = open_index(tmp_path / "in")
     for to in TARGETS:
-        convert(source, tmp_path / to, to, link=True)
+        convert(source, tmp_path / to, to, hardlink=True)
         index = open_index(tmp_path / to)
         by_name = {index.path(row).name: index.read(row) for row in rows(index)[:4]}
         assert by_name.keys() == {"A.jpg", "a-2.JPEG", "record 3.png", "c d.e.jpg"}, to
@@ -242,8 +242,8 @@ def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> 
     (root / "train" / "3.jpg").write_bytes(jpeg(41, 30))
     source = open_index(root)
     converted = convert(source, tmp_path / "out", "tfrecord", shards=4)
-    assert [path.name for path, _ in converted.left_out] == ["1.jpg", "2.jpg", "3.jpg"]
-    why = [why for _, why in converted.left_out]
+    assert [path.name for path, _ in converted.skipped] == ["1.jpg", "2.jpg", "3.jpg"]
+    why = [why for _, why in converted.skipped]
     assert "web page" in why[0]
     assert "No such file" in why[1]
     assert "say 40 × 30 pixels, the picture has 41 × 30" in why[2]
@@ -253,7 +253,7 @@ def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> 
     Image.new("RGB", (40, 30)).save(webp, "WEBP")
     (root / "train" / "0.jpg").write_bytes(webp.getvalue())
     converted = convert(source, tmp_path / "out2", "tfrecord")
-    assert converted.left_out[0][1] == "it is webp, TensorFlow decodes jpeg, png, bmp, gif"
+    assert converted.skipped[0][1] == "it is webp, TensorFlow decodes jpeg, png, bmp, gif"
     for split in ("train", "valid"):
         for path in (root / split).glob("*.jpg"):
             path.unlink()
@@ -269,8 +269,8 @@ def test_a_split_that_is_left_out_as_a_whole_is_no_split(tmp_path: Path) -> None
         path.write_bytes(b"")
     for to in TARGETS:
         converted = convert(source, tmp_path / to, to)
-        assert converted.pictures == {"train": 4}
-        assert len(converted.left_out) == 2
+        assert converted.num_images == {"train": 4}
+        assert len(converted.skipped) == 2
         assert len(open_index(tmp_path / to)) == 4
 
 
@@ -283,7 +283,7 @@ def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
 
     def killed(done: int, _all: int) -> None:
         assert not out.exists()
-        assert (partial / MARK).is_file()
+        assert (partial / PARTIAL_MARKER).is_file()
         if done == 3:
             raise Killed
 
@@ -294,10 +294,10 @@ def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     (partial / "mine.txt").touch()
     with pytest.raises(UsageError, match="in the way"):
         convert(source, out, "yolo")
-    (partial / MARK).touch()  # as a SIGKILL leaves it
+    (partial / PARTIAL_MARKER).touch()  # as a SIGKILL leaves it
     convert(source, out, "yolo")
     assert not partial.exists()
-    assert not list(out.rglob(MARK))
+    assert not list(out.rglob(PARTIAL_MARKER))
     assert not list(out.rglob("mine.txt"))
     with pytest.raises(UsageError, match="is there already"):
         convert(source, out, "coco")
@@ -316,7 +316,7 @@ def test_links_are_links(tmp_path: Path) -> None:
     root = two_splits(tmp_path / "in")
     source = open_index(root)
     for to in ("coco", "voc", "yolo"):
-        convert(source, tmp_path / to, to, link=True)
+        convert(source, tmp_path / to, to, hardlink=True)
         index = open_index(tmp_path / to)
         for row, original in zip(rows(index), rows(source), strict=True):
             assert index.path(row).samefile(source.path(original))
@@ -335,7 +335,7 @@ def test_boxes_turn_with_the_picture(orientation: int) -> None:
     upright = np.asarray(ImageOps.exif_transpose(Image.open(file)))
     ys, xs = np.nonzero(upright)
     expected = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
-    assert turned(np.array([[5, 3, 14, 7]], np.float32), (20, 30), orientation).tolist() == [expected]
+    assert apply_orientation(np.array([[5, 3, 14, 7]], np.float32), (20, 30), orientation).tolist() == [expected]
 
 
 def turned_jpeg() -> bytes:
@@ -363,7 +363,7 @@ def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_a
     for to, (size, corners) in {"coco": same, "voc": same, "yolo": upright, "tfrecord": stored}.items():
         converted = convert(source, tmp_path / to, to)  # type: ignore[arg-type]
         index = open_index(tmp_path / to)
-        assert index.size.tolist() == [size] * 2, to
+        assert index.original_size.tolist() == [size] * 2, to
         assert index.boxes[0].tolist() == pytest.approx(corners, abs=1e-4), to
         assert any("2 pictures are turned by EXIF" in note for note in converted.notes)
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.formats.csv_table import layout_of
-from stoker.data.index import Index, open_index, require_pictures
-from stoker.data.validation.check import check
+from stoker.data.formats.csv_table import detect_csv_layout
+from stoker.data.index import Index, open_index, require_images
+from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError
 
 HEADER = "filename,class,xmin,ymin,xmax,ymax"
@@ -46,10 +46,10 @@ def test_the_blood_cells(real_data: Path) -> None:
     assert index.format == "csv"
     assert index.class_names == ("rbc", "wbc")
     assert (len(index), len(index.boxes)) == (100, 2339)
-    assert set(map(tuple, index.size.tolist())) == {(256, 256)}
+    assert set(map(tuple, index.original_size.tolist())) == {(256, 256)}
     assert index.boxes.max() > 200
     assert any("within 0 … 1" in note for note in index.notes)
-    assert require_pictures(index) == []
+    assert require_images(index) == []
 
 
 def test_the_microcontrollers_have_the_same_boxes_in_both_formats(real_data: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> 
     assert index.format == "voc"
     assert any("not read: CSV (test.csv)" in note and "--format csv" in note for note in index.notes)
     asked = open_index(real_data / "bccd", format="csv")  # its pictures are found one folder further down
-    assert require_pictures(asked) == []
+    assert require_images(asked) == []
     assert sorted(named(asked)) == sorted(named(index))
 
 
@@ -102,8 +102,8 @@ def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> N
     (first, second) = sorted(named(index))
     assert first == ("a.jpg", "cat", pytest.approx([4, 2, 20, 10]))
     assert second == ("b.jpg", "dog", pytest.approx([1, 1, 5, 5]))
-    assert index.size.tolist() == [[20, 40], [20, 40]]
-    assert require_pictures(index) == []
+    assert index.original_size.tolist() == [[20, 40], [20, 40]]
+    assert require_images(index) == []
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -121,9 +121,9 @@ def test_the_order_of_columns_does_not_matter(
     names = [*HEADER.split(","), "width", "height"]
     header = delimiter.join(names[number] for number in order)
     path = table(tmp_path_factory.getbasetemp() / "order.csv", header.upper() if upper else header)
-    layout = layout_of(path)
+    layout = detect_csv_layout(path)
     assert layout is not None
-    assert [names[order[n]] for n in (layout.file, layout.label, *layout.box, *layout.size)] == [
+    assert [names[order[n]] for n in (layout.file_column, layout.label_column, *layout.box_columns, *layout.size_columns)] == [
         "filename", "class", "xmin", "ymin", "xmax", "ymax", "height", "width",
     ]  # fmt: skip
     assert layout.delimiter == delimiter
@@ -188,10 +188,12 @@ def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
         file.write("2.jpg,cat,1,1,9,9\n")
     index = open_index(tmp_path)
     assert index.splits == ("train", "val", "test")
-    (row,) = index.rows("test")
+    (row,) = index.image_indices("test")
     assert index.path(row) == tmp_path / "images" / "test" / "1.jpg"  # the one of that split
-    assert index.size[row].tolist() == [30, 60]
-    assert {index.path(row).parent.name for split in ("train", "val") for row in index.rows(split)} == {"train"}
+    assert index.original_size[row].tolist() == [30, 60]
+    assert {index.path(row).parent.name for split in ("train", "val") for row in index.image_indices(split)} == {
+        "train"
+    }
     assert any("not read: all.csv" in note for note in index.notes)
 
 
@@ -211,7 +213,7 @@ def test_splits_by_a_column(tmp_path: Path) -> None:
     lines = [f"{name}.jpg,cat,1,1,9,9,{split}" for name, split in zip("abc", ("Train", "VALID", "test"), strict=True)]
     table(tmp_path / "boxes.csv", f"{HEADER},Split", *lines)
     index = open_index(tmp_path)
-    assert {split: [index.path(row).name for row in index.rows(split)] for split in index.splits} == {
+    assert {split: [index.path(row).name for row in index.image_indices(split)] for split in index.splits} == {
         "train": ["a.jpg"], "val": ["b.jpg"], "test": ["c.jpg"],
     }  # fmt: skip
 
@@ -226,7 +228,7 @@ def test_splits_by_folder(tmp_path: Path, place: str) -> None:
     if place == "one table":
         table(tmp_path / "annotations" / "boxes.csv", HEADER, *rows.values())
     index = open_index(tmp_path)
-    assert {split: index.path(index.rows(split)[0]).name for split in index.splits} == {
+    assert {split: index.path(index.image_indices(split)[0]).name for split in index.splits} == {
         "train": "train.jpg", "val": "valid.jpg",
     }  # fmt: skip
 
@@ -253,10 +255,10 @@ def test_pictures_that_no_row_names(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "table.png"):
         picture(tmp_path / "images" / name)
     table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
-    report = check(tmp_path, pictures=False)
-    assert report.pictures == 1
+    report = check_dataset(tmp_path, decode_images=False)
+    assert report.num_images == 1
     (unlabelled,) = (item for item in report.items if item.kind == "unlabelled-picture")
-    assert unlabelled.places == ("images/b.jpg", "images/table.png")
+    assert unlabelled.locations == ("images/b.jpg", "images/table.png")
 
 
 def test_several_tables_for_one_split(tmp_path: Path) -> None:
@@ -285,4 +287,4 @@ def test_a_table_that_is_no_text(tmp_path: Path) -> None:
     table(tmp_path / "a.csv", HEADER, *["a.jpg,cat,1,1,9,9"] * 5000, "a.jpg,Möwe,1,1,9,9", encoding="latin-1")
     with pytest.raises(DataError, match="not UTF-8") as raised:
         open_index(tmp_path)
-    assert str(raised.value.place).endswith("a.csv:5002")
+    assert str(raised.value.location).endswith("a.csv:5002")

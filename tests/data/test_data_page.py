@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stoker.data.formats.detect import FORMATS
-from stoker.data.validation.problems import KINDS
+from stoker.data.validation.problems import PROBLEM_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
 HEAD = "| kind | what | of | training | to mend |\n|---|---|---|---|---|\n"
@@ -11,8 +11,8 @@ HEAD = "| kind | what | of | training | to mend |\n|---|---|---|---|---|\n"
 
 def table() -> str:
     rows = (
-        f"| `{name}` | {kind.title} | {kind.unit} | {kind.action}: {kind.does} | {kind.fix} |\n"
-        for name, kind in KINDS.items()
+        f"| `{name}` | {kind.title} | {kind.unit} | {kind.action}: {kind.effect} | {kind.fix} |\n"
+        for name, kind in PROBLEM_KINDS.items()
     )
     return HEAD + "".join(rows)
 

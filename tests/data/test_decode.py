@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from stoker.data.images.decode import decode, decode_into, shrink_for, thumbnail
-from stoker.data.images.headers import header_of
+from stoker.data.images.decode import choose_dct_divisor, decode, decode_into, thumbnail
+from stoker.data.images.headers import parse_header
 from stoker.errors import DataError
 
 PATH = Path("pictures/somewhere.jpg")
@@ -212,7 +212,7 @@ def test_a_region_outside_the_picture_is_refused():
 
 @given(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), st.tuples(st.integers(1, 2000), st.integers(1, 2000)))
 def test_dct_scaling_never_goes_far_below_the_target(source, target):
-    divisor = shrink_for(source, target)
+    divisor = choose_dct_divisor(source, target)
     if divisor > 1:
         assert source[0] / divisor >= target[0] * 0.93
         assert source[1] / divisor >= target[1] * 0.93
@@ -307,8 +307,8 @@ def test_pictures_come_upright_as_pillow_turns_them(kind, orientation):
     found, expected = decode(data, PATH), upright(data)
     assert found.shape == expected.shape
     assert np.abs(found.astype(int) - expected).max() <= (2 if kind in ("JPEG", "CMYK") else 0)
-    header = header_of(data, PATH)
-    stored = header._replace(size=header.stored, orientation=1)
+    header = parse_header(data, PATH)
+    stored = header._replace(size=header.stored_size, orientation=1)
     as_stored = np.empty((40, 61, 3), np.uint8)
     decode_into(data, PATH, region=(0, 0, 61, 40), out=as_stored, header=stored)
     assert np.abs(as_stored.astype(int) - decode(with_orientation(kind, 1, smooth(40, 61)), PATH)).max() == 0
@@ -338,7 +338,7 @@ def test_a_thumbnail_is_turned_as_the_boxes_are():
     data = with_orientation("JPEG", 6, smooth(400, 600))
     pixels, size = thumbnail(data, PATH, 100)
     assert (pixels.shape, size) == ((100, 67, 3), (600, 400))
-    pixels, size = thumbnail(data, PATH, 100, said=(400, 600))
+    pixels, size = thumbnail(data, PATH, 100, annotated_size=(400, 600))
     assert (pixels.shape, size) == ((67, 100, 3), (400, 600))
     assert thumbnail(data, PATH, 5000)[0].shape == (600, 400, 3)  # never enlarged
 

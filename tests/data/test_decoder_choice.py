@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.data.loading import decoder_choice
-from stoker.data.loading.decoder_choice import Measured, choose, decide
+from stoker.data.loading.decoder_choice import DecoderTimings, choose_decoder, measure_and_choose_decoder
 from stoker.hardware.device import Device
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
 
@@ -23,52 +23,64 @@ CPU = Device(torch.device("cpu"))
     ("measured", "decoder", "why"),
     [
         (
-            Measured(host_s=1.5e-3, cores=15, step_s=2e-3, device_s=1e-4, share=1.0, tried=64),
+            DecoderTimings(
+                host_decode_s=1.5e-3, cores=15, step_s=2e-3, device_decode_s=1e-4, device_fraction=1.0, num_images=64
+            ),
             "host",
             "15 cores decode 10,000 pictures/s, steps take 500/s",
         ),
         (
-            Measured(host_s=2e-3, cores=1, step_s=0.8e-3, device_s=0.2e-3, share=1.0, tried=64),
+            DecoderTimings(
+                host_decode_s=2e-3, cores=1, step_s=0.8e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
+            ),
             "nvjpeg",
             "1 core decodes 500 pictures/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
             "1,000/s or more",
         ),
         (
             # The cores feed nine tenths of it; nvJPEG would cost a fifth of the device.
-            Measured(host_s=1e-3, cores=1, step_s=0.9e-3, device_s=0.2e-3, share=1.0, tried=64),
+            DecoderTimings(
+                host_decode_s=1e-3, cores=1, step_s=0.9e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
+            ),
             "host",
             "1 core decodes 1,000 pictures/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
             "nothing to gain",
         ),
         (
             # Without JPEG engines it may be slower than the cores.
-            Measured(host_s=1e-3, cores=3, step_s=0.2e-3, device_s=1e-3, share=1.0, tried=64),
+            DecoderTimings(
+                host_decode_s=1e-3, cores=3, step_s=0.2e-3, device_decode_s=1e-3, device_fraction=1.0, num_images=64
+            ),
             "host",
             "3 cores decode 3,000 pictures/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
             "nothing to gain",
         ),
         (
-            Measured(host_s=2e-3, cores=2, step_s=0.5e-3, tried=20),
+            DecoderTimings(host_decode_s=2e-3, cores=2, step_s=0.5e-3, num_images=20),
             "host",
             "2 cores decode 1,000 pictures/s, steps take 2,000/s; but none of 20 pictures is a JPEG that nvJPEG takes",
         ),
         (
             # What the host still has to decode bounds it.
-            Measured(host_s=2e-3, cores=2, step_s=0.1e-3, device_s=0.1e-3, share=0.5, tried=64),
+            DecoderTimings(
+                host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.5, num_images=64
+            ),
             "nvjpeg",
             "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it takes: "
             "with it training reaches 2,000/s or more",
         ),
         (
-            Measured(host_s=2e-3, cores=2, step_s=0.1e-3, device_s=0.1e-3, share=0.05, tried=64),
+            DecoderTimings(
+                host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.05, num_images=64
+            ),
             "host",
             "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it takes, "
             "which would leave 1,053/s: nothing to gain",
         ),
     ],
 )
-def test_the_decision(measured: Measured, decoder: str, why: str) -> None:
-    assert choose(measured) == (decoder, why)
+def test_the_decision(measured: DecoderTimings, decoder: str, why: str) -> None:
+    assert choose_decoder(measured) == (decoder, why)
 
 
 SECONDS = st.floats(1e-6, 1.0)
@@ -79,7 +91,16 @@ def test_more_cores_never_make_it_the_devices(
     host_s: float, cores: int, step_s: float, device_s: float, share: float
 ) -> None:
     def decoder(cores: int) -> str:
-        return choose(Measured(host_s=host_s, cores=cores, step_s=step_s, device_s=device_s, share=share, tried=64))[0]
+        return choose_decoder(
+            DecoderTimings(
+                host_decode_s=host_s,
+                cores=cores,
+                step_s=step_s,
+                device_decode_s=device_s,
+                device_fraction=share,
+                num_images=64,
+            )
+        )[0]
 
     if decoder(cores + 1) == "nvjpeg":
         assert decoder(cores) == "nvjpeg"
@@ -92,8 +113,14 @@ class Other(Device):
 
 
 def decided(pictures: Smooth, device: Device, step_s: float) -> tuple[str, str]:
-    return decide(
-        pictures, np.arange(COUNT), device, canvas=(64, 64), resize="letterbox", batch=3, step_s=lambda: step_s
+    return measure_and_choose_decoder(
+        pictures,
+        np.arange(COUNT),
+        device,
+        image_size=(64, 64),
+        resize="letterbox",
+        batch_size=3,
+        measure_step_s=lambda: step_s,
     )
 
 
@@ -120,18 +147,18 @@ def test_both_are_measured_on_the_runs_own_pictures(pictures: Smooth, monkeypatc
     pictures.damage(0, "empty")
     pictures.damage(12, "truncated")
     pictures.path(15).unlink()
-    found: list[Measured] = []
+    found: list[DecoderTimings] = []
     monkeypatch.setattr(decoder_choice, "choose", lambda measured: (found.append(measured), real(measured))[1])
-    real = choose
+    real = choose_decoder
     monkeypatch.setattr(decoder_choice, "host_cores", lambda: 5)
     assert decided(pictures, Other(torch.device("cpu")), 100.0)[0] == "host"
     (measured,) = found
     kept = COUNT - 2  # whose header can be read
-    assert measured.tried == kept
-    assert measured.share == (kept - len((PNG, CMYK, PROGRESSIVE, 12))) / kept
+    assert measured.num_images == kept
+    assert measured.device_fraction == (kept - len((PNG, CMYK, PROGRESSIVE, 12))) / kept
     assert (measured.cores, measured.step_s) == (4, 100.0)
-    assert measured.device_s is not None
-    assert min(measured.host_s, measured.device_s) > 0
+    assert measured.device_decode_s is not None
+    assert min(measured.host_decode_s, measured.device_decode_s) > 0
 
 
 def test_the_host_is_chosen_where_the_device_takes_none(pictures: Smooth) -> None:

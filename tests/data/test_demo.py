@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stoker.data import demo
-from stoker.data.index import open_index, require_pictures
+from stoker.data.index import open_index, require_images
 from stoker.errors import DataError
 
 
@@ -30,12 +30,12 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_demo_is_a_name_of_a_data_set(own_cache: Path) -> None:
     index = open_index("demo")
     assert index.class_names == demo.CLASSES
-    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 12, "val": 6}
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 12, "val": 6}
     assert index.problems == ()
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     assert index.root.is_relative_to(own_cache)
     with Image.open(index.path(0)) as picture:
-        assert (picture.format, picture.size, picture.mode) == ("JPEG", (demo.SIDE, demo.SIDE), "RGB")
+        assert (picture.format, picture.size, picture.mode) == ("JPEG", (demo.IMAGE_SIDE, demo.IMAGE_SIDE), "RGB")
 
 
 @pytest.mark.usefixtures("small")
@@ -62,9 +62,9 @@ def test_every_drawing_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_an_incomplete_folder_in_the_cache_is_replaced(own_cache: Path) -> None:
     whole = files(demo.ensure_demo())
-    (demo.ensure_demo() / demo.MARKER).unlink()
+    (demo.ensure_demo() / demo.MARKER_FILE).unlink()
     (demo.ensure_demo() / "train" / "train-00000.jpg").write_bytes(b"torn")
-    (own_cache / "demo-v1" / demo.MARKER).unlink()
+    (own_cache / "demo-v1" / demo.MARKER_FILE).unlink()
     assert files(demo.ensure_demo()) == whole
     assert [path.name for path in own_cache.iterdir()] == ["demo-v1"]
 
@@ -98,26 +98,26 @@ def test_a_kill_while_drawing_leaves_nothing_that_looks_whole() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["train", "valid"]), st.integers(0, 10**6))
 def test_boxes_are_inside_and_no_smaller_than_what_is_visible(split: str, number: int) -> None:
-    pixels, shapes = demo.draw_picture(split, number)
-    again, same = demo.draw_picture(split, number)
+    pixels, shapes = demo.draw_image(split, number)
+    again, same = demo.draw_image(split, number)
     assert same == shapes
     np.testing.assert_array_equal(pixels, again)
-    assert pixels.shape == (demo.SIDE, demo.SIDE, 3)
-    assert len(shapes) <= demo.SHAPES[1]
+    assert pixels.shape == (demo.IMAGE_SIDE, demo.IMAGE_SIDE, 3)
+    assert len(shapes) <= demo.SHAPES_PER_IMAGE[1]
     for label, (x1, y1, x2, y2), area in shapes:
         assert 0 <= label < len(demo.CLASSES)
-        assert 0 <= x1 < x2 <= demo.SIDE
-        assert 0 <= y1 < y2 <= demo.SIDE
+        assert 0 <= x1 < x2 <= demo.IMAGE_SIDE
+        assert 0 <= y1 < y2 <= demo.IMAGE_SIDE
         box = (x2 - x1) * (y2 - y1)
-        assert demo.VISIBLE_SHARE * box < area <= box
-        assert max(x2 - x1, y2 - y1) <= 2 * demo.RADIUS[1] + 2
+        assert demo.MIN_VISIBLE_FRACTION * box < area <= box
+        assert max(x2 - x1, y2 - y1) <= 2 * demo.RADIUS_RANGE[1] + 2
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 5))
 def test_a_box_is_tight_around_its_shape(seed: int, label: int) -> None:
-    mask = demo._mask(np.random.default_rng(seed), label)
-    x1, y1, x2, y2 = demo._box(mask)
+    mask = demo._draw_mask(np.random.default_rng(seed), label)
+    x1, y1, x2, y2 = demo._bounding_box(mask)
     inside = mask[y1:y2, x1:x2]
     assert inside.sum() == mask.sum() > 20
     for edge in (inside[0], inside[-1], inside[:, 0], inside[:, -1]):
@@ -125,13 +125,13 @@ def test_a_box_is_tight_around_its_shape(seed: int, label: int) -> None:
 
 
 def test_shapes_cover_each_other() -> None:
-    shapes = [shape for number in range(100) for shape in demo.draw_picture("train", number)[1]]
+    shapes = [shape for number in range(100) for shape in demo.draw_image("train", number)[1]]
     circles = [area / ((x2 - x1) * (y2 - y1)) for label, (x1, y1, x2, y2), area in shapes if label == 0]
     assert max(circles) == pytest.approx(np.pi / 4, abs=0.1)
     assert sum(share < 0.6 for share in circles) >= 5
-    assert min(circles) > demo.VISIBLE_SHARE
+    assert min(circles) > demo.MIN_VISIBLE_FRACTION
 
 
 def test_pictures_and_splits_differ() -> None:
-    drawn = [demo.draw_picture(split, number)[0] for split in ("train", "valid") for number in range(3)]
+    drawn = [demo.draw_image(split, number)[0] for split in ("train", "valid") for number in range(3)]
     assert len({picture.tobytes() for picture in drawn}) == len(drawn)

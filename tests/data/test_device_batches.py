@@ -13,13 +13,13 @@ from PIL import Image, ImageOps
 
 from stoker.data.batch import Batch
 from stoker.data.images import decode_device
-from stoker.data.images.decode_device import is_ordinary
-from stoker.data.images.headers import header_of
+from stoker.data.images.decode_device import is_device_decodable
+from stoker.data.images.headers import parse_header
 from stoker.data.loading import device_batches
-from stoker.data.loading.autotune import Gauge
-from stoker.data.loading.samples import PADDING
+from stoker.data.loading.autotune import LoaderRateMeter
+from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import DataError, PreflightError
-from stoker.hardware.device import Device, Ready, SideStream
+from stoker.hardware.device import Device, ReadyEvent, SideStream
 from tests.data.loading import Pictures, assert_same, ids, make, take, wait_until_full
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -110,14 +110,14 @@ def stream(index: Pictures, count: int, **changes) -> list[Batch]:
 
 def assert_near(found: list[Batch], expected: list[Batch]) -> None:
     """Everything but the pixels is the same; of the pixels, padding is, and pictures are near."""
-    assert_same([batch._replace(images=batch.draw) for batch in found],
-                [batch._replace(images=batch.draw) for batch in expected])  # fmt: skip
+    assert_same([batch._replace(images=batch.rand) for batch in found],
+                [batch._replace(images=batch.rand) for batch in expected])  # fmt: skip
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
-        for k, (height, width) in enumerate(ours.content.tolist()):
+        for k, (height, width) in enumerate(ours.resized_size.tolist()):
             apart = (ours.images[k].float() - theirs.images[k].float()).abs()
             assert apart[:, height:].sum() == apart[:, :, width:].sum() == 0, "padding"
-            assert apart[:, :height, :width].mean() < NEAR, (int(ours.image_id[k]), float(apart.mean()))
+            assert apart[:, :height, :width].mean() < NEAR, (int(ours.image_index[k]), float(apart.mean()))
 
 
 # What the device takes.
@@ -126,7 +126,7 @@ def assert_near(found: list[Batch], expected: list[Batch]) -> None:
 def test_only_ordinary_jpegs_are_left_to_the_device(pictures: Smooth) -> None:
     def taken(row: int) -> bool:
         data = pictures.path(row).read_bytes()
-        return is_ordinary(data, header_of(data, pictures.path(row)))
+        return is_device_decodable(data, parse_header(data, pictures.path(row)))
 
     assert [row for row in range(COUNT) if not taken(row)] == [PNG, CMYK, PROGRESSIVE]
     pictures.damage(12, "truncated")
@@ -139,11 +139,11 @@ def test_a_jpeg_that_is_rgb_inside_is_left_to_the_host(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG", keep_rgb=True, subsampling=0)
     data = path.read_bytes()
-    assert not is_ordinary(data, header_of(data, path))
+    assert not is_device_decodable(data, parse_header(data, path))
     at = data.index(b"\xff\xee\x00\x0eAdobe")
     without = data[:at] + data[at + 16 :]  # Adobe's marker says it, and the names of the components do
     assert b"Adobe" not in without
-    assert not is_ordinary(without, header_of(without, path))
+    assert not is_device_decodable(without, parse_header(without, path))
 
 
 def test_it_shrinks_as_pillow_does(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_it_shrinks_as_pillow_does(tmp_path: Path) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 160, 3), np.uint8)).save(path, "JPEG", quality=95)
     data = path.read_bytes()
     images = torch.zeros(1, 30, 32, 3, dtype=torch.uint8)
-    picture = decode_device.Encoded(data, header_of(data, path), (0, 0, 160, 120), (30, 32))
-    assert not decode_device.fill(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+    picture = decode_device.EncodedImage(data, parse_header(data, path), (0, 0, 160, 120), (30, 32))
+    assert not decode_device.decode_into_batch(images, {0: picture}, Device(torch.device("cpu")).make_stream())
     expected = np.asarray(Image.open(path).resize((32, 30), Image.Resampling.BILINEAR), np.float32)
     assert np.abs(images[0].numpy() - expected).mean() < 0.5
 
@@ -165,8 +165,8 @@ def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path
     whole = path.read_bytes()
     inside = b"\xff\xe1" + (len(whole) + 2).to_bytes(2, "big") + whole
     data = whole[:2] + inside + whole[2:]
-    assert is_ordinary(data, header_of(data, path))
-    assert not is_ordinary(data[:-2], header_of(data, path))
+    assert is_device_decodable(data, parse_header(data, path))
+    assert not is_device_decodable(data[:-2], parse_header(data, path))
 
 
 # The same stream.
@@ -188,12 +188,12 @@ def test_pixels_really_come_from_the_device(pictures: Smooth, monkeypatch: pytes
         return [torch.zeros_like(pixels) for pixels in real(inputs, mode, device)]
 
     real = torchvision.io.decode_jpeg
-    with make(pictures, decoder="nvjpeg", threads=3, crop=0.0) as loader:
+    with make(pictures, jpeg_decoder="nvjpeg", threads=3, crop=0.0) as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
         found = take(loader, 4)
     for batch in found:
-        for k, row in enumerate(batch.image_id.tolist()):
-            height, width = batch.content[k].tolist()
+        for k, row in enumerate(batch.image_index.tolist()):
+            height, width = batch.resized_size[k].tolist()
             black = int(batch.images[k, :, :height, :width].max()) == 0
             assert black == (row not in (PNG, CMYK, PROGRESSIVE))
     assert max(seen) > 1, "whole batches"
@@ -213,12 +213,12 @@ def test_large_pictures_are_decoded_a_few_at_a_time(pictures: Smooth, monkeypatc
 
 def test_a_resumed_run_repeats_bit_for_bit(pictures: Smooth) -> None:
     expected = stream(pictures, 10, decoder="nvjpeg")
-    with make(pictures, decoder="nvjpeg") as loader:
+    with make(pictures, jpeg_decoder="nvjpeg") as loader:
         assert_same(take(loader, 3), expected[:3])
         state = loader.state_dict()
         loader.load_state_dict(state)  # in the middle of what was under way
         assert_same(take(loader, 3), expected[3:6])
-    with make(pictures, decoder="nvjpeg", threads=4) as loader:
+    with make(pictures, jpeg_decoder="nvjpeg", threads=4) as loader:
         loader.load_state_dict(state)
         assert_same(take(loader, 7), expected[3:])
 
@@ -228,7 +228,7 @@ def test_an_evaluation_ends_with_rows_that_only_fill(pictures: Smooth) -> None:
     found = stream(pictures, 9, decoder="nvjpeg", **options)
     assert_near(found, stream(pictures, 9, **options))
     assert ids(found)[-4:] == [-1] * 4
-    assert (found[-1].images[-1].permute(1, 2, 0) == torch.tensor(PADDING, dtype=torch.uint8)).all()
+    assert (found[-1].images[-1].permute(1, 2, 0) == torch.tensor(PAD_COLOR, dtype=torch.uint8)).all()
 
 
 # What is wrong with pictures.
@@ -265,12 +265,12 @@ def test_what_the_device_refuses_is_decoded_by_the_host(pictures: Smooth, monkey
     ours: list[str] = []
     host = stream(pictures, 8, crop=0.0)
     usual = stream(pictures, 8, crop=0.0, decoder="nvjpeg")
-    with make(pictures, decoder="nvjpeg", crop=0.0, on_tuned=ours.append) as loader:
+    with make(pictures, jpeg_decoder="nvjpeg", crop=0.0, on_tuned=ours.append) as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
         found = take(loader, 8)
         assert loader.state_dict()["quarantined"] == {}
     for batch, by_device, by_host in zip(found, usual, host, strict=True):
-        for k, row in enumerate(batch.image_id.tolist()):
+        for k, row in enumerate(batch.image_index.tolist()):
             assert torch.equal(batch.images[k], (by_host if row == 0 else by_device).images[k])
     (sentence,) = ours
     assert (
@@ -282,7 +282,7 @@ def test_a_picture_of_another_size_than_its_header_says_is_refused(
     pictures: Smooth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torchvision.io.decode_jpeg
-    with make(pictures, decoder="nvjpeg") as loader:
+    with make(pictures, jpeg_decoder="nvjpeg") as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda *given: [pixels[:, 1:] for pixels in real(*given)])
         found = take(loader, 4)
     assert_same(found, stream(pictures, 4))
@@ -306,7 +306,7 @@ def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
             return pictures.path(asked).read_bytes()
 
         monkeypatch.setattr(pictures, "read", read)
-        with make(pictures, decoder=decoder, max_bad=1.0, threads=1, **options) as loader:
+        with make(pictures, jpeg_decoder=decoder, max_bad_fraction=1.0, threads=1, **options) as loader:
             first = take(loader, 1)
             wait_until_full(loader)
             found[decoder] = [*first, *take(loader, 4)]
@@ -318,13 +318,13 @@ def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
 def test_too_many_bad_pictures_end_it(pictures: Smooth) -> None:
     for row in range(COUNT):
         pictures.damage(row, "truncated" if row == PNG else "table")
-    with make(pictures, decoder="nvjpeg") as loader, pytest.raises(DataError, match="can be used"):
+    with make(pictures, jpeg_decoder="nvjpeg") as loader, pytest.raises(DataError, match="can be used"):
         take(loader, 1)
 
 
 def test_what_goes_wrong_on_its_thread_is_raised(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_batches, "fill", lambda *_: 1 / 0)
-    with make(pictures, decoder="nvjpeg") as loader:
+    with make(pictures, jpeg_decoder="nvjpeg") as loader:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 next(loader)
@@ -335,7 +335,7 @@ def test_what_goes_wrong_on_its_thread_is_raised(pictures: Smooth, monkeypatch: 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_it_can_be_closed_in_the_middle(pictures: Smooth, taken: int) -> None:
-    loader = make(pictures, decoder="nvjpeg")
+    loader = make(pictures, jpeg_decoder="nvjpeg")
     for _ in range(taken):
         next(loader)
     loader.close()
@@ -343,22 +343,24 @@ def test_it_can_be_closed_in_the_middle(pictures: Smooth, taken: int) -> None:
 
 
 def test_its_time_is_part_of_decoding(pictures: Smooth) -> None:
-    with make(pictures, decoder="nvjpeg") as loader:
+    with make(pictures, jpeg_decoder="nvjpeg") as loader:
         take(loader, 2)
         wait_until_full(loader)
         seen = loader.stats()
-    assert 0 < seen.device_s < seen.decode.seconds
+    assert 0 < seen.device_decode_s < seen.decode.seconds
     with make(pictures) as loader:
         take(loader, 2)
-        assert loader.stats().device_s == 0
+        assert loader.stats().device_decode_s == 0
 
 
 def test_the_tuner_does_not_take_its_time_for_that_of_the_threads(pictures: Smooth) -> None:
-    with make(pictures, decoder="nvjpeg") as loader:
+    with make(pictures, jpeg_decoder="nvjpeg") as loader:
         before = loader.stats()
-    gauge = Gauge(before)
+    gauge = LoaderRateMeter(before)
     decode = dataclasses.replace(before.decode, seconds=before.decode.seconds + 1e6)
-    assert gauge.look(dataclasses.replace(before, decode=decode, device_s=before.device_s + 1e6)).idle == 1
+    assert (
+        gauge.poll(dataclasses.replace(before, decode=decode, device_s=before.device_decode_s + 1e6)).idle_fraction == 1
+    )
 
 
 def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +369,7 @@ def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, m
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
     with pytest.raises(PreflightError, match="--decoder nvjpeg") as found:
-        make(pictures, decoder="nvjpeg")
+        make(pictures, jpeg_decoder="nvjpeg")
     assert "not compiled" in str(found.value)
 
 
@@ -409,7 +411,7 @@ class WatchedStream(SideStream):
         return copies, made
 
 
-class WatchedReady(Ready):
+class WatchedReady(ReadyEvent):
     def __init__(self, stream):
         super().__init__(None)
         self.stream = stream
@@ -435,7 +437,7 @@ def test_only_its_own_thread_waits_for_the_device(pictures: Smooth, monkeypatch:
         decoder.log.append("decode")
         return real(*given)
 
-    with make(pictures, device=Watched(torch.device("cpu")), decoder="nvjpeg") as loader:
+    with make(pictures, device=Watched(torch.device("cpu")), jpeg_decoder="nvjpeg") as loader:
         copies, _, decoder = STREAMS
         WAITED.clear()  # of the trial at the start
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
@@ -457,10 +459,10 @@ def test_the_canvas_is_filled_as_the_header_shows_it(tmp_path: Path) -> None:
         exif[0x0112] = turn
         Image.fromarray(smooth(24, 40, 1)).save(path, "JPEG", quality=95, subsampling=0, exif=exif)
         data = path.read_bytes()
-        header = header_of(data, path)
+        header = parse_header(data, path)
         expected = np.asarray(ImageOps.exif_transpose(Image.open(path)))
         height, width = header.size
         images = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
-        picture = decode_device.Encoded(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
-        assert not decode_device.fill(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+        picture = decode_device.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
+        assert not decode_device.decode_into_batch(images, {0: picture}, Device(torch.device("cpu")).make_stream())
         assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])

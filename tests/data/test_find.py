@@ -12,9 +12,9 @@ from PIL import Image
 from stoker.cli.app import app
 from stoker.config.settings import from_fields
 from stoker.data.formats.detect import FORMATS
-from stoker.data.index import Index, missing_pictures, open_index
+from stoker.data.index import Index, missing_images, open_index
 from stoker.errors import DataError, UsageError
-from stoker.training.start import settle
+from stoker.training.start import resolve_run
 from tests.drawn import draw
 
 BOX = (4, 2, 20, 10)
@@ -161,9 +161,9 @@ def test_classes_that_cannot_be(drawn: Path, classes: tuple[str, ...], fragment:
 
 def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
     usual = {"data": str(drawn), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "2"}
-    settled = settle(from_fields({**usual, "classes": ("blue", "red")}), None)
+    settled = resolve_run(from_fields({**usual, "classes": ("blue", "red")}), None)
     assert settled.index.class_names == ("blue", "red")
-    settled = settle(from_fields(usual), None)
+    settled = resolve_run(from_fields(usual), None)
     assert settled.index.class_names == ("red", "green", "blue")
     assert settled.config.data.classes == ()
     assert settled.reasons["classes"] == "every class of the data set"
@@ -184,8 +184,8 @@ def test_splits_that_are_data_sets_of_their_own(tmp_path: Path) -> None:
         file.rename(drawn_here / split / "annotations" / "instances.json")
     index = open_index(drawn_here)
     assert (index.root, index.format) == (drawn_here, "coco")
-    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 4, "val": 2}
-    assert missing_pictures(index) == []
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 4, "val": 2}
+    assert missing_images(index) == []
     assert index.notes[0].startswith("COCO JSON in annotations/ per split folder")
     (drawn_here / "valid").rename(drawn_here / "more")
     with pytest.raises(DataError, match="holds 2 data sets"):
@@ -208,7 +208,7 @@ def test_pictures_of_coco_json_in_a_folder_of_any_name(tmp_path: Path) -> None:
     for picture in root.glob("*.jpg"):
         picture.rename(root / "größe 1" / "deep" / picture.name)
     index = open_index(root)
-    assert missing_pictures(index) == []
+    assert missing_images(index) == []
     assert "_annotations.coco.json: the pictures are in größe 1/deep/" in index.notes
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.images.headers import HEAD_BYTES, KINDS, MOST_PIXELS, header_of, read_header
+from stoker.data.images.headers import HEAD_BYTES, IMAGE_FORMATS, MAX_PIXELS, parse_header, read_header
 from stoker.errors import DataError
 
 PATH = Path("pictures/somewhere.jpg")
@@ -60,10 +60,10 @@ MADE = {
 
 
 def test_every_format_says_its_size_and_kind(tmp_path):
-    assert set(MADE) == set(KINDS)
+    assert set(MADE) == set(IMAGE_FORMATS)
     for kind, make in MADE.items():
         data = make()
-        header = header_of(data, PATH)
+        header = parse_header(data, PATH)
         assert header == ((40, 60), (40, 60), 1, kind, 3)
         path = tmp_path / "a.jpg"  # whatever the name
         path.write_bytes(data)
@@ -74,13 +74,13 @@ def test_every_format_says_its_size_and_kind(tmp_path):
     "options", [{"lossless": True}, {"save_all": True, "append_images": [Image.new("RGB", (60, 40), "red")]}]
 )
 def test_the_varieties_of_webp(options):
-    assert header_of(encoded("WEBP", **options), PATH).size == (40, 60)
+    assert parse_header(encoded("WEBP", **options), PATH).size == (40, 60)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "I;16"])
 def test_modes_of_tiff_and_big_tiff(mode):
     for big in (False, True):
-        assert header_of(encoded("TIFF", mode=mode, big_tiff=big), PATH).size == (40, 60)
+        assert parse_header(encoded("TIFF", mode=mode, big_tiff=big), PATH).size == (40, 60)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -88,8 +88,8 @@ def test_modes_of_tiff_and_big_tiff(mode):
 def test_orientation_and_the_size_that_goes_with_it(kind, orientation, tmp_path):
     options = {"tiffinfo": {0x0112: orientation}} if kind == "TIFF" else {"exif": turned(orientation)}
     data = encoded(kind, **options)
-    header = header_of(data, PATH)
-    assert header.stored == (40, 60)
+    header = parse_header(data, PATH)
+    assert header.stored_size == (40, 60)
     assert header.orientation == (orientation or 1)  # 0 is not defined
     assert header.size == ((60, 40) if orientation >= 5 else (40, 60))
     path = tmp_path / "a"
@@ -104,15 +104,15 @@ def test_orientation_in_both_byte_orders_and_all_whole_types(order, kind, code):
     tiff = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(order + "IH", 8, 1) + entry + bytes(4)
     data = encoded("JPEG")
     data = data[:2] + segment(0xE1, b"Exif\0\0" + tiff) + data[2:]
-    assert header_of(data, PATH).orientation == 8
+    assert parse_header(data, PATH).orientation == 8
 
 
 @given(st.binary(max_size=60))
 def test_damaged_exif_is_no_orientation(exif):
     data = encoded("JPEG")
     data = data[:2] + segment(0xE1, b"Exif\0\0II*\0" + exif) + data[2:]
-    header = header_of(data, PATH)
-    assert header.stored == (40, 60)
+    header = parse_header(data, PATH)
+    assert header.stored_size == (40, 60)
     assert 1 <= header.orientation <= 8
 
 
@@ -134,45 +134,45 @@ def test_what_stands_far_behind_in_a_file_is_found(tmp_path):
         assert len(data) > HEAD_BYTES
         path = tmp_path / "a"
         path.write_bytes(data)
-        assert read_header(path) == header_of(data, path)
+        assert read_header(path) == parse_header(data, path)
         assert read_header(path).size == (300, 200)
         with Image.open(path) as picture:
             assert picture.getexif()[0x0112] == 6
 
 
 def test_a_picture_is_shown_as_its_annotations_saw_it():
-    header = header_of(encoded("JPEG", exif=turned(6)), PATH)
-    assert header.shown_for((60, 40)) == header
-    assert header.shown_for((0, 0)) == header
-    assert header.shown_for((40, 60)).size == (40, 60)
-    assert header.shown_for((40, 60)).orientation == 1
-    assert header.shown_for((41, 60)) == header  # neither: the caller refuses it, with the size that people see
-    assert header.ambiguous((0, 0))
-    assert not header.ambiguous((60, 40))
-    half = header_of(encoded("JPEG", exif=turned(3)), PATH)
-    assert half.shown_for((40, 60)).orientation == 3
-    assert half.ambiguous((40, 60))
-    square = header_of(encoded("JPEG", (50, 50), exif=turned(6)), PATH)
-    assert square.shown_for((50, 50)).orientation == 6
-    assert square.ambiguous((50, 50))
-    assert not header_of(encoded("JPEG"), PATH).ambiguous((0, 0))
+    header = parse_header(encoded("JPEG", exif=turned(6)), PATH)
+    assert header.as_annotated((60, 40)) == header
+    assert header.as_annotated((0, 0)) == header
+    assert header.as_annotated((40, 60)).size == (40, 60)
+    assert header.as_annotated((40, 60)).orientation == 1
+    assert header.as_annotated((41, 60)) == header  # neither: the caller refuses it, with the size that people see
+    assert header.is_orientation_ambiguous((0, 0))
+    assert not header.is_orientation_ambiguous((60, 40))
+    half = parse_header(encoded("JPEG", exif=turned(3)), PATH)
+    assert half.as_annotated((40, 60)).orientation == 3
+    assert half.is_orientation_ambiguous((40, 60))
+    square = parse_header(encoded("JPEG", (50, 50), exif=turned(6)), PATH)
+    assert square.as_annotated((50, 50)).orientation == 6
+    assert square.is_orientation_ambiguous((50, 50))
+    assert not parse_header(encoded("JPEG"), PATH).is_orientation_ambiguous((0, 0))
 
 
 def refusal(data: bytes) -> str:
     with pytest.raises(DataError) as caught:
-        header_of(data, PATH)
+        parse_header(data, PATH)
     assert str(PATH) in str(caught.value)
     assert "fix:" in str(caught.value)
     return str(caught.value)
 
 
 def test_too_many_pixels_are_refused_with_the_limit():
-    assert header_of(png_promising(20_000, 20_000), PATH).size == (20_000, 20_000)
+    assert parse_header(png_promising(20_000, 20_000), PATH).size == (20_000, 20_000)
     said = refusal(png_promising(2**31 - 1, 2**31 - 1))
     assert "2,147,483,647 × 2,147,483,647" in said
-    assert f"{MOST_PIXELS:,}" in said
+    assert f"{MAX_PIXELS:,}" in said
     assert "tiles" in said
-    refusal(png_promising(MOST_PIXELS // 2 + 1, 2))
+    refusal(png_promising(MAX_PIXELS // 2 + 1, 2))
     assert "0 × 5" in refusal(png_promising(0, 5))
 
 
@@ -228,8 +228,8 @@ def test_no_cut_and_no_damage_makes_anything_but_a_header_or_an_error(kind, data
         whole[data.draw(st.integers(0, min(len(whole), 200) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(whole[: data.draw(st.integers(0, len(whole)))])
     with contextlib.suppress(DataError):
-        header = header_of(cut, PATH)
-        assert header.stored[0] * header.stored[1] <= MOST_PIXELS
+        header = parse_header(cut, PATH)
+        assert header.stored_size[0] * header.stored_size[1] <= MAX_PIXELS
 
 
 @pytest.mark.parametrize(

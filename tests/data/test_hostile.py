@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from stoker.cli.app import main
 from stoker.data.index import open_index
-from stoker.data.loading.loader import Loader, box_slots
-from stoker.data.validation.check import check
-from stoker.data.validation.problems import KINDS
+from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.validation.check import check_dataset
+from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import StokerError
-from stoker.hardware.device import pick
+from stoker.hardware.device import select_device
 from tests.data import hostile
 from tests.data.hostile_tfrecord import tfrecord
 
@@ -79,28 +79,28 @@ def test_every_defect_is_named_and_nothing_is_changed(
     assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad", "1") == 0
     page = capsys.readouterr().out
     for kind in places:
-        assert KINDS[kind].title in page
+        assert PROBLEM_KINDS[kind].title in page
     assert f"training would use {report['usable_pictures']} of {report['pictures']} pictures" in page
 
 
 def test_every_kind_is_planted(tmp_path: Path) -> None:
     planted = {kind for name, make in SETS.items() for kind, _ in make(tmp_path / name)}
-    assert planted == set(KINDS) - UNPLANTED
+    assert planted == set(PROBLEM_KINDS) - UNPLANTED
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_rest_can_be_loaded(name: str, tmp_path: Path) -> None:
     planted = SETS[name](tmp_path / "set")
     index = open_index(tmp_path / "set")
-    rows = index.rows("train")
+    rows = index.image_indices("train")
     loader = Loader(
-        index, rows, device=pick("cpu"), batch=4, canvas=(64, 64), resize="letterbox", boxes=box_slots(index, rows),
-        seed=0, threads=2, max_bad=1.0,
+        index, rows, device=select_device("cpu"), batch_size=4, image_size=(64, 64), resize="letterbox", max_boxes=compute_max_boxes(index, rows),
+        seed=0, workers=2, max_bad_fraction=1.0,
     )  # fmt: skip
     seen: set[int] = set()
     with contextlib.closing(loader):
         for _ in range(-(-len(rows) // 4)):
-            seen.update(next(loader).image_id.tolist())
+            seen.update(next(loader).image_index.tolist())
         bad = set(loader.state_dict()["quarantined"])
     paths = {str(index.path(row)) for row in bad}
     expected = [place.partition(":")[0] for kind, place in planted if kind in QUARANTINED]
@@ -139,7 +139,7 @@ def test_damaged_bytes_of_annotations_never_crash(name: str, small_sets: dict[st
         file.write_bytes(whole[:start] + new + whole[start + gone :])
         with contextlib.suppress(StokerError):
             open_index(small_sets[name])
-        assert check(small_sets[name], pictures=False).items
+        assert check_dataset(small_sets[name], decode_images=False).items
     finally:
         file.write_bytes(whole)
 
@@ -154,4 +154,4 @@ def test_the_command_trains(
     assert f"stoker data check {tmp_path / 'set'}" in said
     assert "--max-bad" in said
     assert run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad", "0.9") == 0
-    assert f"1 × {KINDS['tiny-box'].title}" in "".join(capsys.readouterr())
+    assert f"1 × {PROBLEM_KINDS['tiny-box'].title}" in "".join(capsys.readouterr())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.formats.detect import FORMATS
-from stoker.data.index import Index, missing_pictures, open_index, require_pictures
+from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.data.validation import clean
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 
@@ -47,7 +47,7 @@ def dataset(folder: Path, names: list[str], *, exist: bool = True) -> Path:
 
 
 def names_of(index: Index, split: str) -> set[str]:
-    return {index.path(row).name for row in index.rows(split)}
+    return {index.path(row).name for row in index.image_indices(split)}
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +83,18 @@ def test_a_data_set_that_was_moved(tmp_path: Path) -> None:
     folder.rename(tmp_path / "there")
     index = open_index(tmp_path / "there")
     assert index.path(0) == tmp_path / "there" / "images" / "00000.jpg"
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     (tmp_path / "link").symlink_to(tmp_path / "there")
     assert open_index(tmp_path / "link").path(0) == index.path(0)
 
 
 def test_pictures_that_come_after_the_annotations(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content(numbered(3)))
-    assert missing_pictures(open_index(tmp_path)) == [0, 1, 2]
+    assert missing_images(open_index(tmp_path)) == [0, 1, 2]
     (tmp_path / "images").mkdir()
     for name in numbered(3):
         (tmp_path / "images" / name).touch()
-    assert missing_pictures(open_index(tmp_path)) == []
+    assert missing_images(open_index(tmp_path)) == []
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.99])
@@ -154,7 +154,7 @@ def test_a_damaged_cache_never_leads_outside_the_arrays(damage: list[tuple[float
 
 def test_the_arrays_are_views_that_keep_the_file_mapped(tmp_path: Path, own_cache: Path) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(20)))
-    arrays = (index.size, index.image_id, index.offsets, index.boxes, index.labels, index.crowd, index.area)
+    arrays = (index.original_size, index.image_id, index.offsets, index.boxes, index.labels, index.crowd, index.area)
     for array in arrays:
         assert not array.flags.owndata
         assert not array.flags.writeable
@@ -206,9 +206,11 @@ def test_the_index_needs_no_torch() -> None:
 
 def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
     """Another value would move pictures between training and validation of everyone's data sets."""
-    assert clean._uniform("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
-    assert clean._uniform("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
-    assert clean._uniform(unicodedata.normalize("NFD", "Zürich 1.png")) == clean._uniform("Zürich 1.png")
+    assert clean._hash_to_unit_interval("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
+    assert clean._hash_to_unit_interval("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
+    assert clean._hash_to_unit_interval(unicodedata.normalize("NFD", "Zürich 1.png")) == clean._hash_to_unit_interval(
+        "Zürich 1.png"
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -216,12 +218,12 @@ def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
 def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fraction: float) -> None:
     names = [f"{number}.jpg" for number in sorted(numbers)]
     boxed = np.ones(len(names), np.bool_)
-    held = clean._held_back(names, fraction, boxed)
+    held = clean._choose_val_images(names, fraction, boxed)
     assert 0 < held.sum() < len(names)
-    fewer = clean._held_back(names[::2], fraction, boxed[::2])
+    fewer = clean._choose_val_images(names[::2], fraction, boxed[::2])
     # only the two that keep both splits from being empty may differ
     assert (held[::2] != fewer).sum() <= 2
-    alone = np.array([clean._uniform(name) < fraction for name in names])
+    alone = np.array([clean._hash_to_unit_interval(name) < fraction for name in names])
     if 0 < alone.sum() < len(names):
         assert (held == alone).all()
 
@@ -229,7 +231,7 @@ def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fracti
 @given(st.lists(st.booleans(), max_size=40), st.floats(0.01, 0.9))
 def test_what_is_held_back_has_boxes_and_so_has_the_rest(boxes: list[bool], fraction: float) -> None:
     boxed = np.array(boxes, np.bool_)
-    held = clean._held_back([f"{n}.jpg" for n in range(len(boxes))], fraction, boxed)
+    held = clean._choose_val_images([f"{n}.jpg" for n in range(len(boxes))], fraction, boxed)
     if sum(boxes) > 1:
         assert 0 < np.count_nonzero(held & boxed) < sum(boxes)
     else:
@@ -240,7 +242,7 @@ def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> 
     here = open_index(dataset(tmp_path / "a", numbered(300)))
     there = open_index(dataset(tmp_path / "b", numbered(400)))
     assert names_of(here, "val") == names_of(there, "val") & set(numbered(300))
-    assert 15 <= len(here.rows("val")) <= 45
+    assert 15 <= len(here.image_indices("val")) <= 45
     assert set(here.splits) == {"train", "val"}
     assert any("held back" in note for note in here.notes)
 
@@ -271,19 +273,19 @@ def test_exactly_the_missing_pictures_are_listed(gone: set[int], few: bool) -> N
         for row in gone:
             index.path(row).unlink()
         asked = range(20) if few else None
-        assert missing_pictures(index, asked) == sorted(gone & set(asked or range(150)))
+        assert missing_images(index, asked) == sorted(gone & set(asked or range(150)))
 
 
 def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(400)))
-    rows = index.rows("train")
+    rows = index.image_indices("train")
     few = rows.size // 100
     for row in rows[:few].tolist():
         index.path(row).unlink()
-    assert require_pictures(index) == rows[:few].tolist()
+    assert require_images(index) == rows[:few].tolist()
     index.path(rows[few]).unlink()
     with pytest.raises(DataError, match=f"{few + 1} of the {rows.size} pictures of the train split") as raised:
-        require_pictures(index)
+        require_images(index)
     assert str(index.path(rows[0])) in str(raised.value)
 
 
@@ -292,15 +294,15 @@ def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
 )
 def test_how_many_pictures_may_be_missing(tmp_path: Path, max_bad: float, gone: int, enough: bool) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(50)))
-    rows = index.rows("train")
+    rows = index.image_indices("train")
     assert 40 <= rows.size < 50
     for row in rows[:gone].tolist():
         index.path(row).unlink()
     if enough:
-        assert require_pictures(index, max_bad=max_bad) == rows[:gone].tolist()
+        assert require_images(index, max_bad_fraction=max_bad) == rows[:gone].tolist()
     else:
         with pytest.raises(DataError, match=f"{gone} of the {rows.size} pictures") as raised:
-            require_pictures(index, max_bad=max_bad)
+            require_images(index, max_bad_fraction=max_bad)
         assert f"up to {max_bad:.3g} of them may be missing (--max-bad)" in str(raised.value)
 
 
@@ -311,13 +313,13 @@ def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> Non
         (folder / "all.json").write_text(json.dumps(whole | {"images": whole["images"] + [{"id": "x"}] * bad}))
         index = open_index(folder)
         if bad == 1:
-            assert require_pictures(index) == []
+            assert require_images(index) == []
         else:
             with pytest.raises(DataError, match="2 of the 52 pictures are left out") as raised:
-                require_pictures(index)
+                require_images(index)
             assert '"images" number 50: {"id": "x"}' in str(raised.value)
             assert f"stoker data check {folder}" in str(raised.value)
-            assert require_pictures(index, max_bad=0.04) == []
+            assert require_images(index, max_bad_fraction=0.04) == []
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     with pytest.raises(DataError) as raised:
-        require_pictures(open_index(folder))
+        require_images(open_index(folder))
     assert fix in str(raised.value)
 
 
@@ -404,4 +406,4 @@ def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
     folder = dataset(tmp_path / "set", [str(tmp_path / "elsewhere" / "a.jpg"), "b.jpg"], exist=False)
     index = open_index(folder)
     places = ("elsewhere/a.jpg", "set/b.jpg", "set/new", "other/a.jpg")
-    assert [index.holds(tmp_path / name) for name in places] == [True, True, True, False]
+    assert [index.contains_file(tmp_path / name) for name in places] == [True, True, True, False]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
-from stoker.data.loading.loader import DEPTH, HELD, box_slots
+from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH, compute_max_boxes
 from stoker.errors import CheckpointError
 from tests.data.loading import CANVAS, PADDING, Pictures, assert_same, ids, loader_threads, make, stream, take
 
@@ -39,10 +39,10 @@ def test_a_batch_keeps_the_contract(pictures):
             torch.float32,
         ]  # fmt: skip
         assert batch.boxes.shape == (4, 8, 4)
-        assert batch.draw.shape == (4, DRAWS)
-        for k, row in enumerate(batch.image_id.tolist()):
-            height, width = batch.content[k].tolist()
-            assert batch.size[k].tolist() == pictures.size[row].tolist()
+        assert batch.rand.shape == (4, NUM_RAND)
+        for k, row in enumerate(batch.image_index.tolist()):
+            height, width = batch.resized_size[k].tolist()
+            assert batch.original_size[k].tolist() == pictures.size[row].tolist()
             padding = torch.ones(CANVAS, dtype=torch.bool)
             padding[:height, :width] = False
             assert torch.equal(batch.images[k][:, padding].T.unique(dim=0), PADDING[: int(padding.any())])
@@ -51,7 +51,7 @@ def test_a_batch_keeps_the_contract(pictures):
 
 def test_an_evaluation_batch_maps_back_to_the_original(pictures):
     for batch in stream(pictures, 9, train=False):
-        for k, row in enumerate(batch.image_id.tolist()):
+        for k, row in enumerate(batch.image_index.tolist()):
             if row < 0:
                 continue
             boxes = pictures.boxes[pictures.offsets[row] : pictures.offsets[row + 1]]
@@ -61,9 +61,9 @@ def test_an_evaluation_batch_maps_back_to_the_original(pictures):
 
 def test_box_slots_are_the_most_boxes_rounded_up(pictures):
     pictures.offsets = np.array([0, 3, 3, 20])
-    assert box_slots(pictures, np.arange(3)) == 24
-    assert box_slots(pictures, np.array([0])) == 8
-    assert box_slots(pictures, np.array([1])) == 8
+    assert compute_max_boxes(pictures, np.arange(3)) == 24
+    assert compute_max_boxes(pictures, np.array([0])) == 8
+    assert compute_max_boxes(pictures, np.array([1])) == 8
 
 
 def test_more_boxes_than_slots_is_an_error_with_the_name(pictures):
@@ -81,9 +81,9 @@ def test_a_real_data_set(tmp_path, monkeypatch):
     text = json.dumps({"images": records, "annotations": boxes, "categories": [{"id": 7, "name": "cell"}]})
     (tmp_path / "coco" / "_annotations.coco.json").write_text(text)
     index = open_index(tmp_path / "coco", val_fraction=0.2)
-    rows = index.rows("train")
+    rows = index.image_indices("train")
     batch = stream(index, 1, rows=rows, train=False, batch=8)[0]
-    assert batch.image_id.tolist() == rows.tolist() + [-1] * (8 - len(rows))
+    assert batch.image_index.tolist() == rows.tolist() + [-1] * (8 - len(rows))
     scale = batch.scale[: len(rows)].flip(1).repeat(1, 2)
     assert torch.allclose(batch.boxes[: len(rows), 0] / scale, torch.tensor([1.0, 2, 5, 7]), atol=1e-4)
 
@@ -143,7 +143,7 @@ def test_evaluation_shows_every_row_once_in_order(pictures, batch):
             assert len(ids(found)) == -(-5 // batch) * batch
             assert loader.position == 5
             for part in found:
-                fill = part.image_id < 0
+                fill = part.image_index < 0
                 assert not part.valid[fill].any()
                 assert (part.images[fill].permute(0, 2, 3, 1) == PADDING).all()
         with pytest.raises(StopIteration):
@@ -207,7 +207,7 @@ def test_rows_of_names_what_was_handed_out(pictures):
     pictures.path(6).write_bytes(b"")
     with make(pictures) as loader:
         found = take(loader, 9)
-        assert loader.rows_of(0, 36) == ids(found)
+        assert loader.image_indices_at(0, 36) == ids(found)
 
 
 def test_stats_tell_reading_from_decoding_and_waiting(pictures):
@@ -215,7 +215,7 @@ def test_stats_tell_reading_from_decoding_and_waiting(pictures):
         take(loader, 6)
         ahead = loader.stats()
     total = loader.stats()
-    assert 24 <= ahead.decode.pictures <= total.decode.pictures <= 4 * (6 + DEPTH + HELD)
+    assert 24 <= ahead.decode.num_images <= total.decode.num_images <= 4 * (6 + PREFETCH_DEPTH + BUFFERS_IN_USE)
     assert total.fetch.bytes >= 24 * min(pictures.path(row).stat().st_size for row in range(13))
     assert min(total.fetch.seconds, total.decode.seconds, total.idle_s, total.wait_s) > 0
     assert total.fetch.seconds >= ahead.fetch.seconds

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stoker.data.loading import samples
-from stoker.data.loading.loader import DEPTH, HELD
+from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH
 from stoker.errors import OutOfMemoryError
 from tests.data.loading import (
     LateDevice,
@@ -86,7 +86,7 @@ def test_close_joins_threads_that_wait_on_a_full_ring(pictures):
     wait_until_full(loader)
     loader.close()
     assert not loader_threads()
-    assert loader.stats().decode.pictures == 4 * (DEPTH + HELD)
+    assert loader.stats().decode.num_images == 4 * (PREFETCH_DEPTH + BUFFERS_IN_USE)
 
 
 def test_close_from_another_thread_ends_a_wait(pictures, monkeypatch):

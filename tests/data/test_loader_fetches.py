@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from stoker.data.loading.prefetch import positions
+from stoker.data.loading.prefetch import iter_rank_positions
 from stoker.errors import DataError, ObjectMissing, StorageError
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.data.loading import Pictures, assert_same, ids, make, stream, take
 from tests.storage.servers import Conditions, apply, google_server
 
@@ -92,13 +92,13 @@ def test_more_is_asked_for_than_the_ring_has_room_for(bucket):
     with make(bucket, depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) == 3 * 4 + 16
-        assert loader.stats().ahead == 16
+        assert loader.stats().max_in_flight == 16
 
 
 def test_little_memory_bounds_what_is_asked_for(bucket, monkeypatch):
     from stoker.data.loading import prefetch
 
-    monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.USUAL_BYTES, 0))
+    monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.DEFAULT_IMAGE_BYTES, 0))
     with make(bucket, depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) <= 3 * 4 + 3 + 4 * 16
@@ -114,11 +114,11 @@ def test_a_slow_object_holds_up_no_thread(bucket):
         found = []
         asking = threading.Thread(target=lambda: (found.extend(take(loader, 5)), done.set()))
         asking.start()
-        while loader.stats().decode.pictures < 20 - expected.count(late):
+        while loader.stats().decode.num_images < 20 - expected.count(late):
             assert not done.is_set()
         stats = loader.stats()
-        assert stats.fetch.now >= 1
-        assert (stats.decode.now, stats.copy.pictures) == (0, 0)
+        assert stats.fetch.in_progress >= 1
+        assert (stats.decode.in_progress, stats.copy.num_images) == (0, 0)
         bucket.holds[late].set()
         asking.join(60)
     assert ids(found) == expected
@@ -132,12 +132,12 @@ def test_a_wait_for_an_object_is_fetch(bucket):
         timer.start()
         next(loader)
         timer.join()
-        waits = loader.stats().waits
+        waits = loader.stats().wait_s_by_stage
     assert waits["fetch"] > 0.8 * sum(waits.values())
 
 
 def missing(row):
-    return ObjectMissing("There is no such object.", place=f"s3://bucket/{row}")
+    return ObjectMissing("There is no such object.", location=f"s3://bucket/{row}")
 
 
 def test_a_missing_object_is_quarantined_as_a_missing_file_is(bucket):
@@ -164,7 +164,7 @@ def test_a_wrong_guess_is_fetched_anew(bucket):
     bucket.fails[4] = missing(4)
     with make(bucket, batch=1, depth=1) as loader:
         found = ids(take(loader, 60))
-        assert found == loader.rows_of(0, 60)
+        assert found == loader.image_indices_at(0, 60)
     assert MADE[0].submitted.count(4) > 1
     assert 4 not in found
     assert len(bucket.blocking) == 1  # what stands in for it where it failed; later places were put right ahead
@@ -173,7 +173,7 @@ def test_a_wrong_guess_is_fetched_anew(bucket):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_bucket_that_cannot_be_read_stops_the_run_with_its_own_message(bucket, threads):
     order = ids(stream(local(bucket), 3))
-    error = StorageError("s3.GetObject is not allowed.", place="s3://bucket/x", cause="403", fix="allow it")
+    error = StorageError("s3.GetObject is not allowed.", location="s3://bucket/x", cause="403", fix="allow it")
     bucket.fails[order[6]] = error
     told = []
     with make(bucket, threads=threads, on_quarantine=told.append) as loader:
@@ -213,7 +213,7 @@ def test_a_loader_set_back_fetches_from_there_on(bucket):
 
 
 def test_positions_of_a_rank():
-    stream = positions(12, 2, 6)
+    stream = iter_rank_positions(12, 2, 6)
     assert [next(stream) for _ in range(6)] == [12, 13, 18, 19, 24, 25]
 
 
@@ -237,24 +237,24 @@ def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
     with google_server() as server:
         place = server.bucket()
         apply(monkeypatch, place.environment)
-        good = open_store(parse(place.address))
+        good = open_store(parse_uri(place.address))
         for path in tmp_path.iterdir():
             good.write(path.name, path.read_bytes())
         faults = {"503": 0.04, "429": 0.02, "reset": 0.02, "truncate": 0.02}
         with place.through(Conditions(latency_s=0.01, faults=faults)) as (worse, proxy):
             apply(monkeypatch, worse.environment)
-            index.store = open_store(parse(worse.address))
+            index.store = open_store(parse_uri(worse.address))
             told = []
             with make(index, on_quarantine=told.append) as loader:
                 found = take(loader, 20)
                 stats = loader.stats()
             assert_same(found, stream(files, 20))
             assert [one.row for one in told] == [4]
-            assert stats.fetch.pictures >= 80
+            assert stats.fetch.num_images >= 80
             assert stats.fetch.bytes >= 80 * 0.8 * min(path.stat().st_size for path in tmp_path.iterdir())
             assert stats.fetch.seconds > 80 * 0.01
             assert stats.read_s < stats.fetch.seconds / 2  # almost all came by itself
-            assert len(proxy.seen) > 80
+            assert len(proxy.observe) > 80
         server.objects.denied.add("GET")
         index.store = good
         told.clear()

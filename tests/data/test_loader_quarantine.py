@@ -71,7 +71,7 @@ def test_a_size_that_the_source_does_not_say_is_read_from_the_file(pictures):
     expected = stream(pictures, 4)
     pictures.size[:] = 0
     assert_same(stream(pictures, 4), expected)
-    assert expected[0].size[0].tolist() == sizes[expected[0].image_id[0]].tolist()
+    assert expected[0].original_size[0].tolist() == sizes[expected[0].image_index[0]].tolist()
 
 
 @pytest.mark.parametrize("stop", [1, 3, 6])
@@ -111,7 +111,7 @@ def test_a_picture_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch
 
     def once_broken(data, path, **rest):
         if path == index.path(row) and next(tries) == 0:
-            raise DataError("The disk hiccuped.", place=path)
+            raise DataError("The disk hiccuped.", location=path)
         real(data, path, **rest)
 
     monkeypatch.setattr(samples.decode, "decode_into", once_broken)
@@ -122,7 +122,7 @@ def test_a_picture_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch
         assert not told
         assert next(tries) >= 4  # it was tried, and worked, at later places before its failure was known
         found += take(loader, 29)
-        assert ids(found) == loader.rows_of(0, 30)
+        assert ids(found) == loader.image_indices_at(0, 30)
     assert [one.position for one in told] == [2]
     assert row not in ids(found)
     # The same stream as that of a run which could never read it.

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.data.loading import loader as loader_module
-from stoker.data.loading.autotune import first_threads
-from stoker.data.loading.loader import HELD
-from stoker.data.loading.samples import Outcome
-from stoker.data.loading.worker_pool import Crew, Task, Work
+from stoker.data.loading.autotune import default_num_workers
+from stoker.data.loading.loader import BUFFERS_IN_USE
+from stoker.data.loading.samples import SampleResult
+from stoker.data.loading.worker_pool import BatchTask, SampleTask, WorkerPool
 from stoker.hardware.cgroup import host_cores
 from tests.data.loading import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
 
@@ -41,11 +41,11 @@ def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(pictur
     said = []
     with make(pictures, threads=0, on_tuned=said.append) as loader:
         found = take(loader, 1)
-        first = loader.stats().threads
+        first = loader.stats().workers
         assert len(loader_threads()) == first
         found += take(loader, 59)
-        assert loader.stats().threads > first
-        assert len(loader_threads()) == loader.stats().threads
+        assert loader.stats().workers > first
+        assert len(loader_threads()) == loader.stats().workers
     assert_same(found, expected)
     assert any("training waits" in sentence and "threads read" in sentence for sentence in said), said
     assert all(sentence.startswith("loader: ") for sentence in said)
@@ -57,15 +57,15 @@ def test_a_number_of_threads_and_a_depth_that_are_given_stay(pictures, monkeypat
     said = []
     with make(pictures, threads=1, depth=2, on_tuned=said.append) as loader:
         take(loader, 30)
-        assert (loader.stats().threads, loader.stats().depth) == (1, 2)
+        assert (loader.stats().workers, loader.stats().prefetch_depth) == (1, 2)
     assert not said
 
 
 def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(pictures):
-    usual = first_threads(host_cores(), is_cpu=True)
+    usual = default_num_workers(host_cores(), is_cpu=True)
     for begin, threads, expected in ((0, 0, usual), (1, 0, usual), (7, 0, 7), (7, 3, 3)):
         with make(pictures, threads=threads, begin=begin) as loader:
-            assert loader.stats().threads == expected
+            assert loader.stats().workers == expected
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,19 +76,19 @@ def test_the_stream_stays_whatever_is_tuned(pictures, course, on_device):
     found = []
     with make(pictures, threads=2, **device) as loader:
         for threads, depth in course:
-            loader._tuner.threads, loader._tuner.depth = threads, depth
-            loader._gauge, loader_module.LOOK_S, kept = None, 0.0, loader_module.LOOK_S
+            loader._autotuner.workers, loader._autotuner.prefetch_depth = threads, depth
+            loader._rate_meter, loader_module.POLL_INTERVAL_S, kept = None, 0.0, loader_module.POLL_INTERVAL_S
             try:
                 found += [next(loader)] if on_device else take(loader, 1)
-                loader._tuner.see = lambda _seen: []
+                loader._autotuner.update = lambda _seen: []
                 found += [next(loader)] if on_device else take(loader, 1)
             finally:
-                loader_module.LOOK_S = kept
-            assert len(loader._slots) >= depth + HELD
-        for _ in range(2 * max(depth for _, depth in course) + 2 * HELD):
+                loader_module.POLL_INTERVAL_S = kept
+            assert len(loader._buffers) >= depth + BUFFERS_IN_USE
+        for _ in range(2 * max(depth for _, depth in course) + 2 * BUFFERS_IN_USE):
             found += [next(loader)] if on_device else take(loader, 1)
         depth = course[-1][1]
-        assert len(loader._slots) == depth + HELD
+        assert len(loader._buffers) == depth + BUFFERS_IN_USE
         if on_device:
             loader._device.finish()
     assert_same(found, stream(pictures, len(found)))
@@ -97,7 +97,7 @@ def test_the_stream_stays_whatever_is_tuned(pictures, course, on_device):
 def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(pictures):
     with make(pictures, threads=6) as loader:
         next(loader)
-        crew = loader._crew
+        crew = loader._pool
         crew.resize(2)
         before = loader_threads()
         for thread in before:
@@ -106,11 +106,11 @@ def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(pictures):
         deadline = time.monotonic() + 60
         while len(loader_threads()) > 2:
             assert time.monotonic() < deadline
-        done = loader.stats().decode.pictures
+        done = loader.stats().decode.num_images
         crew.resize(3)
         assert len(loader_threads()) == 3
         take(loader, 6)
-        assert loader.stats().decode.pictures > done
+        assert loader.stats().decode.num_images > done
 
 
 def test_the_earliest_sample_is_taken_first():
@@ -122,19 +122,19 @@ def test_the_earliest_sample_is_taken_first():
             entered.set()
             assert leave.wait(60)
             order.append(position)
-            return Outcome(position, [])
+            return SampleResult(position, [])
 
-    crew = Crew(Samples(), 1)
-    work = Work(0, 0, None, 8)
-    work.left = 6
-    crew.give(Task(7, work, 7, None))
+    crew = WorkerPool(Samples(), 1)
+    work = BatchTask(0, 0, None, 8)
+    work.num_missing = 6
+    crew.submit(SampleTask(7, work, 7, None))
     assert entered.wait(60)
     for k in (5, 2, 6, 0, 3):
-        crew.give(Task(k, work, k, None))
-    assert crew.waiting == 5
+        crew.submit(SampleTask(k, work, k, None))
+    assert crew.num_queued == 5
     leave.set()
-    with crew.done:
-        assert crew.done.wait_for(lambda: work.left == 0, 60)
+    with crew.batch_done:
+        assert crew.batch_done.wait_for(lambda: work.num_missing == 0, 60)
     crew.stop()
     crew.join()
     assert order == [7, 0, 2, 3, 5, 6]
@@ -156,17 +156,17 @@ def test_stats_say_what_is_being_done(pictures, monkeypatch):
         for _ in range(3):
             assert entered.acquire(timeout=60)
         stats = loader.stats()
-        assert (stats.threads, stats.depth, stats.fetch.now, stats.decode.now) == (3, 1, 3, 0)
-        assert stats.queued == 4 * (1 + HELD) - 3
-        assert (stats.fetch.pictures, stats.ready, stats.copy.pictures) == (0, 0, 0)
+        assert (stats.workers, stats.prefetch_depth, stats.fetch.in_progress, stats.decode.in_progress) == (3, 1, 3, 0)
+        assert stats.queued == 4 * (1 + BUFFERS_IN_USE) - 3
+        assert (stats.fetch.num_images, stats.ready, stats.copy.num_images) == (0, 0, 0)
         later = loader.stats()
         assert later.fetch.seconds > stats.fetch.seconds > 0  # also what is not ended counts
         leave.set()
         asking.join(60)
     stats = loader.stats()
-    assert stats.copy.pictures == 4
-    assert stats.decode.bytes == stats.decode.pictures * 3 * 32 * 64
-    assert (stats.fetch.now, stats.decode.now, stats.queued) == (0, 0, 0)
+    assert stats.copy.num_images == 4
+    assert stats.decode.bytes == stats.decode.num_images * 3 * 32 * 64
+    assert (stats.fetch.in_progress, stats.decode.in_progress, stats.queued) == (0, 0, 0)
 
 
 @pytest.mark.slow
@@ -198,6 +198,6 @@ def test_marks_of_a_sample_are_few(pictures):
     with make(pictures, depth=1) as loader:
         for _ in itertools.repeat(None, 20):
             next(loader)
-            for work in list(loader._pending):
-                assert max(map(len, work.marks), default=0) <= 3
+            for work in list(loader._pending_batches):
+                assert max(map(len, work.transitions), default=0) <= 3
     assert np.isfinite(loader.stats().wait_s)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.formats.names import existing, resolve
-from stoker.data.formats.tables import by_folder
+from stoker.data.formats.names import find_existing_dir, resolve_names
+from stoker.data.formats.tables import group_by_folder
 from stoker.data.index import open_index
-from stoker.data.validation.problems import KINDS
+from stoker.data.validation.problems import PROBLEM_KINDS
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -35,7 +35,9 @@ def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
     index = open_index(data)
     paths = [index.path(row).relative_to(root) for row in range(len(index))]
     assert all((root / path).is_file() for path in paths)
-    return paths, {problem.kind: problem.count for problem in index.problems if KINDS[problem.kind].unit == "picture"}
+    return paths, {
+        problem.kind: problem.count for problem in index.problems if PROBLEM_KINDS[problem.kind].unit == "picture"
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,12 +77,12 @@ def test_folders_and_backslashes(tmp_path):
 
 def test_a_file_is_never_guessed(tmp_path):
     make(tmp_path, "a.jpg", "A.JPG", "b.jpg", "c.jpg")
-    assert resolve(tmp_path, ["A.jpg"]) == {}  # two files can be meant
-    assert resolve(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another picture
-    assert resolve(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
-    assert resolve(tmp_path, ["d.jpg"]) == {}
-    assert resolve(tmp_path / "absent", ["a.jpg"]) == {}
-    assert existing(tmp_path / "absent") is None
+    assert resolve_names(tmp_path, ["A.jpg"]) == {}  # two files can be meant
+    assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another picture
+    assert resolve_names(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
+    assert resolve_names(tmp_path, ["d.jpg"]) == {}
+    assert resolve_names(tmp_path / "absent", ["a.jpg"]) == {}
+    assert find_existing_dir(tmp_path / "absent") is None
 
 
 @given(st.lists(st.text("abAB %é\u0301", min_size=1, max_size=4), unique=True, max_size=6), st.data())
@@ -90,7 +92,7 @@ def test_what_is_found_is_there_and_stands_for_one_name(tmp_path_factory, files,
     for name in files:
         (folder / name).touch()
     names = data.draw(st.lists(st.sampled_from(files or ["x.jpg"]).map(str.swapcase) | st.just("xA.jpg"), max_size=6))
-    matched = resolve(folder, names)
+    matched = resolve_names(folder, names)
     assert set(matched) <= set(names) - set(files)
     assert set(matched.values()) <= set(files) - set(names)
     assert len(set(matched.values())) == len(matched)
@@ -108,6 +110,6 @@ def test_the_index_follows_when_the_file_gets_its_right_name(tmp_path):
 def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
     folder = np.array(numbers, np.int32)
     rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)
-    found = [(number, inside.tolist()) for number, inside in by_folder(folder, rows)]
+    found = [(number, inside.tolist()) for number, inside in group_by_folder(folder, rows)]
     wanted = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
     assert found == [(number, inside) for number, inside in wanted if inside]

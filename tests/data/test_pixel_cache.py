@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from stoker.data.augment import geometry
 from stoker.data.images import pixel_cache
-from stoker.data.images.cache_policy import file_of, open_cache, open_file
+from stoker.data.images.cache_policy import cache_file_path, open_cache, open_cache_file
 from stoker.data.images.decode import decode
-from stoker.data.images.headers import header_of
-from stoker.data.images.pixel_cache import BLOCK, HEADER_BYTES, Form, PixelCache, offsets_of
+from stoker.data.images.headers import parse_header
+from stoker.data.images.pixel_cache import BLOCK_BYTES, HEADER_BYTES, CachedImageSpec, PixelCache, compute_entry_offsets
 from stoker.data.index import Index, open_index
 from tests.data import tfrecords
 
-FORM = Form((64, 96), "letterbox", 1.5)
+FORM = CachedImageSpec((64, 96), "letterbox", 1.5)
 SIDES = (150, 200)
 PLENTY = 1 << 40
 
@@ -46,15 +46,15 @@ def draw(folder: Path, count: int = 6, *, sized: bool = True, sides: tuple[int, 
 
 
 def cache_of(
-    index: Index, form: Form = FORM, *, most_bytes: int = PLENTY, said: Callable[[str], None] | None = None
+    index: Index, form: CachedImageSpec = FORM, *, most_bytes: int = PLENTY, said: Callable[[str], None] | None = None
 ) -> PixelCache:
     """What a new process has: nothing is remembered of the sources."""
-    return PixelCache(index, form, open_file(file_of(index, form)), most_bytes=most_bytes, on_trouble=said)
+    return PixelCache(index, form, open_cache_file(cache_file_path(index, form)), max_bytes=most_bytes, on_error=said)
 
 
 def make(cache: PixelCache, index: Index, row: int) -> np.ndarray:
     data, path = index.read(row), index.path(row)
-    return cache.make(row, data, path, header_of(data, path))
+    return cache.decode(row, data, path, parse_header(data, path))
 
 
 def fill(cache: PixelCache, index: Index) -> list[np.ndarray]:
@@ -94,7 +94,7 @@ def test_what_comes_back_is_what_was_kept(index: Index) -> None:
     assert [cache.get(row) for row in range(len(index))] == [None] * len(index)
     made = fill(cache, index)
     for row, pixels in enumerate(made):
-        assert cache.holds(row)
+        assert cache.contains(row)
         found = cache.get(row)
         assert found is not None
         assert np.array_equal(found, pixels)
@@ -114,15 +114,15 @@ def test_a_picture_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) 
 def test_a_picture_is_kept_as_small_as_covers_what_is_shown(
     size: tuple[int, int], canvas: tuple[int, int], resize: str, factor: float
 ) -> None:
-    kept = Form(canvas, resize, factor).kept(np.array([size], np.int32))[0]
+    kept = CachedImageSpec(canvas, resize, factor).cached_sizes(np.array([size], np.int32))[0]
     scales = np.array(canvas) / size
     wanted = np.minimum(size, factor * np.array(size) * (scales.min() if resize == "letterbox" else scales))
     assert (kept >= np.floor(wanted)).all()
     assert (kept <= np.ceil(wanted) + (wanted < 1)).all()
     assert (kept >= 1).all()
     # A whole kept picture is shown in as many pixels as the whole picture is, but for rounding.
-    shown = geometry.place(size, canvas, resize).content
-    again = geometry.place((int(kept[0]), int(kept[1])), canvas, resize).content
+    shown = geometry.compute_resize_geometry(size, canvas, resize).resized_size
+    again = geometry.compute_resize_geometry((int(kept[0]), int(kept[1])), canvas, resize).resized_size
     assert again == pytest.approx(shown, abs=2, rel=0.02) or min(kept) < 50
     assert factor > 1 or again == shown
 
@@ -132,39 +132,47 @@ def test_a_picture_is_kept_as_small_as_covers_what_is_shown(
     [(0.5, (0.7, 1.5), 1.5), (0.5, (1, 1.4), 1.4), (0.5, (0.5, 4), 1.5), (0.5, (0.5, 1.1), 1.25), (0, (0.5, 4), 1.0)],
 )
 def test_pictures_are_kept_as_large_as_crops_want_them(crop: float, zoom: tuple[float, float], factor: float) -> None:
-    assert Form.of((64, 64), "letterbox", crop=crop, zoom=zoom).factor == factor
+    assert (
+        CachedImageSpec.for_augmentation((64, 64), "letterbox", scale_jitter_prob=crop, scale_range=zoom).factor
+        == factor
+    )
 
 
 def test_pictures_whose_size_is_unknown_have_no_place(tmp_path: Path) -> None:
     index = draw(tmp_path / "set", sized=False)
     cache = cache_of(index)
-    assert not index.size.any()
+    assert not index.original_size.any()
     assert [cache.shape(row) for row in range(6)] == [None] * 6
     cache.put(0, np.zeros((2, 2, 3), np.uint8))
     assert cache.get(0) is None
-    assert file_of(index, FORM).stat().st_size == 0
+    assert cache_file_path(index, FORM).stat().st_size == 0
 
 
 def test_places_do_not_overlap_and_lie_on_pages() -> None:
     kept = np.array([[100, 100], [0, 0], [1, 1], [40, 50]], np.int32)
-    begins = offsets_of(kept)
-    assert (begins % BLOCK == 0).all()
+    begins = compute_entry_offsets(kept)
+    assert (begins % BLOCK_BYTES == 0).all()
     assert (np.diff(begins) >= np.where(kept.prod(1) > 0, kept.prod(1) * 3 + HEADER_BYTES, 0)).all()
     assert begins[1] == begins[2]
 
 
 def test_another_size_or_other_pictures_are_another_file(index: Index, tmp_path: Path) -> None:
-    forms = [FORM, Form((96, 64), "letterbox", 1.5), Form((64, 96), "squash", 1.5), Form((64, 96), "letterbox", 1.25)]
-    files = {file_of(index, form) for form in forms} | {file_of(draw(tmp_path / "2"), FORM)}
+    forms = [
+        FORM,
+        CachedImageSpec((96, 64), "letterbox", 1.5),
+        CachedImageSpec((64, 96), "squash", 1.5),
+        CachedImageSpec((64, 96), "letterbox", 1.25),
+    ]
+    files = {cache_file_path(index, form) for form in forms} | {cache_file_path(draw(tmp_path / "2"), FORM)}
     (tmp_path / "set" / "0.jpg").rename(tmp_path / "set" / "zero.jpg")
     text = (tmp_path / "set" / "_annotations.coco.json").read_text()
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
-    files.add(file_of(open_index(tmp_path / "set"), FORM))
+    files.add(cache_file_path(open_index(tmp_path / "set"), FORM))
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace('"width": 200', '"width": 400'))
-    files.add(file_of(open_index(tmp_path / "set"), FORM))
+    files.add(cache_file_path(open_index(tmp_path / "set"), FORM))
     assert len(files) == 7
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
-    assert file_of(open_index(tmp_path / "set", val_fraction=0.4), FORM) in files
+    assert cache_file_path(open_index(tmp_path / "set", val_fraction=0.4), FORM) in files
 
 
 def test_memory_is_a_cache_without_a_file(index: Index) -> None:
@@ -172,7 +180,7 @@ def test_memory_is_a_cache_without_a_file(index: Index) -> None:
     assert cache is not None
     made = fill(cache, index)
     assert all(np.array_equal(cache.get(row), made[row]) for row in range(6))
-    assert not file_of(index, FORM).exists()
+    assert not cache_file_path(index, FORM).exists()
     other = open_cache("memory", index, np.arange(6), FORM, print)
     assert other is not None
     assert other.get(0) is None
@@ -191,7 +199,7 @@ def test_a_replaced_picture_is_noticed_by_the_next_process(index: Index) -> None
     assert np.array_equal(cache.get(1), old[1])
     again = cache_of(index)
     assert again.get(1) is None
-    assert not again.holds(1)
+    assert not again.contains(1)
     new = fill(again, index)
     assert (np.abs(new[1].astype(int) - 7) < 3).all()
     assert np.array_equal(cache_of(index).get(1), new[1])
@@ -230,8 +238,8 @@ def test_a_picture_inside_another_file_changes_with_it(tmp_path: Path) -> None:
 @given(st.integers(0, 96 * 128 * 3 + HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_flipped_byte_is_noticed(index: Index, at: int, flip: int) -> None:
     made = fill(cache_of(index), index)
-    begin = int(offsets_of(FORM.kept(index.size))[1])
-    with file_of(index, FORM).open("r+b") as file:
+    begin = int(compute_entry_offsets(FORM.cached_sizes(index.original_size))[1])
+    with cache_file_path(index, FORM).open("r+b") as file:
         file.seek(begin + at)
         (byte,) = file.read(1)
         file.seek(begin + at)
@@ -245,7 +253,7 @@ def test_a_flipped_byte_is_noticed(index: Index, at: int, flip: int) -> None:
 @pytest.mark.parametrize("length", [0, 10, 5000, 20_000])
 def test_a_file_that_was_cut_off_is_filled_again(index: Index, length: int) -> None:
     made = fill(cache_of(index), index)
-    os.truncate(file_of(index, FORM), length)
+    os.truncate(cache_file_path(index, FORM), length)
     again = fill(cache_of(index), index)
     assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
     cache = cache_of(index)
@@ -253,7 +261,7 @@ def test_a_file_that_was_cut_off_is_filled_again(index: Index, length: int) -> N
 
 
 def test_what_others_wrote_there_is_not_taken_for_a_picture(index: Index) -> None:
-    path = file_of(index, FORM)
+    path = cache_file_path(index, FORM)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"another program's file" * 9999)
     assert cache_of(index).get(0) is None
@@ -304,7 +312,7 @@ for n in range(10**9):
 """
 
 
-LARGE = Form((1000, 1400), "letterbox", 1.5)
+LARGE = CachedImageSpec((1000, 1400), "letterbox", 1.5)
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_is_returned_by_mistake(tmp_path: Path) -> None:
@@ -378,19 +386,19 @@ def test_a_cache_takes_no_more_than_it_may(index: Index) -> None:
     said: list[str] = []
     cache = cache_of(index, most_bytes=60_000, said=said.append)
     fill(cache, index)
-    assert 0 < file_of(index, FORM).stat().st_blocks * 512 <= 60_000
+    assert 0 < cache_file_path(index, FORM).stat().st_blocks * 512 <= 60_000
     assert len(said) == 1
     assert "its limit" in said[0]
 
 
 def test_some_of_the_disk_is_left_free(index: Index) -> None:
     said: list[str] = []
-    handle = open_file(file_of(index, FORM))
+    handle = open_cache_file(cache_file_path(index, FORM))
     disk = os.statvfs(index.root)
-    cache = PixelCache(index, FORM, handle, most_bytes=PLENTY, reserve_bytes=disk.f_blocks * disk.f_frsize,
-                       on_trouble=said.append)  # fmt: skip
+    cache = PixelCache(index, FORM, handle, max_bytes=PLENTY, reserve_bytes=disk.f_blocks * disk.f_frsize,
+                       on_error=said.append)  # fmt: skip
     fill(cache, index)
-    assert file_of(index, FORM).stat().st_blocks == 0
+    assert cache_file_path(index, FORM).stat().st_blocks == 0
     assert "nearly full" in said[0]
 
 
@@ -403,7 +411,7 @@ def test_after_a_write_that_the_disk_held_up_comes_a_pause(index: Index, monkeyp
 
 
 def test_a_cache_that_cannot_be_opened_is_said_and_pictures_keep_their_form(index: Index) -> None:
-    file_of(index, FORM).mkdir(parents=True)
+    cache_file_path(index, FORM).mkdir(parents=True)
     said: list[str] = []
     cache = open_cache("disk", index, np.arange(6), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None

@@ -12,22 +12,22 @@ import pytest
 
 from stoker.data.images import cache_policy
 from stoker.data.images.cache_policy import (
-    Situation,
-    choose,
-    decode_seconds,
-    disk_room,
-    make_room,
-    network_of,
+    CachePolicyInputs,
+    choose_cache,
+    compute_free_disk_bytes,
+    estimate_decode_s,
+    evict_cache_files,
+    find_network_file_system,
     open_cache,
 )
-from stoker.data.images.pixel_cache import Form
+from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.errors import ConfigError
-from tests.data.test_pixel_cache import FORM, cache_of, draw, file_of, fill
+from tests.data.test_pixel_cache import FORM, cache_file_path, cache_of, draw, fill
 
 GB = 10**9
-USUAL = Situation(
-    kept_bytes=10 * GB, pictures=10_000, decode_s=1e-3, shrinks=False, closest=1.5, epochs=12, threads=4, remote=False,
-    memory_free=64 * GB, disk_room=100 * GB, network=None, anonymous=True,
+USUAL = CachePolicyInputs(
+    cached_bytes=10 * GB, num_images=10_000, decode_s=1e-3, is_downscaled=False, max_scale=1.5, epochs=12, workers=4, is_remote=False,
+    free_memory_bytes=64 * GB, free_disk_bytes=100 * GB, network_file_system=None, has_memfd=True,
 )  # fmt: skip
 LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
 
@@ -58,7 +58,7 @@ LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
     ],
 )
 def test_the_choice_and_its_reason(changes: dict[str, object], kind: str, why: str) -> None:
-    found, reason = choose(dataclasses.replace(USUAL, **changes))  # type: ignore[arg-type]
+    found, reason = choose_cache(dataclasses.replace(USUAL, **changes))  # type: ignore[arg-type]
     assert (found, why in reason) == (kind, True), reason
 
 
@@ -66,26 +66,28 @@ def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
     """As measured: about 1 ms for 640 × 480, 15 to 22 ms for 4,000 × 3,000 at a canvas of 800."""
     for size, low, high in (((480, 640), 0.7e-3, 1.3e-3), ((3000, 4000), 14e-3, 22e-3)):
         sizes = np.array([size], np.int32)
-        kept = Form((800, 800), "letterbox", 1.5).kept(sizes)
-        assert low < decode_seconds(sizes, kept, 1.5) < high
+        kept = CachedImageSpec((800, 800), "letterbox", 1.5).cached_sizes(sizes)
+        assert low < estimate_decode_s(sizes, kept, 1.5) < high
 
 
 def test_the_situation_is_that_of_the_training_pictures(tmp_path: Path) -> None:
     index = draw(tmp_path / "set")
     rows = np.array([1, 2, 4])
-    found = cache_policy.situation(index, rows, FORM, closest=1.5, epochs=5, threads=2)
-    assert (found.pictures, found.shrinks, found.remote) == (3, True, False)
-    assert found.kept_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
-    assert 0 < found.memory_free <= psutil.virtual_memory().total
-    assert 0 < found.disk_room <= psutil.disk_usage(str(tmp_path)).free
-    assert not cache_policy.situation(index, np.array([0, 3]), FORM, closest=1.5, epochs=5, threads=2).shrinks
+    found = cache_policy.collect_cache_inputs(index, rows, FORM, max_scale=1.5, epochs=5, workers=2)
+    assert (found.num_images, found.is_downscaled, found.is_remote) == (3, True, False)
+    assert found.cached_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
+    assert 0 < found.free_memory_bytes <= psutil.virtual_memory().total
+    assert 0 < found.free_disk_bytes <= psutil.disk_usage(str(tmp_path)).free
+    assert not cache_policy.collect_cache_inputs(
+        index, np.array([0, 3]), FORM, max_scale=1.5, epochs=5, workers=2
+    ).is_downscaled
 
 
 def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [draw(tmp_path / str(n), 12) for n in range(4)]
-    files = [file_of(index, FORM) for index in sets]
+    files = [cache_file_path(index, FORM) for index in sets]
     caches = [cache_of(index) for index in sets[:3]]
     for cache, index in zip(caches, sets, strict=False):
         fill(cache, index)
@@ -93,10 +95,10 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     for n, used in enumerate((1, 3, 2)):
         os.utime(files[n], (used, used))
     del caches[1:], cache
-    monkeypatch.setenv(cache_policy.LIMIT, str(3 * taken / 2**30))
-    assert disk_room(files[3]) == 2 * taken
-    assert make_room(files[3], taken) == [files[2]]
-    assert make_room(files[3], 3 * taken) == [files[1]]
+    monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, str(3 * taken / 2**30))
+    assert compute_free_disk_bytes(files[3]) == 2 * taken
+    assert evict_cache_files(files[3], taken) == [files[2]]
+    assert evict_cache_files(files[3], 3 * taken) == [files[1]]
     assert files[0].exists()
     assert all(caches[0].get(row) is not None for row in range(12))
 
@@ -114,7 +116,7 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    handle = cache_policy.open_file(path)
+    handle = cache_policy.open_cache_file(path)
     assert removed
     assert os.path.samestat(os.fstat(handle), path.stat())
     os.close(handle)
@@ -123,34 +125,34 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
 def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
     fill(cache_of(old), old)
-    taken = file_of(old, FORM).stat().st_blocks * 512
-    monkeypatch.setenv(cache_policy.LIMIT, str(1.5 * taken / 2**30))
+    taken = cache_file_path(old, FORM).stat().st_blocks * 512
+    monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, str(1.5 * taken / 2**30))
     said: list[str] = []
     cache = open_cache("disk", new, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, new)
     assert len(said) == 1
     assert said[0].startswith("note: decoded pictures of another data set or size are removed to make room")
-    assert file_of(old, FORM).name in said[0]
+    assert cache_file_path(old, FORM).name in said[0]
     assert all(cache.get(row) is not None for row in range(12))
 
 
 def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = draw(tmp_path / "set", 12)
-    monkeypatch.setenv(cache_policy.LIMIT, str(100_000 / 2**30))
+    monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, str(100_000 / 2**30))
     said: list[str] = []
     cache = open_cache("disk", index, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, index)
     assert "the 0.1 MB of disk that they may take keep a part of 0.36" in said[0]
-    assert 0 < file_of(index, FORM).stat().st_blocks * 512 <= 100_000
+    assert 0 < cache_file_path(index, FORM).stat().st_blocks * 512 <= 100_000
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(cache_policy.LIMIT, text)
-    with pytest.raises(ConfigError, match=cache_policy.LIMIT):
-        disk_room(tmp_path / "x.pixels")
+    monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, text)
+    with pytest.raises(ConfigError, match=cache_policy.LIMIT_ENV_VAR):
+        compute_free_disk_bytes(tmp_path / "x.pixels")
 
 
 @pytest.mark.parametrize(
@@ -161,5 +163,5 @@ def test_a_cache_folder_across_a_network_is_recognised(
 ) -> None:
     parts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: parts)  # noqa: ARG005
-    assert network_of(tmp_path / "cache" / "pictures" / "x.pixels") == found
-    assert network_of(Path("/elsewhere/x.pixels")) is None
+    assert find_network_file_system(tmp_path / "cache" / "pictures" / "x.pixels") == found
+    assert find_network_file_system(Path("/elsewhere/x.pixels")) is None

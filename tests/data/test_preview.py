@@ -11,21 +11,21 @@ from PIL import Image
 
 from stoker.cli.app import main
 from stoker.config.settings import DataSettings
-from stoker.data.batch import DRAWS, Draw
+from stoker.data.batch import NUM_RAND, RandSlot
 from stoker.data.index import Index, open_index
-from stoker.data.preview import CELL, PAIRS, describe, preview
+from stoker.data.preview import CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
 from stoker.errors import UsageError
 from tests.batches import batch_of
 from tests.drawn import draw
 
 PLAIN = DataSettings(
-    canvas=(64, 96),
+    image_size=(64, 96),
     resize="letterbox",
-    max_bad=0.01,
-    flip=0.0,
-    crop=0.0,
-    zoom=(0.7, 1.5),
-    overlap=0.5,
+    max_bad_fraction=0.01,
+    hflip=0.0,
+    scale_jitter_prob=0.0,
+    scale_range=(0.7, 1.5),
+    min_object_covered=0.5,
     brightness=0.0,
     contrast=0.0,
     saturation=0.0,
@@ -40,19 +40,21 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def sheet_of(index: Index, settings: DataSettings, *, count: int = 2, seed: int = 0) -> np.ndarray:
-    return np.asarray(preview(index, index.rows("train"), settings, seed=seed, count=count, threads=2))
+    return np.asarray(
+        make_preview(index, index.image_indices("train"), settings, seed=seed, num_images=count, workers=2)
+    )
 
 
 def halves(sheet: np.ndarray, pair: int) -> tuple[np.ndarray, np.ndarray]:
     """The plain and the augmented picture of a pair of the first row, [h, CELL, 3]."""
-    height, left = CELL * 64 // 96, 8 + pair * (2 * CELL + 2 + 8)
+    height, left = CELL_SIZE * 64 // 96, 8 + pair * (2 * CELL_SIZE + 2 + 8)
     picture = sheet[8 : 8 + height]
-    return picture[:, left : left + CELL], picture[:, left + CELL + 2 : left + 2 * CELL + 2]
+    return picture[:, left : left + CELL_SIZE], picture[:, left + CELL_SIZE + 2 : left + 2 * CELL_SIZE + 2]
 
 
 def test_without_augmentation_both_are_the_same(index: Index):
-    sheet = sheet_of(index, PLAIN, count=PAIRS + 1)
-    for pair in range(PAIRS):
+    sheet = sheet_of(index, PLAIN, count=PAIRS_PER_ROW + 1)
+    for pair in range(PAIRS_PER_ROW):
         plain, augmented = halves(sheet, pair)
         assert plain.std() > 10
         assert np.array_equal(plain, augmented)
@@ -71,20 +73,23 @@ def test_each_setting_shows_on_the_right_only(index: Index, name: str):
 
 
 def test_the_words_below_a_picture():
-    draws = torch.full((1, DRAWS), 0.9)
-    draws[0, Draw.BRIGHTNESS] = 0.75
+    draws = torch.full((1, NUM_RAND), 0.9)
+    draws[0, RandSlot.BRIGHTNESS] = 0.75
     plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], draw=draws)
     loaded = plain._replace(scale=plain.scale * 1.25)
     settings = dataclasses.replace(PLAIN, flip=0.95, brightness=0.2, hue=0.1)
-    assert describe(plain, loaded, 0, settings, mosaic=True) == ["flip, zoom 1.25, mosaic", "brightness 1.10, hue +29°"]
-    assert describe(plain, plain, 0, settings, mosaic=False)[0] == "flip"
-    assert describe(plain, plain, 0, PLAIN, mosaic=False) == ["as it is"]
+    assert describe_augmentation(plain, loaded, 0, settings, mosaic=True) == [
+        "flip, zoom 1.25, mosaic",
+        "brightness 1.10, hue +29°",
+    ]
+    assert describe_augmentation(plain, plain, 0, settings, mosaic=False)[0] == "flip"
+    assert describe_augmentation(plain, plain, 0, PLAIN, mosaic=False) == ["as it is"]
 
 
 @pytest.mark.parametrize("count", [0, 401])
 def test_a_count_that_cannot_be(index: Index, count: int):
     with pytest.raises(UsageError, match="1 … 400"):
-        preview(index, index.rows("train"), PLAIN, seed=0, count=count, threads=1)
+        make_preview(index, index.image_indices("train"), PLAIN, seed=0, num_images=count, workers=1)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -109,7 +114,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--augment none" in rows["brightness"]
     with Image.open("preview.jpg") as sheet:
         assert sheet.format == "JPEG"
-        assert sheet.width == 8 + PAIRS * (2 * CELL + 2 + 8)
+        assert sheet.width == 8 + PAIRS_PER_ROW * (2 * CELL_SIZE + 2 + 8)
 
     assert run(monkeypatch, data, "--split", "val") == 0
     assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out

@@ -134,13 +134,13 @@ def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], 
     """What an index says, picture by picture, split by split, in its own order."""
     said = []
     for split in index.splits:
-        for row in index.rows(split).tolist():
+        for row in index.image_indices(split).tolist():
             own = slice(index.offsets[row], index.offsets[row + 1])
             said.append(
                 (
                     split,
                     index.path(row).name,
-                    index.size[row].tolist(),
+                    index.original_size[row].tolist(),
                     np.round(index.boxes[own].astype(np.float64), 3).tolist(),
                     [index.class_names[label] for label in index.labels[own]],
                     index.crowd[own].tolist(),
@@ -174,7 +174,7 @@ def test_the_same_boxes_are_the_same_index(tmp_path_factory: pytest.TempPathFact
         assert content(index) == expected, name
         areas = [(x2 - x1) * (y2 - y1) for item in drawn for _, x1, y1, x2, y2 in item.boxes]
         order = np.concatenate(
-            [np.arange(index.offsets[r], index.offsets[r + 1]) for s in index.splits for r in index.rows(s)]
+            [np.arange(index.offsets[r], index.offsets[r + 1]) for s in index.splits for r in index.image_indices(s)]
         )
         assert index.area[order.astype(int)] == pytest.approx(areas, rel=1e-4), name
         kinds = {problem.kind for problem in index.problems}

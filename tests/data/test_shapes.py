@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.data.anchor_fit import (
-    Anchors,
-    best_canvas,
+    AnchorConfig,
+    best_image_size,
     best_iou,
-    box_sides,
-    recommend,
-    spread_sizes,
+    box_dimensions,
+    percentile_anchor_sizes,
+    recommend_anchors,
 )
 from stoker.data.index import Index, open_index
-from stoker.models import architecture
+from stoker.models import get_architecture
 from stoker.models.layers.boxes import cell_anchors, iou
 from tests.drawn import draw
 
-PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
+PAPER = AnchorConfig((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def row_of_sizes(index: Index, canvas: tuple[int, int], resize: str, levels: int) -> tuple[tuple[float, ...], str]:
-    return spread_sizes(box_sides(index, index.rows("train"), canvas, resize).canvas, canvas, levels)
+    return percentile_anchor_sizes(
+        box_dimensions(index, index.image_indices("train"), canvas, resize).resized_wh, canvas, levels
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def row_of_sizes(index: Index, canvas: tuple[int, int], resize: str, levels: int
     ],
 )
 def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], side: int, canvas: tuple[int, int]):
-    found, reason = best_canvas(np.array(sizes, np.int32), side)
+    found, reason = best_image_size(np.array(sizes, np.int32), side)
     assert found == canvas
     assert reason
 
@@ -52,7 +54,7 @@ def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], sid
 def test_the_canvas_of_mixed_pictures_wastes_little():
     rng = np.random.default_rng(0)
     sizes = np.stack([rng.integers(300, 700, 500), rng.integers(300, 1200, 500)], 1).astype(np.int32)
-    (height, width), _ = best_canvas(sizes, 800)
+    (height, width), _ = best_image_size(sizes, 800)
     assert height % 32 == width % 32 == 0
     assert height * width <= 1.1 * 800**2
     assert width > height
@@ -81,17 +83,17 @@ def test_anchor_sizes_follow_the_resize_policy(index: Index):
 def test_shapes_are_those_of_the_models_anchors(sizes, scales, ratios):
     cells = torch.cat([cell_anchors(size, scales, ratios) for size in sizes])
     expected = (cells[:, 2:] - cells[:, :2]).numpy()
-    found = Anchors(tuple(sizes), tuple(scales), tuple(ratios)).shapes()
+    found = AnchorConfig(tuple(sizes), tuple(scales), tuple(ratios)).anchor_wh()
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
 
 
 def test_the_papers_anchors_are_the_models_own():
-    defaults = architecture("retinanet_resnet50_fpn").defaults
-    assert Anchors(*(tuple(defaults[f"anchor_{name}"]) for name in ("sizes", "scales", "ratios"))) == PAPER
+    defaults = get_architecture("retinanet_resnet50_fpn").defaults
+    assert AnchorConfig(*(tuple(defaults[f"anchor_{name}"]) for name in ("sizes", "scales", "ratios"))) == PAPER
 
 
 def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_overlap():
-    shapes = PAPER.shapes()
+    shapes = PAPER.anchor_wh()
     assert best_iou(shapes, shapes) == pytest.approx(1)
     assert best_iou(shapes[:1] * 0.5, shapes[:1]) == pytest.approx(0.25)
     assert best_iou(np.array([[8.0, 8.0]]), np.array([[32.0, 32.0]])) == pytest.approx(1 / 16)
@@ -99,32 +101,32 @@ def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_o
 
 @given(st.lists(st.tuples(st.floats(1, 900), st.floats(1, 900)), min_size=1, max_size=20))
 def test_overlap_is_that_of_centred_boxes(sides):
-    boxes, shapes = np.array(sides), PAPER.shapes()
+    boxes, shapes = np.array(sides), PAPER.anchor_wh()
     centred = [torch.tensor(np.concatenate([-x / 2, x / 2], 1), dtype=torch.float64) for x in (boxes, shapes)]
     assert best_iou(boxes, shapes) == pytest.approx(iou(*centred).max(1).values.numpy())
 
 
 def test_anchors_that_fit_are_kept_and_others_replaced():
     rng = np.random.default_rng(0)
-    fitting = PAPER.shapes()[rng.integers(0, 45, 500)] * rng.uniform(0.95, 1.05, (500, 2))
-    assert recommend(fitting, (800, 800), PAPER, iou=0.5)[0] == PAPER
+    fitting = PAPER.anchor_wh()[rng.integers(0, 45, 500)] * rng.uniform(0.95, 1.05, (500, 2))
+    assert recommend_anchors(fitting, (800, 800), PAPER, iou_threshold=0.5)[0] == PAPER
     for sides in (rng.uniform(6, 18, (500, 2)), rng.uniform(20, 200, (500, 1)) * [[1.0, 6.0]]):
-        found, why = recommend(sides, (800, 800), PAPER, iou=0.5)
-        before, after = ((best_iou(sides, a.shapes()) >= 0.5).mean() for a in (PAPER, found))
+        found, why = recommend_anchors(sides, (800, 800), PAPER, iou_threshold=0.5)
+        before, after = ((best_iou(sides, a.anchor_wh()) >= 0.5).mean() for a in (PAPER, found))
         assert after > before + 0.2
         assert "pretrained" in why
         assert [len(x) for x in found] == [5, 3, 3]
         assert list(found.sizes) == sorted(found.sizes)
-    assert recommend(np.zeros((0, 2)), (800, 800), PAPER, iou=0.5)[0] == PAPER
+    assert recommend_anchors(np.zeros((0, 2)), (800, 800), PAPER, iou_threshold=0.5)[0] == PAPER
 
 
 def test_sides_leave_out_crowds_and_pictures_without_a_size(index: Index):
-    rows = index.rows("train")
-    sides = box_sides(index, rows, (128, 128), "letterbox")
-    assert sides.canvas == pytest.approx(sides.original * 2)
-    assert len(sides.box) == int(np.diff(index.offsets)[rows].sum())
-    unknown = index.size.copy()
+    rows = index.image_indices("train")
+    sides = box_dimensions(index, rows, (128, 128), "letterbox")
+    assert sides.resized_wh == pytest.approx(sides.original_wh * 2)
+    assert len(sides.box_index) == int(np.diff(index.offsets)[rows].sum())
+    unknown = index.original_size.copy()
     unknown[rows[0]] = 0
-    fewer = box_sides(index, rows, (128, 128), "letterbox", unknown)
-    assert rows[0] not in fewer.row
-    assert set(fewer.row.tolist()) == set(sides.row.tolist()) - {int(rows[0])}
+    fewer = box_dimensions(index, rows, (128, 128), "letterbox", unknown)
+    assert rows[0] not in fewer.image_index
+    assert set(fewer.image_index.tolist()) == set(sides.image_index.tolist()) - {int(rows[0])}

@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 from stoker.cli.app import main
-from stoker.data.anchor_fit import Anchors
+from stoker.data.anchor_fit import AnchorConfig
 from stoker.data.index import open_index
-from stoker.data.validation.stats import GRID, Stats, gather
+from stoker.data.validation.stats import GRID_SIZE, DatasetStats, compute_stats
 from stoker.errors import DataError, UsageError
-from stoker.report.console import as_plain
-from stoker.report.data_plot import HEIGHT, WIDTH, draw_stats, save_picture
-from stoker.report.data_stats import parts
+from stoker.report.console import render_plain
+from stoker.report.data_plot import HEIGHT, WIDTH, draw_stats, save_image
+from stoker.report.data_stats import stats_renderables
 
-PAPER = Anchors((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
+PAPER = AnchorConfig((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
 
 
 def write(
@@ -51,9 +51,9 @@ def write(
     return folder
 
 
-def stats_of(data: Path, **options: object) -> Stats:
+def stats_of(data: Path, **options: object) -> DatasetStats:
     given = {"side": 800, "anchors": PAPER, "model": "a model"} | options
-    return gather(open_index(data), data=str(data), **given)  # type: ignore[arg-type]
+    return compute_stats(open_index(data), data=str(data), **given)  # type: ignore[arg-type]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -71,13 +71,13 @@ def of_shapes(shapes: np.ndarray) -> list[list[tuple[float, float, float, float]
 
 
 def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
-    shapes = of_shapes(PAPER.shapes())
+    shapes = of_shapes(PAPER.anchor_wh())
     write(tmp_path, shapes * 2)
     found = stats_of(tmp_path)
-    assert found.canvas == (800, 800)
+    assert found.image_size == (800, 800)
     assert found.anchors[0].all == {"0.5": 1.0, "0.4": 1.0}
     assert set(found.anchors[0].by_size) == {"small", "medium", "large"}
-    assert [one.what for one in found.anchors] == ["a model's own"]
+    assert [one.name for one in found.anchors] == ["a model's own"]
     assert found.flags == ""
     half = stats_of(tmp_path, canvas=(32, 32))  # on it they are a 25th
     assert half.anchors[0].all["0.5"] < 0.5
@@ -91,7 +91,7 @@ def test_a_share_of_boxes_that_no_anchor_reaches_is_that_share(tmp_path):
     found = stats_of(tmp_path)
     assert found.anchors[0].all == {"0.5": 0.75, "0.4": 0.75}
     assert found.anchors[0].by_size == {"small": {"0.5": 0.0, "0.4": 0.0}, "medium": {"0.5": 1.0, "0.4": 1.0}}
-    assert found.by_size == {"small": 0.25, "medium": 0.75, "large": 0.0}
+    assert found.fraction_by_area == {"small": 0.25, "medium": 0.75, "large": 0.0}
     assert found.anchors[1].all == {"0.5": 1.0, "0.4": 1.0}
 
 
@@ -105,23 +105,25 @@ def test_counts(tmp_path):
     )
     write(tmp_path, [[(0, 0, 100, 100)]], labels=2, split="valid")
     found = stats_of(tmp_path)
-    assert [(s.split, s.pictures, s.without_boxes, s.boxes, s.crowd) for s in found.splits] == [
+    assert [
+        (s.split, s.num_images, s.num_images_without_boxes, s.num_boxes, s.num_crowd_boxes) for s in found.splits
+    ] == [
         ("train", 3, 1, 3, 1),
         ("val", 1, 0, 1, 0),
     ]
-    assert [(c.boxes, c.share, c.pictures, c.by_split) for c in found.classes] == [
+    assert [(c.num_boxes, c.box_fraction, c.num_images, c.by_split) for c in found.classes] == [
         (3, 0.75, 3, {"train": 2, "val": 1}),
         (1, 0.25, 1, {"train": 1, "val": 0}),
     ]
-    assert found.box_sides.count == sum(found.box_sides.counts) == 4
-    assert (found.box_sides.least, found.box_sides.most, found.box_sides.median) == (10, 100, 20)
-    assert found.aspects.least == 0.25
-    assert sum(found.boxes_per_picture.counts) == 4
-    assert found.boxes_per_picture.most == 3
-    assert [(s.height, s.width, s.pictures) for s in found.picture_sizes] == [(800, 800, 4)]
+    assert found.sqrt_box_area.count == sum(found.sqrt_box_area.counts) == 4
+    assert (found.sqrt_box_area.min, found.sqrt_box_area.max, found.sqrt_box_area.median) == (10, 100, 20)
+    assert found.aspect_ratios.min == 0.25
+    assert sum(found.boxes_per_image.counts) == 4
+    assert found.boxes_per_image.max == 3
+    assert [(s.height, s.width, s.num_images) for s in found.image_sizes] == [(800, 800, 4)]
     only = stats_of(tmp_path, split="val")
     assert [s.split for s in only.splits] == ["val"]
-    assert only.box_sides.count == 1
+    assert only.sqrt_box_area.count == 1
     with pytest.raises(DataError, match="no 'test' split"):
         stats_of(tmp_path, split="test")
 
@@ -130,8 +132,8 @@ def test_places(tmp_path):
     """A box over the left half of every other picture, one over the bottom right quarter of all."""
     left, corner = (0, 0, 400, 800), (400, 400, 400, 400)
     write(tmp_path, [[left, corner], [corner]])
-    places = np.array(stats_of(tmp_path).places)
-    middle = GRID // 2
+    places = np.array(stats_of(tmp_path).box_heatmap)
+    middle = GRID_SIZE // 2
     assert places[:, :middle] == pytest.approx(1 / 3)
     assert places[middle:, middle:] == pytest.approx(2 / 3)
     assert (places[:middle, middle:] == 0).all()
@@ -141,10 +143,10 @@ def test_sizes_that_the_annotations_do_not_say_are_read(tmp_path):
     write(tmp_path, [[(0, 0, 100, 50)]] * 3, size=(200, 400), sized=False)
     (tmp_path / "train" / "2.png").write_bytes(b"no picture")
     found = stats_of(tmp_path)
-    assert found.sizes_unknown == 1
-    assert [(s.height, s.width, s.pictures) for s in found.picture_sizes] == [(200, 400, 2)]
-    assert found.canvas == (192, 384) or found.canvas[1] == 2 * found.canvas[0]
-    assert found.box_sides.count == 2
+    assert found.num_unknown_sizes == 1
+    assert [(s.height, s.width, s.num_images) for s in found.image_sizes] == [(200, 400, 2)]
+    assert found.image_size == (192, 384) or found.image_size[1] == 2 * found.image_size[0]
+    assert found.sqrt_box_area.count == 2
     assert "--canvas" in found.flags  # a training does not look into the pictures first
 
 
@@ -152,17 +154,17 @@ def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
     write(tmp_path, [[(0, 0, 10, 10)]])
     write(tmp_path, [[], []], split="test")
     found = stats_of(tmp_path, split="test")
-    assert found.box_sides.median is None
+    assert found.sqrt_box_area.median is None
     assert found.anchors[0].all == {}
-    assert "n/a" in "\n".join(as_plain(part) for part in parts(found))
-    save_picture(draw_stats(found), tmp_path / "a.png")
+    assert "n/a" in "\n".join(render_plain(part) for part in stats_renderables(found))
+    save_image(draw_stats(found), tmp_path / "a.png")
 
 
 def test_json_and_drawing(tmp_path, capsys):
     write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
     code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--json", "--out", str(tmp_path / "a.png"))
     assert code == 0
-    found = msgspec.json.decode(out, type=Stats)
+    found = msgspec.json.decode(out, type=DatasetStats)
     assert found.classes[0].name == "class 0"
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.size == (WIDTH, HEIGHT)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoker.data.formats import label_map as label_maps
 from stoker.data.formats import tf_example
 from stoker.data.formats.tfrecord_frames import masked_crc
-from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError, StokerError
 from tests.data.tfrecords import Box, crc32c, example, feature, field, frame, jpeg, label_map, masked, picture, write
 
@@ -33,9 +33,9 @@ def test_the_dice(real_data: Path) -> None:
     assert index.class_names == ("one", "two", "three", "four", "five", "six")
     assert index.category_ids == (1, 2, 3, 4, 5, 6)
     assert (len(index), len(index.boxes), index.problems) == (250, 1795, ())
-    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 187, "val": 13, "test": 50}
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 187, "val": 13, "test": 50}
     assert any("dice_label_map.pbtxt" in note for note in index.notes)
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     assert index.path(0).name == "IMG_20191208_111228.jpg"
     shard = index.path(0).parent
     assert index.read(0) in shard.read_bytes()
@@ -79,16 +79,16 @@ def test_every_example_is_read_back(features: dict[str, list[object]], packed: b
     else:
         record = example(features, packed=packed)
     content = b"before" + record + b"behind"
-    found = tf_example.features(content, 6, 6 + len(record))
+    found = tf_example.parse_features(content, 6, 6 + len(record))
     assert {key.decode() for key in found} == set(features)
     for key, values in features.items():
         span = found[key.encode()]
         if isinstance(values[0], bytes):
-            assert [content[a:b] for a, b in tf_example.byte_strings(content, span)] == values
+            assert [content[a:b] for a, b in tf_example.find_byte_values(content, span)] == values
         elif isinstance(values[0], float):
-            assert tf_example.floats(content, span) == b"".join(feature([value])[-4:] for value in values)
+            assert tf_example.read_floats(content, span) == b"".join(feature([value])[-4:] for value in values)
         else:
-            assert tf_example.integers(content, span) == values
+            assert tf_example.read_integers(content, span) == values
 
 
 def test_entries_laid_out_in_other_ways_are_read() -> None:
@@ -99,25 +99,25 @@ def test_entries_laid_out_in_other_ways_are_read() -> None:
         field(3, b"x") + key + value, field(1, b"j") + key + value,
     ):  # fmt: skip
         record = field(1, field(1, entry))
-        ((name, (start, stop)),) = tf_example.features(record, 0, len(record)).items()
+        ((name, (start, stop)),) = tf_example.parse_features(record, 0, len(record)).items()
         assert (name, record[start:stop]) == (b"k", usual)
     in_pieces = field(3, field(1, b"\x05")) + field(3, b"\x08\x06")
-    assert tf_example.integers(in_pieces, tf_example.Span(0, len(in_pieces))) == [5, 6]
+    assert tf_example.read_integers(in_pieces, tf_example.ByteRange(0, len(in_pieces))) == [5, 6]
     replaced = field(1, field(1, b"x")) + feature([7])  # of a oneof the last one counts
-    assert tf_example.integers(replaced, tf_example.Span(0, len(replaced))) == [7]
-    with pytest.raises(tf_example.Malformed, match="holds integers, not floats"):
-        tf_example.floats(replaced, tf_example.Span(0, len(replaced)))
+    assert tf_example.read_integers(replaced, tf_example.ByteRange(0, len(replaced))) == [7]
+    with pytest.raises(tf_example.MalformedExample, match="holds integers, not floats"):
+        tf_example.read_floats(replaced, tf_example.ByteRange(0, len(replaced)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_example_are_refused_or_read_within_bounds(data: bytes) -> None:
     try:
-        found = tf_example.features(data, 0, len(data))
+        found = tf_example.parse_features(data, 0, len(data))
         for span in found.values():
             assert 0 <= span.start <= span.stop <= len(data)
-            tf_example.integers(data, span)
-    except tf_example.Malformed:
+            tf_example.read_integers(data, span)
+    except tf_example.MalformedExample:
         pass
 
 
@@ -142,7 +142,7 @@ def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
     assert index.boxes[:2].tolist() == [pytest.approx([20, 20, 100, 60]), [0, 0, 200, 100]]
     assert index.crowd.tolist() == [False, True, False, True, False, False]
     assert index.area[:3].tolist() == [5, 6, 200 * 100]
-    assert index.size.tolist() == [[100, 200]] * 6
+    assert index.original_size.tolist() == [[100, 200]] * 6
     names = [index.path(row).name for row in range(6)]
     assert names == ["b.jpg", "c.jpg", "d.jpg", "d (record 4).jpg", "record 5", "record 1"]
     assert [index.path(row).parent.name for row in (0, 5)] == ["train.record", "val.record"]
@@ -294,7 +294,7 @@ def test_gzip_shards_are_unpacked_into_the_cache(tmp_path: Path, own_cache: Path
     shutil.copy(packed, tmp_path / "test.record.gz")
     before = packed.read_bytes()
     index = open_index(tmp_path)
-    row = int(index.rows("val")[0])
+    row = int(index.image_indices("val")[0])
     assert index.read(row) == jpeg(200, 100)
     assert own_cache in index.path(row).parents
     (note,) = [note for note in index.notes if "compressed" in note]
@@ -379,8 +379,8 @@ def test_the_map_that_fits_is_taken(tmp_path: Path) -> None:
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=6, unique=True))
 def test_every_label_map_is_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     path = tmp_path_factory.mktemp("map") / "label_map.pbtxt"
-    path.write_bytes(label_maps.write(names).encode())
-    assert label_maps.looks_like_one(path)
+    path.write_bytes(label_maps.to_text(names).encode())
+    assert label_maps.looks_like_label_map(path)
     read = label_maps.read(path)
     assert (read.names, read.ids) == (names, list(range(1, len(names) + 1)))
 

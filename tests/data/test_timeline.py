@@ -13,15 +13,15 @@ from stoker.data.loading.wait_breakdown import (
     DECODING,
     DONE,
     FETCH,
-    FLIGHT,
+    IN_FLIGHT,
     QUEUE,
     QUEUED,
     READ,
-    Waits,
-    split,
+    WaitBreakdown,
+    split_wait,
 )
 
-STATES = (FLIGHT, READ, DECODING, QUEUED, DONE)
+STATES = (IN_FLIGHT, READ, DECODING, QUEUED, DONE)
 marks = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(STATES)), max_size=5).map(
     lambda found: [(float(at), state) for at, state in sorted(found, key=lambda mark: mark[0])]
 )
@@ -47,7 +47,7 @@ def working(states, kinds):
 
 def oracle(second, awaited, others):
     now = [state_at(second, sample) for sample in awaited]
-    own = working(now, {FLIGHT: FETCH, READ: FETCH, DECODING: DECODE})
+    own = working(now, {IN_FLIGHT: FETCH, READ: FETCH, DECODING: DECODE})
     if own:
         return own
     if QUEUED in now:
@@ -58,7 +58,7 @@ def oracle(second, awaited, others):
 @given(st.lists(marks, max_size=4), st.lists(marks, max_size=4), st.integers(0, 12), st.integers(0, 12))
 def test_a_split_is_what_an_oracle_says_second_by_second(awaited, others, start, length):
     end = start + length
-    found = split(float(start), float(end), awaited, others)
+    found = split_wait(float(start), float(end), awaited, others)
     expected = Counter()
     for second in range(start, end):
         expected.update(oracle(second, awaited, others))
@@ -72,27 +72,27 @@ def test_a_split_is_what_an_oracle_says_second_by_second(awaited, others, start,
 
 @given(st.lists(marks, max_size=3), st.lists(marks, max_size=3), st.floats(0, 12), st.floats(0, 12))
 def test_the_parts_add_up_to_the_wait(awaited, others, start, length):
-    got = sums(start, split(start, start + length, awaited, others))
+    got = sums(start, split_wait(start, start + length, awaited, others))
     assert abs(sum(got.values()) - length) < 1e-9
     assert set(got) <= {FETCH, DECODE, QUEUE}
 
 
 def test_what_other_samples_do_counts_only_while_some_wait_for_a_thread():
     done = [[(0.0, READ), (1.0, DECODING), (3.0, DONE)]]
-    assert split(0.5, 5.0, done, [[(0.0, READ)]]) == [(1.0, FETCH), (3.0, DECODE), (5.0, QUEUE)]
+    assert split_wait(0.5, 5.0, done, [[(0.0, READ)]]) == [(1.0, FETCH), (3.0, DECODE), (5.0, QUEUE)]
 
 
 def test_a_sample_behind_the_others_is_charged_to_what_they_do_and_not_to_their_flights():
-    behind = [[(0.0, FLIGHT), (1.0, QUEUED), (6.0, DECODING), (7.0, DONE)]]
-    others = [[(0.0, FLIGHT), (9.0, QUEUED)], [(0.0, DECODING), (4.0, DONE)]]
-    assert split(0.0, 7.0, behind, others) == [(1.0, FETCH), (4.0, DECODE), (6.0, QUEUE), (7.0, DECODE)]
+    behind = [[(0.0, IN_FLIGHT), (1.0, QUEUED), (6.0, DECODING), (7.0, DONE)]]
+    others = [[(0.0, IN_FLIGHT), (9.0, QUEUED)], [(0.0, DECODING), (4.0, DONE)]]
+    assert split_wait(0.0, 7.0, behind, others) == [(1.0, FETCH), (4.0, DECODE), (6.0, QUEUE), (7.0, DECODE)]
 
 
 def test_waits_are_summed_and_the_newest_one_is_kept():
-    waits = Waits()
+    waits = WaitBreakdown()
     for _ in range(3):
-        waits.begin()
-        waits.until(COPY)
+        waits.start()
+        waits.attribute_elapsed(COPY)
         waits.add([(waits.last[-1][0] + 2.0, FETCH), (waits.last[-1][0] + 3.0, QUEUE)])
     assert waits.total_s[FETCH] == 6.0
     assert waits.total_s[QUEUE] == 3.0

@@ -10,9 +10,9 @@ from PIL import Image, ImageOps
 
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader
-from stoker.data.loading.samples import box_slots
-from stoker.evaluation.evaluate import some_pictures
-from stoker.evaluation.metrics import no_detections
+from stoker.data.loading.samples import compute_max_boxes
+from stoker.evaluation.evaluate import sample_images
+from stoker.evaluation.metrics import empty_detections
 from stoker.hardware.device import Device
 
 SHOWN = (96, 160)
@@ -71,21 +71,21 @@ def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, c
     rows = np.arange(len(index))
     seen, quarter_turns = set(), set()
     with Loader(
-        index, rows, device=Device(torch.device("cpu")), batch=8, canvas=canvas, resize="letterbox", crop=crop,
-        zoom=(0.8, 1.2), boxes=box_slots(index, rows), seed=1, threads=2,
+        index, rows, device=Device(torch.device("cpu")), batch_size=8, image_size=canvas, resize="letterbox", scale_jitter_prob=crop,
+        scale_range=(0.8, 1.2), max_boxes=compute_max_boxes(index, rows), seed=1, workers=2,
     ) as loader:  # fmt: skip
         for _ in range(3):
             batch = next(loader)
             for k in range(8):
-                orientation = int(index.path(int(batch.image_id[k])).name)
+                orientation = int(index.path(int(batch.image_index[k])).name)
                 if annotated == "stored" and orientation in (2, 3, 4):
                     continue  # nothing tells: shown upright, and ambiguous
                 seen.add(orientation)
-                size = tuple(batch.size[k].tolist())
+                size = tuple(batch.original_size[k].tolist())
                 quarter_turns.add((orientation >= 5, size))
                 if not bool(batch.valid[k].any()):
                     continue  # cropped away
-                height, width = batch.content[k].tolist()
+                height, width = batch.resized_size[k].tolist()
                 pixels = batch.images[k].permute(1, 2, 0).numpy()[:height, :width]
                 found = batch.boxes[k][batch.valid[k]][0].tolist()
                 assert red_where(pixels) == pytest.approx(found, abs=2.1), orientation
@@ -98,10 +98,10 @@ def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, c
 @pytest.mark.parametrize("annotated", ["upright", "stored"])
 def test_pictures_to_look_at_are_turned_as_their_boxes_are(tmp_path, annotated):
     index = write(tmp_path, annotated=annotated, kind="JPEG")
-    shown = some_pictures(index, np.arange(8), no_detections(range(8)), count=8)
+    shown = sample_images(index, np.arange(8), empty_detections(range(8)), count=8)
     for one in shown:
         if annotated == "stored" and one.path.name in "234":
             continue
-        pixels, size = one.picture(1000)
+        pixels, size = one.load_image(1000)
         assert pixels.shape[:2] == size
-        assert red_where(pixels) == pytest.approx(one.truth.boxes[0].tolist(), abs=1.1)
+        assert red_where(pixels) == pytest.approx(one.gt.boxes[0].tolist(), abs=1.1)

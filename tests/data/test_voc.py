@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.index import missing_pictures, open_index, require_pictures
+from stoker.data.index import missing_images, open_index, require_images
 from stoker.errors import DataError
 
 SIZE = "<size><width>200</width><height>100</height></size>"
@@ -47,14 +47,14 @@ def test_the_blood_cells_and_their_two_points(real_data: Path) -> None:
     index = open_index(real_data / "bccd" / "BCCD")
     assert index.format == "voc"
     assert index.class_names == ("Platelets", "RBC", "WBC")
-    assert {split: len(index.rows(split)) for split in index.splits} == {"train": 205, "val": 87, "test": 72}
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 205, "val": 87, "test": 72}
     assert len(index.boxes) == 4888 - 2
     (zero,) = index.problems
     assert (zero.kind, zero.count) == ("zero-size", 2)
     named = " ".join(zero.examples)
     assert "BloodImage_00338.jpg, object 13" in named
     assert "BloodImage_00343.jpg, object 4" in named
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     assert open_index(real_data / "bccd").root == index.root  # one folder up is near enough
 
 
@@ -64,7 +64,7 @@ def test_xml_beside_the_pictures_is_read_and_the_csv_is_not(real_data: Path) -> 
     assert len(index.boxes) == 177
     assert index.splits == ("train", "val", "test")
     assert any("train_labels.csv" in note for note in index.notes)
-    assert require_pictures(index) == []
+    assert require_images(index) == []
 
 
 def test_what_a_file_says_is_what_the_index_says(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_a_file_says_is_what_the_index_says(tmp_path: Path) -> None:
     assert index.offsets.tolist() == [0, 3, 3, 4]
     assert index.boxes.tolist() == [[1, 2, 200, 100], [3.5, 4, 50, 6], [-5, -5, 300, 300], [10, 20, 40, 60]]
     assert index.labels.tolist() == [1, 0, 1, 0]
-    assert index.size.tolist() == [[100, 200], [0, 0], [0, 0]]
+    assert index.original_size.tolist() == [[100, 200], [0, 0], [0, 0]]
     assert index.area.tolist() == [199 * 98, 46.5 * 2, 305 * 305, 30 * 40]
     assert not index.crowd.any()
     assert index.path(0) == tmp_path / "a ü.jpg"
@@ -95,7 +95,7 @@ def test_image_sets(tmp_path: Path) -> None:
         train=["b  1", "a"], val=["c 1"], trainval=["a", "b", "c 1"], test=["d.jpg"], cat_train=["d 1"],
     )  # fmt: skip
     index = open_index(root)
-    names = {split: [index.path(row).stem for row in index.rows(split)] for split in index.splits}
+    names = {split: [index.path(row).stem for row in index.image_indices(split)] for split in index.splits}
     assert names == {"train": ["b", "a"], "val": ["c 1"], "test": ["d"]}
 
 
@@ -119,10 +119,10 @@ def test_split_folders(tmp_path: Path, inner: tuple[str, str]) -> None:
         annotate(tmp_path / split / inner[0], stem)
         pictures(tmp_path / split / inner[1], f"{stem}.png")
     index = open_index(tmp_path)
-    assert {split: index.path(index.rows(split)[0]).name for split in index.splits} == {
+    assert {split: index.path(index.image_indices(split)[0]).name for split in index.splits} == {
         "train": "a.png", "val": "b.png", "test": "c.png",
     }  # fmt: skip
-    assert require_pictures(index) == []
+    assert require_images(index) == []
 
 
 def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_picture_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_pa
     index = open_index(tmp_path)
     names = {index.path(row).name for row in range(len(index))}
     assert names == {"a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.png", "gone.jpg", "g.jpg"}
-    missing = [index.path(row) for row in missing_pictures(index)]
+    missing = [index.path(row) for row in missing_images(index)]
     assert sorted(missing) == [tmp_path / "JPEGImages" / name for name in ("g.jpg", "gone.jpg")]
 
 
@@ -156,9 +156,9 @@ def test_a_picture_that_is_added_later_is_found(tmp_path: Path) -> None:
     annotate(tmp_path / "Annotations", "a")
     annotate(tmp_path / "Annotations", "b")
     pictures(tmp_path / "JPEGImages", "b.jpg")
-    assert [open_index(tmp_path).path(row).name for row in missing_pictures(open_index(tmp_path))] == ["a.jpg"]
+    assert [open_index(tmp_path).path(row).name for row in missing_images(open_index(tmp_path))] == ["a.jpg"]
     pictures(tmp_path / "JPEGImages", "a.png")
-    assert missing_pictures(open_index(tmp_path)) == []
+    assert missing_images(open_index(tmp_path)) == []
 
 
 def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_folders_that_annotations_are_in(tmp_path: Path, folder: str) -> None:
         annotate(tmp_path / folder, stem)
     pictures(tmp_path / "images", "a.jpg", "b.jpg")
     index = open_index(tmp_path)
-    assert (index.format, index.root, missing_pictures(index)) == ("voc", tmp_path, [])
+    assert (index.format, index.root, missing_images(index)) == ("voc", tmp_path, [])
 
 
 def test_annotations_per_split_beside_pictures_per_split(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_annotations_per_split_beside_pictures_per_split(tmp_path: Path) -> None
         annotate(tmp_path / "annotations" / split, f"{split} one", filename="elsewhere.jpg")
         pictures(tmp_path / "images" / other, f"{split} one.jpg")
     index = open_index(tmp_path)
-    assert {split: [index.path(row) for row in index.rows(split)] for split in index.splits} == {
+    assert {split: [index.path(row) for row in index.image_indices(split)] for split in index.splits} == {
         "train": [tmp_path / "images" / "train" / "train one.jpg"],
         "val": [tmp_path / "images" / "validation" / "val one.jpg"],
     }
@@ -299,7 +299,7 @@ def test_folders_inside_annotations_are_those_inside_the_pictures(tmp_path: Path
     (lists / "train.txt").write_text("day/1\n")
     (lists / "val.txt").write_text("night/1.jpg\n")
     index = open_index(tmp_path)
-    names = {split: [index.path(row).parent.name for row in index.rows(split)] for split in index.splits}
+    names = {split: [index.path(row).parent.name for row in index.image_indices(split)] for split in index.splits}
     assert names == {"train": ["day"], "val": ["night"]}
 
 
@@ -318,6 +318,6 @@ def test_pictures_in_a_folder_of_any_name_are_found_and_said(tmp_path: Path) -> 
     pictures(tmp_path / "fotos" / "2024", "a.jpg", "b.jpg")
     pictures(tmp_path / "other", "z.jpg")
     index = open_index(tmp_path)
-    assert missing_pictures(index) == []
+    assert missing_images(index) == []
     assert index.path(0) == tmp_path / "fotos" / "2024" / "a.jpg"
     assert "the pictures of Annotations/ are in fotos/2024" in index.notes

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stoker.data.loading import samples
-from stoker.data.loading.finalize import Commit
+from stoker.data.loading.finalize import BatchFinalizer
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import INPUT_STAGES
 from tests.data.loading import LateDevice, Pictures, make
@@ -61,15 +61,15 @@ def pictures(tmp_path):
 def account_of(loader, batches=BATCHES):
     """The ledger's account of a thread that only asks for batches."""
     with loader:
-        ledger = Ledger(HostClock(), started_s=time.perf_counter())
+        ledger = Ledger(HostClock(), start_s=time.perf_counter())
         for _ in range(batches):
             with ledger.phase("input_wait"):
                 next(loader)
-                ledger.split(loader.last_wait)
+                ledger.split_input_wait(loader.last_wait)
         account = ledger.finish()
     assert account is not None
-    assert sum(account.input.values()) == account.phases["input_wait"]
-    assert set(account.input) <= set(INPUT_STAGES)
+    assert sum(account.input_wait_stages.values()) == account.phases["input_wait"]
+    assert set(account.input_wait_stages) <= set(INPUT_STAGES)
     return account
 
 
@@ -85,7 +85,7 @@ def test_a_slow_stage_of_the_threads(pictures, monkeypatch, stage, threads, by, 
     account = account_of(make(pictures, threads=threads, depth=1))
     injected = delays.union_s(account.start_s, account.end_s)
     assert injected > 0.9 * 4 * BATCHES * by / threads
-    assert account.input[stage] == pytest.approx(injected, rel=near)
+    assert account.input_wait_stages[stage] == pytest.approx(injected, rel=near)
 
 
 def test_a_slow_copy(pictures):
@@ -102,22 +102,22 @@ def test_a_slow_copy(pictures):
     account = account_of(make(pictures, device=device, depth=1), batches=3 * BATCHES)
     injected = delays.union_s(account.start_s, account.end_s)
     assert injected > 2 * BATCHES * DELAY_S
-    assert account.input["copy"] == pytest.approx(injected, rel=0.05)
+    assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.05)
 
 
 def test_a_slow_hand_over(pictures, monkeypatch):
     delays = Delays(5 * DELAY_S)
-    monkeypatch.setattr(Commit, "batch", delays.before(Commit.batch))
+    monkeypatch.setattr(BatchFinalizer, "batch", delays.before(BatchFinalizer.finalize))
     account = account_of(make(pictures, depth=1))
     injected = delays.union_s(account.start_s, account.end_s)
-    assert account.input["queue"] == pytest.approx(injected, rel=0.05)
+    assert account.input_wait_stages["queue"] == pytest.approx(injected, rel=0.05)
 
 
 def test_a_loader_that_keeps_up_costs_next_to_nothing(pictures):
     with make(pictures) as loader:
         for _ in range(4):
             next(loader)
-            while loader._pending[0].left:  # the next one is whole
+            while loader._pending_batches[0].num_missing:  # the next one is whole
                 time.sleep(0)
         assert len(loader.last_wait) <= 5
         ends = [end_s for end_s, _ in loader.last_wait]
@@ -128,10 +128,10 @@ def test_a_wait_that_ends_in_an_error_is_charged_too(pictures):
     for row in range(13):
         pictures.path(row).unlink()
     with make(pictures) as loader:
-        ledger = Ledger(HostClock(), started_s=time.perf_counter())
+        ledger = Ledger(HostClock(), start_s=time.perf_counter())
         with contextlib.suppress(Exception), ledger.phase("input_wait"):
             next(loader)
-            ledger.split(loader.last_wait)
+            ledger.split_input_wait(loader.last_wait)
         account = ledger.finish()
     assert account is not None
-    assert account.input == {"queue": account.phases["input_wait"]}
+    assert account.input_wait_stages == {"queue": account.phases["input_wait"]}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.formats.detect import endings_of_files
+from stoker.data.formats.detect import data_file_suffixes
 from stoker.data.index import open_index
-from stoker.data.remote.bucket import place_of
+from stoker.data.remote.bucket import resolve_dataset
 from stoker.errors import DataError, StokerError
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, same
 from tests.data.test_same_index import WRITE
 from tests.storage.servers import Server, apply, web_server
@@ -36,7 +36,7 @@ def test_coco_on_a_web_server(web: tuple[Server, str], tmp_path: Path, pictures:
         server.objects.put("", f"my set/{pictures}/{path.name}", path.read_bytes())
     remote = open_index(f"{address}/my%20set/annotations/instances_train.json")
     same(remote, open_index(file))
-    assert remote.place(0) == f"{address}/my%20set/{pictures}/train-0.jpg"
+    assert remote.display_source(0) == f"{address}/my%20set/{pictures}/train-0.jpg"
     document = json.loads(file.read_text())
     document["annotations"].pop()
     server.objects.put("", "my set/annotations/instances_train.json", json.dumps(document).encode())
@@ -76,5 +76,5 @@ def test_a_stopped_server_says_who_and_what(monkeypatch: pytest.MonkeyPatch) -> 
         place = server.bucket()
     apply(monkeypatch, {**place.environment, "STOKER_STORAGE_TIMEOUT_S": "0.2"})
     with pytest.raises(StokerError) as raised:
-        place_of(parse(f"{place.address}/a.json"), endings_of_files())
+        resolve_dataset(parse_uri(f"{place.address}/a.json"), data_file_suffixes())
     assert place.address in str(raised.value)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.index import Index, open_index, require_pictures
+from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError
 
 ROW = "1 0.5 0.5 0.25 0.5\n"
@@ -51,7 +51,7 @@ def content(index: Index) -> dict[str, dict[str, list[list[float]]]]:
     return {
         split: {
             index.path(row).name: boxes[index.offsets[row] : index.offsets[row + 1]].tolist()
-            for row in index.rows(split)
+            for row in index.image_indices(split)
         }
         for split in index.splits
     }
@@ -75,7 +75,7 @@ def test_a_row_is_its_box(
     picture(root / "images" / "a.png", width, height)
     label(root / "labels" / "a.txt", "\n".join([*lines, "0 0.5 0.5 1 1"]))
     index = open_index(root)
-    assert index.size.tolist() == [[height, width]]
+    assert index.original_size.tolist() == [[height, width]]
     found = index.boxes.tolist()
     for box in wanted:  # those without area, and copies, are left out by the cleaning
         flat_box = box[2] - box[0] < 1e-3 or box[3] - box[1] < 1e-3
@@ -182,7 +182,7 @@ def test_every_layout(tmp_path: Path, layout: Callable[[Path], Path]) -> None:
     box = [[15.0, 5.0, 25.0, 15.0, 1.0]]
     assert content(index) == {"train": {"train.jpg": box}, "val": {"val.jpg": box}}
     assert kinds(index).keys() <= {"class-not-in-split", "unused-class", "wrong-case-name"}
-    assert require_pictures(index) == []
+    assert require_images(index) == []
     assert content(open_index(tmp_path)) == content(index)  # one folder above is near enough
 
 
@@ -279,7 +279,7 @@ def test_boxes_are_of_the_upright_picture(tmp_path: Path) -> None:
     flat(tmp_path)
     picture(tmp_path / "images" / "a.jpg", 40, 20, exif=exif)
     index = open_index(tmp_path)
-    assert index.size[0].tolist() == [40, 20]
+    assert index.original_size[0].tolist() == [40, 20]
     assert index.boxes[0].tolist() == [7.5, 10, 12.5, 30]
 
 
@@ -290,7 +290,7 @@ def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> Non
     index = open_index(root)
     assert content(index)["train"]["b.jpg"] == []
     assert len(index.boxes) == 2
-    assert index.size.tolist() == [[0, 0], [20, 40], [20, 40]]
+    assert index.original_size.tolist() == [[0, 0], [20, 40], [20, 40]]
     (problem,) = [problem for problem in index.problems if problem.kind == "unplaced-box"]
     assert problem.count == 2
     assert problem.examples[0] == "train/images/b.jpg: it has 0 bytes"

@@ -164,7 +164,7 @@ def make_run(
         (TRACES, [TraceWindow(**{"t": late, "attempt": 1, "step": 9, "steps": 5, "wall_s": 1.0, "busy_s": 0.97} | x)
                   for x in traces]),
         (PROBES, [Probe(**{"t": late, "attempt": 1, "steps": 30} | p) for p in probes]),
-        (QUARANTINE, [Quarantined(t=late, attempt=1, row=1, path=p, error="truncated", position=1, replaced_by=2)
+        (QUARANTINE, [Quarantined(t=late, attempt=1, image_index=1, path=p, error="truncated", sample_position=1, replaced_by=2)
                       for p in quarantined]),
     ):  # fmt: skip
         for line_ in lines:

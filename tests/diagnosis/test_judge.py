@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalogue import CATALOGUE
-from stoker.diagnosis.rules import diagnose, engine, read, write_findings
-from stoker.diagnosis.rules.engine import weigh
+from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.rules import diagnose, engine, read_run, write_findings
+from stoker.diagnosis.rules.engine import apply_probe_result
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -31,7 +31,7 @@ FILES = (CONFIG, DEVICES, EVENTS, PROBES, QUARANTINE, STACKS, STEPS, TRACES)
 
 
 def probe(ratio: float, what: str = "cached_batch") -> Probe:
-    return Probe(t=1.0, attempt=1, what=what, steps=30, before_img_per_s=100.0, after_img_per_s=100.0 * ratio,
+    return Probe(t=1.0, attempt=1, probe=what, steps=30, before_img_per_s=100.0, after_img_per_s=100.0 * ratio,
                  ratio=ratio, ratio_low=ratio - 0.01, ratio_high=ratio + 0.01)  # fmt: skip
 
 
@@ -65,15 +65,15 @@ def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_o
 
 def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -> None:
     ours = diagnose(make_run(tmp_path / "ours", shares={"input_wait": 0.3}, stages=FETCHING))[0]
-    assert (ours.cause, ours.command, ours.patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
+    assert (ours.cause, ours.command, ours.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
     cached = OURS.replace('cache = "none"', 'cache = "disk"')
     done = diagnose(make_run(tmp_path / "done", shares={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
-    assert (done.cause, done.command, done.patch) == ("slow_storage", None, {})
+    assert (done.cause, done.command, done.config_patch) == ("slow_storage", None, {})
     assert done.fix == f"{ours.fix} (cache is disk already)"
     case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
     others = diagnose(make_run(tmp_path / "others", **case))[0]
-    assert (others.cause, others.command, others.patch) == ("slow_storage", None, {})
-    assert others.fix == CATALOGUE["slow_storage"].fix_elsewhere
+    assert (others.cause, others.command, others.config_patch) == ("slow_storage", None, {})
+    assert others.fix == CATALOG["slow_storage"].external_fix
 
 
 def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
     (run / EVENTS).write_text(events)
     (finding, *_) = diagnose(run)
     assert finding.lost_device_s is not None
-    assert finding.lost_money == pytest.approx(finding.lost_device_s * 7.2 / 3600)
-    assert read(run, price=1.0).price == 1.0
+    assert finding.lost_cost == pytest.approx(finding.lost_device_s * 7.2 / 3600)
+    assert read_run(run, price_per_device_hour=1.0).price_per_device_hour == 1.0
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
@@ -104,17 +104,19 @@ def test_a_fall_of_ap_on_few_boxes_proves_nothing(tmp_path: Path) -> None:
 def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:
     finding = Finding(cause="input_bound", severity="critical", title="", confidence=0.8,
                       evidence=[Evidence(text="", value=0.3)])  # fmt: skip
-    confirmed = weigh(finding, {"cached_batch": probe(1.4)})
+    confirmed = apply_probe_result(finding, {"cached_batch": probe(1.4)})
     assert (confirmed.severity, confirmed.confidence) == ("critical", 0.95)
-    assert confirmed.verified is not None
-    assert confirmed.verified.startswith("confirmed by cached batch: 100.0 img/s before, 140.0 after")
-    refuted = weigh(finding, {"cached_batch": probe(1.0)})
+    assert confirmed.probe_result is not None
+    assert confirmed.probe_result.startswith("confirmed by cached batch: 100.0 img/s before, 140.0 after")
+    refuted = apply_probe_result(finding, {"cached_batch": probe(1.0)})
     assert (refuted.severity, refuted.confidence) == ("info", 0.2)
-    assert refuted.verified is not None
-    open_ = weigh(finding, {"cached_batch": msgspec.structs.replace(probe(1.1), ratio_low=0.9, ratio_high=1.3)})
-    assert (open_.severity, open_.confidence, open_.verified) == ("critical", 0.8, None)
+    assert refuted.probe_result is not None
+    open_ = apply_probe_result(
+        finding, {"cached_batch": msgspec.structs.replace(probe(1.1), ratio_low=0.9, ratio_high=1.3)}
+    )
+    assert (open_.severity, open_.confidence, open_.probe_result) == ("critical", 0.8, None)
     assert len(open_.evidence) == 2
-    assert weigh(finding, {"twice_the_batch": probe(2.0, "twice_the_batch")}) == finding
+    assert apply_probe_result(finding, {"twice_the_batch": probe(2.0, "twice_the_batch")}) == finding
 
 
 def test_a_probe_that_failed_says_nothing(tmp_path: Path) -> None:
@@ -128,14 +130,14 @@ def test_twice_the_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
     (finding,) = diagnose(run)
     assert finding.cause == "batch_too_small"
     assert finding.lost_device_s == pytest.approx(40 / 3, rel=0.01)
-    assert finding.patch == {"fit": True}
+    assert finding.config_patch == {"fit": True}
 
 
 def test_money_needs_a_price_and_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", shares={"sync": 0.25}, price=90.0)
-    assert diagnose(run)[0].lost_money == pytest.approx(10 * 90 / 3600)
-    assert engine(read(run, price=360.0))[0].lost_money == pytest.approx(1.0)
-    assert diagnose(make_run(tmp_path / "none", shares={"sync": 0.25}))[0].lost_money is None
+    assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)
+    assert engine(read_run(run, price_per_device_hour=360.0))[0].lost_cost == pytest.approx(1.0)
+    assert diagnose(make_run(tmp_path / "none", shares={"sync": 0.25}))[0].lost_cost is None
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
@@ -176,16 +178,16 @@ def test_any_records_are_judged_and_nothing_is_lost_that_was_not_there(
                 if thin.random() < 0.3:
                     del line[field]
         (run / DEVICES).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    seen = read(run)
+    seen = read_run(run)
     found = engine(seen)
     assert len(names(found)) == len(set(names(found)))
     for finding in found:
         assert finding.evidence
         assert 0 <= (finding.lost_device_s or 0.0) <= seen.totals.device_s
         assert finding.severity in ("critical", "warning", "info")
-    left_out = {other for name in names(found) if name in CATALOGUE for other in CATALOGUE[name].over}
+    left_out = {other for name in names(found) if name in CATALOG for other in CATALOG[name].over}
     told = {finding.cause for finding in found if finding.severity == "info"}
     assert not (left_out & set(names(found))) or told
-    ours = [finding for finding in found if finding.cause in CATALOGUE and finding.cause != "hung"]
+    ours = [finding for finding in found if finding.cause in CATALOG and finding.cause != "hung"]
     first_told = next((n for n, finding in enumerate(ours) if finding.severity == "info"), len(ours))
     assert all(finding.severity == "info" for finding in ours[first_told:])

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalogue import CATALOGUE
-from stoker.diagnosis.failure_signatures import DEATHS, UNEXPLAINED
-from stoker.diagnosis.output import OUTPUT_BYTES, bare, lines_of, read_output
-from stoker.diagnosis.postmortem import Ended, _matches, explain, of_run
+from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, UNEXPLAINED
+from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
+from stoker.diagnosis.postmortem import Termination, _find_matches, explain, read_termination
 from stoker.diagnosis.rules import diagnose
-from stoker.diagnosis.termination import Still
+from stoker.diagnosis.termination import HangInfo
 from stoker.runs.records import (
     DEVICES,
     OUTPUT,
@@ -128,11 +128,11 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <
 
 
 def died(text: str, exit_code: int | None = 1, **known: Any) -> list[Finding]:
-    return explain(Ended(exit_code=exit_code, output=lines_of(text.encode(), "job.log"), **known))
+    return explain(Termination(exit_code=exit_code, output=split_log_lines(text.encode(), "job.log"), **known))
 
 
 def quoted(finding: Finding) -> list[tuple[str, str]]:
-    return [(evidence.text, evidence.place) for evidence in finding.evidence]
+    return [(evidence.text, evidence.source) for evidence in finding.evidence]
 
 
 def said(finding: Finding) -> str:
@@ -171,9 +171,13 @@ def test_a_job_that_ended_well_has_no_cause_of_death(line: str) -> None:
 
 
 def test_every_row_that_prints_something_has_a_text_here_and_an_id_of_its_own() -> None:
-    assert {death.id for death in DEATHS.values() if death.signs} - set(SAID) == {"trained_on_cpu"}
-    assert not set(DEATHS) & set(CATALOGUE)
-    assert all(death.fix and set(sign.source) <= set("RBI") for death in DEATHS.values() for sign in death.signs)
+    assert {death.id for death in FAILURE_SIGNATURES.values() if death.log_patterns} - set(SAID) == {"trained_on_cpu"}
+    assert not set(FAILURE_SIGNATURES) & set(CATALOG)
+    assert all(
+        death.fix and set(sign.origins) <= set("RBI")
+        for death in FAILURE_SIGNATURES.values()
+        for sign in death.log_patterns
+    )
 
 
 HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
@@ -220,7 +224,7 @@ def run_python(code: str, *, address_space: int | None = None) -> subprocess.Com
 )  # fmt: skip
 def test_real_jobs_that_die(code: str, cause: str, line: str) -> None:
     job = run_python(code, address_space=None if "torch" in code else 2**31)
-    (finding,) = explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))
+    (finding,) = explain(Termination(exit_code=job.returncode, output=split_log_lines(job.stderr, "stderr")))
     assert finding.cause == cause
     assert line in quoted(finding)[0][0]
 
@@ -287,7 +291,9 @@ def test_real_torch_jobs_that_die(code: str, cause: str, tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text(code.replace("STORE_ADDRESS", repr(f"file://{tmp_path}/store")))
     job = subprocess.run([sys.executable, script], capture_output=True, check=False)
-    assert explain(Ended(exit_code=job.returncode, output=lines_of(job.stderr, "stderr")))[0].cause == cause
+    assert (
+        explain(Termination(exit_code=job.returncode, output=split_log_lines(job.stderr, "stderr")))[0].cause == cause
+    )
 
 
 def test_a_kill_outranks_what_was_printed_before_it() -> None:
@@ -299,9 +305,9 @@ def test_a_kill_outranks_what_was_printed_before_it() -> None:
 
 def test_a_kill_while_memory_was_filling_faster_than_it_is_sampled() -> None:
     for share, growth, cause in ((0.9, 0.15, "host_memory_killed"), (0.8, 0.15, "no_last_word")):
-        found = explain(Ended(memory_share=share, memory_growth=growth))
+        found = explain(Termination(memory_fraction=share, memory_growth=growth))
         assert found[0].cause == cause
-    assert "15 points more" in explain(Ended(memory_share=0.9, memory_growth=0.15))[0].evidence[0].text
+    assert "15 points more" in explain(Termination(memory_fraction=0.9, memory_growth=0.15))[0].evidence[0].text
 
 
 @pytest.mark.parametrize(("share", "oom_kills", "cause", "severity"), [
@@ -317,7 +323,7 @@ def test_a_kill_with_memory_nearly_full(share: float | None, oom_kills: int | No
 
 
 def test_a_kill_that_nothing_explains_says_what_is_not_known() -> None:
-    (finding,) = explain(Ended(exit_code=KILLED))
+    (finding,) = explain(Termination(exit_code=KILLED))
     assert finding.cause in UNEXPLAINED
     assert quoted(finding)[-1][0] == "not known: its output, whether the kernel killed it for memory"
 
@@ -327,7 +333,7 @@ OOM_LINE = "[91.2] Memory cgroup out of memory: Killed process 812 (python) tota
 
 @pytest.mark.parametrize(("pid", "cause"), [(812, "host_memory_killed"), (813, "killed")])
 def test_the_kernels_log_counts_where_it_names_the_job(pid: int, cause: str) -> None:
-    found = died("step 9", KILLED, kernel=lines_of(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
+    found = died("step 9", KILLED, kernel=split_log_lines(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
     assert [finding.cause for finding in found] == [cause]
 
 
@@ -336,7 +342,7 @@ XID = "[91.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=812, name=python, GPU has fall
 
 @pytest.mark.parametrize(("pid", "severity"), [(812, "critical"), (813, "warning")])
 def test_an_xid_is_the_jobs_where_it_names_it(pid: int, severity: str) -> None:
-    kernel = lines_of(XID.encode(), "dmesg")
+    kernel = split_log_lines(XID.encode(), "dmesg")
     _, fault = died(TRACEBACK + "RuntimeError: lost\n", kernel=kernel, pids=frozenset({pid}))
     assert (fault.cause, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
 
@@ -371,17 +377,17 @@ def test_training_on_the_cpu_in_silence(gpu_used: bool | None, count: int) -> No
 
 
 def test_a_spinning_job_with_an_empty_shard_and_a_bus_error_with_a_full_shm() -> None:
-    (finding,) = explain(Ended(exit_code=KILLED, empty_inputs=("train-00003.tfrecord",)))
+    (finding,) = explain(Termination(exit_code=KILLED, empty_inputs=("train-00003.tfrecord",)))
     assert finding.cause == "empty_shard"
     assert ("0 bytes", "train-00003.tfrecord") in quoted(finding)
     for share, cause in ((0.99, "shared_memory_full"), (0.2, "crashed"), (None, "crashed")):
-        assert explain(Ended(exit_code=-signal.SIGBUS, shm_share=share))[0].cause == cause
+        assert explain(Termination(exit_code=-signal.SIGBUS, shm_fraction=share))[0].cause == cause
 
 
 def test_a_spinning_job_that_was_asked_to_stop() -> None:
     def first(seconds: float | None, exit_code: int) -> str:
-        still = None if seconds is None else Still(seconds=seconds, place="", cores=1.0)
-        ended = Ended(exit_code=exit_code, empty_inputs=("a.tfrecord",), still=still)
+        still = None if seconds is None else HangInfo(duration_s=seconds, source="", cpu_cores=1.0)
+        ended = Termination(exit_code=exit_code, empty_inputs=("a.tfrecord",), hang=still)
         return explain(ended)[0].cause
 
     assert [first(seconds, 143) for seconds in (None, 10.0, 60.0)] == ["preempted", "preempted", "empty_shard"]
@@ -401,8 +407,8 @@ def test_a_spinning_job_that_was_asked_to_stop() -> None:
 )
 @pytest.mark.parametrize("exit_code", [KILLED, 143, 130])
 def test_a_job_that_was_stopped_while_nothing_moved(still: dict[str, Any], hangs: bool, exit_code: int) -> None:
-    known = Still(place="steps.jsonl:3", frame="wait (train.py:9)", stacks_place="stacks.jsonl:2", **still)
-    (finding,) = explain(Ended(exit_code=exit_code, oom_kills=0, still=known))
+    known = HangInfo(source="steps.jsonl:3", frame="wait (train.py:9)", stacks_source="stacks.jsonl:2", **still)
+    (finding,) = explain(Termination(exit_code=exit_code, oom_kills=0, hang=known))
     assert (finding.cause == "hang") is hangs
     if hangs:
         assert quoted(finding)[0] == ("no step and no line of output in its last 400 s", "steps.jsonl:3")
@@ -411,15 +417,18 @@ def test_a_job_that_was_stopped_while_nothing_moved(still: dict[str, Any], hangs
 
 def test_errors_that_the_driver_reported() -> None:
     def causes(*xids: int) -> list[str]:
-        lines = tuple(lines_of(f"Xid {xid} of GPU 0".encode(), "devices.jsonl")[0] for xid in xids)
-        return [f.cause for f in explain(Ended(exit_code=1, output=lines_of(b"ValueError: 7", "log"), xids=lines))]
+        lines = tuple(split_log_lines(f"Xid {xid} of GPU 0".encode(), "devices.jsonl")[0] for xid in xids)
+        return [
+            f.cause
+            for f in explain(Termination(exit_code=1, output=split_log_lines(b"ValueError: 7", "log"), xids=lines))
+        ]
 
     assert causes() == causes(43, 45) == ["ended_by_error"], "those two only say that a program ended"
     assert causes(45, 79) == ["ended_by_error", "gpu_fault"]
 
 
 def test_a_kill_that_the_kernel_did_not_count() -> None:
-    (finding,) = explain(Ended(exit_code=KILLED, oom_kills=0))
+    (finding,) = explain(Termination(exit_code=KILLED, oom_kills=0))
     assert finding.cause == "killed"
     assert "the kernel counted no kill for memory" in said(finding)
 
@@ -444,21 +453,21 @@ def test_an_end_that_nobody_saw() -> None:
     st.one_of(st.none(), st.integers(-300, 600)),
 )  # fmt: skip
 def test_no_bytes_and_no_exit_code_make_it_fail(parts: list[bytes], exit_code: int | None) -> None:
-    lines = lines_of(b"".join(parts), "job.log")
-    found = explain(Ended(exit_code=exit_code, output=lines, kernel=lines, pids=frozenset({1})))
+    lines = split_log_lines(b"".join(parts), "job.log")
+    found = explain(Termination(exit_code=exit_code, output=lines, kernel_log=lines, pids=frozenset({1})))
     assert found or exit_code == 0
     assert all(finding.evidence for finding in found)
 
 
 def test_a_long_output_is_read_from_its_end_with_the_files_own_numbers(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    count = OUTPUT_BYTES // 50
+    count = MAX_OUTPUT_BYTES // 50
     log.write_bytes((b"x" * 99 + b"\n") * count + b"\x1b[31m 10%\r100% done\x1b[0m\nthe end")
     *_, above, last = read_output(log)
-    assert (above.text, above.place) == ("100% done", f"job.log:{count + 1}")
-    assert (last.text, last.place) == ("the end", f"job.log:{count + 2}")
+    assert (above.text, above.source) == ("100% done", f"job.log:{count + 1}")
+    assert (last.text, last.source) == ("the end", f"job.log:{count + 2}")
     log.write_bytes(b"one\ntwo")
-    assert [(line.text, line.place) for line in read_output(log)] == [("one", "job.log:1"), ("two", "job.log:2")]
+    assert [(line.text, line.source) for line in read_output(log)] == [("one", "job.log:1"), ("two", "job.log:2")]
 
 
 TRAIN = """
@@ -492,7 +501,7 @@ def test_a_run_of_ours_that_was_killed(used: float, cause: str, tmp_path: Path) 
     assert first.cause == cause
     assert (("host memory was 98 % full in the last sample", "devices.jsonl:2") in quoted(first)) == (used == 0.98)
     with locked(run):
-        assert of_run(run) is None, "it lives"
+        assert read_termination(run) is None, "it lives"
 
 
 def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
@@ -509,7 +518,7 @@ def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
     assert [(f.cause, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
     folder.event("finished")
     folder.close()
-    assert of_run(tmp_path / "run") is None
+    assert read_termination(tmp_path / "run") is None
     assert diagnose(tmp_path / "run") == []
 
 
@@ -553,12 +562,12 @@ def test_only_the_newest_attempt_s_output_counts(tmp_path: Path) -> None:
         return [finding.cause for finding in diagnose(run)]
 
     assert causes() == ["ended_by_error"]
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
-    assert [(line.text, line.place) for line in ended.output if line.text] == [("ValueError: seven", "output.log:302")]
+    assert [(line.text, line.source) for line in ended.output if line.text] == [("ValueError: seven", "output.log:302")]
     (run / OUTPUT).rename(run / "output.1.log")
     (run / OUTPUT).write_bytes(b"and more\n")
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
     assert [line.text for line in ended.output if line.text] == ["ValueError: seven", "and more"]
     (run / "output.1.log").unlink()  # rotated once more: all that is kept is of this attempt
@@ -578,10 +587,10 @@ def test_what_a_watched_job_s_end_carries(tmp_path: Path) -> None:
     folder.event("failed", "x ended by signal 9", exit_code=137, signal=9, kernel=[kernel], pids=[812],
                  empty_inputs=["/data/a.tfrecord"])  # fmt: skip
     folder.close()
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
-    assert (ended.shm_share, ended.empty_inputs) == (0.99, ("/data/a.tfrecord",))
-    assert [(line.text, line.place) for line in ended.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
+    assert (ended.shm_fraction, ended.empty_inputs) == (0.99, ("/data/a.tfrecord",))
+    assert [(line.text, line.source) for line in ended.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
     found = explain(ended)
     assert [finding.cause for finding in found] == ["host_memory_killed", "gpu_fault"]
     assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
@@ -596,7 +605,8 @@ def test_how_long_nothing_had_moved_is_read_from_steps_output_and_stacks(tmp_pat
     begin_s = now_s - 1000
     for t, steps in ((begin_s, 5), (now_s - 500, 0)):
         folder.append(
-            STEPS, StepWindow(t=t, attempt=1, step=5, steps=steps, pictures=0, wall_s=10.0, devices=1, phases={})
+            STEPS,
+            StepWindow(t=t, attempt=1, step=5, window_steps=steps, num_images=0, wall_s=10.0, devices=1, phases={}),
         )
     for t, cpu in ((begin_s - 1, 1.0), (now_s - 800, 0.01), (now_s - 1, 0.03)):
         folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=cpu))
@@ -607,12 +617,12 @@ def test_how_long_nothing_had_moved_is_read_from_steps_output_and_stacks(tmp_pat
     os.utime(run / OUTPUT, (now_s - 900, now_s - 900))
     folder.event("failed", "x ended by signal 15", exit_code=143, signal=15)
     folder.close()
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
-    assert ended.still is not None
-    assert ended.still.seconds == pytest.approx(900, abs=5)
-    assert ended.still.cores == pytest.approx(0.02)
-    assert (ended.still.waits_in, ended.still.frame) == ("comm", "comm (train.py:3)")
+    assert ended.hang is not None
+    assert ended.hang.duration_s == pytest.approx(900, abs=5)
+    assert ended.hang.cpu_cores == pytest.approx(0.02)
+    assert (ended.hang.main_thread_state, ended.hang.frame) == ("comm", "comm (train.py:3)")
     assert diagnose(run)[0].cause == "hang"
 
 
@@ -636,10 +646,14 @@ PARTS = [line for lines in SAID.values() for line in lines] + [
     )
 )
 def test_lines_that_are_looked_through_together_are_known_as_each_by_itself(texts: list[str]) -> None:
-    lines = lines_of("\n".join(texts).encode("utf-8", errors="replace"), "output.log")
+    lines = split_log_lines("\n".join(texts).encode("utf-8", errors="replace"), "output.log")
     one_by_one = []
     for line in lines:
-        known = (d.id for d in DEATHS.values() if any(sign.pattern.search(bare(line.text)) for sign in d.signs))
+        known = (
+            d.id
+            for d in FAILURE_SIGNATURES.values()
+            if any(sign.regex.search(strip_rank_prefix(line.text)) for sign in d.log_patterns)
+        )
         if (first := next(known, None)) is not None:
             one_by_one.append((line, first))
-    assert [(match.line, match.death.id) for match in _matches(lines)] == one_by_one
+    assert [(match.line, match.failure.id) for match in _find_matches(lines)] == one_by_one

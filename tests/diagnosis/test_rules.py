@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.catalogue import CATALOGUE
-from stoker.diagnosis.rules import RULES, Records, engine, read
+from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.rules import RULES, RunRecords, engine, read_run
 from stoker.runs.records import DEVICES
 from stoker.runs.schemas import Finding
-from stoker.training.stability import GROUP
+from stoker.training.stability import MEDIAN_WINDOWS
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, OURS, make_run
 from tests.diagnosis.cases import CASES, FETCHING, HEALTHY, MAY_BE_BESIDE, Case
 
 
 def findings(path: Path, case: Case) -> list[Finding]:
     run = make_run(path, **({"facts": FACTS} | case))
-    return engine(read(run))
+    return engine(read_run(run))
 
 
 def of(found: list[Finding], cause: str) -> Finding:
@@ -24,21 +24,21 @@ def of(found: list[Finding], cause: str) -> Finding:
 
 
 def test_a_run_of_ours_is_judged_by_its_course_when_its_own_alarms_can_be() -> None:
-    assert CATALOGUE["rate_too_high"].limit("own_windows") == 2 * GROUP
+    assert CATALOG["rate_too_high"].threshold("own_windows") == 2 * MEDIAN_WINDOWS
 
 
 def test_every_cause_has_a_rule_of_its_name_and_a_case() -> None:
-    assert {rule.__name__ for rule in RULES} == set(CATALOGUE) == set(CASES)
-    assert len(RULES) == len(CATALOGUE)
+    assert {rule.__name__ for rule in RULES} == set(CATALOG) == set(CASES)
+    assert len(RULES) == len(CATALOG)
 
 
-@pytest.mark.parametrize("cause", CATALOGUE)
+@pytest.mark.parametrize("cause", CATALOG)
 def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) -> None:
     has, lacks = CASES[cause]
     if cause == "no_telemetry":
         run = make_run(tmp_path / "has", **has)
         (run / DEVICES).unlink()
-        found = engine(read(run))
+        found = engine(read_run(run))
     else:
         found = findings(tmp_path / "has", has)
     assert cause in {finding.cause for finding in found}, [finding.cause for finding in found]
@@ -49,11 +49,11 @@ def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_run_has_nothing_above_info(kind: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **HEALTHY[kind])
-    assert [finding.cause for finding in engine(read(run)) if finding.severity != "info"] == []
+    assert [finding.cause for finding in engine(read_run(run)) if finding.severity != "info"] == []
 
 
 def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -> None:
-    assert engine(read(tmp_path)) == []
+    assert engine(read_run(tmp_path)) == []
 
 
 @pytest.mark.parametrize("sample", [
@@ -225,7 +225,7 @@ def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
 def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) -> None:
     config = OURS.replace('cache = "none"', f'cache = "{cache}"')
-    seen = read(make_run(tmp_path / "run", config=config, shares={"input_wait": 0.2}, stages=FETCHING))
+    seen = read_run(make_run(tmp_path / "run", config=config, shares={"input_wait": 0.2}, stages=FETCHING))
     from stoker.diagnosis.rules.data_loading import input_bound
 
     finding = input_bound(seen)
@@ -304,4 +304,4 @@ def test_samples_of_the_start_are_left_out_of_stacks(tmp_path: Path) -> None:
 
 
 def test_records_is_what_read_returns(tmp_path: Path) -> None:
-    assert isinstance(read(tmp_path), Records)
+    assert isinstance(read_run(tmp_path), RunRecords)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation import document
-from stoker.evaluation.coco import match
-from stoker.evaluation.document import MISTAKES, RECALLS, Evaluation, read_evaluation
-from stoker.evaluation.error_analysis import by_class, judge, worst_and_best
-from stoker.evaluation.evaluate import appraise, ground_truth, score_with_matches
+from stoker.evaluation.coco import match_detections
+from stoker.evaluation.document import ERROR_TYPES, NUM_RECALL_POINTS, Evaluation, read_evaluation
+from stoker.evaluation.error_analysis import classify_errors, compute_class_stats, worst_and_best
+from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
 from stoker.evaluation.metrics import Detections, GroundTruth
 from stoker.runs.records import EVALUATION, RunFolder
 from tests.evaluation.test_evaluate import columns, detections, pycocotools, random_case
@@ -44,15 +44,15 @@ def test_every_kind_of_mistake_is_documented() -> None:
     found = re.findall(
         r"^\| `(\w+)` \|", DOCUMENT.partition("| mistake | when |")[2].partition("\n\n")[0], re.MULTILINE
     )
-    assert found == list(MISTAKES)
+    assert found == list(ERROR_TYPES)
 
 
 @given(seed=st.integers(0, 2**32), pictures=st.integers(1, 8), class_count=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_matches_are_those_of_pycocotools(seed: int, pictures: int, class_count: int) -> None:
     truth, found = random_case(seed, pictures, class_count)
-    matches = match(truth, found)
-    ours = {int(n): int(m) for n, m in zip(matches.order, matches.truth, strict=True)}
+    matches = match_detections(truth, found)
+    ours = {int(n): int(m) for n, m in zip(matches.order, matches.gt_index, strict=True)}
     theirs: dict[int, int] = {}
     for cell in pycocotools(truth, found).evalImgs:
         if cell is not None and cell["aRng"] == [0, 10**10]:
@@ -63,9 +63,9 @@ def test_matches_are_those_of_pycocotools(seed: int, pictures: int, class_count:
 
 def test_only_a_hundred_detections_of_a_class_in_a_picture_count() -> None:
     truth, found = random_case(5, 3, 2, most_found=400)
-    matches = match(truth, found)
-    counted = found.where(matches.order)
-    groups = np.unique(np.stack([counted.row, counted.label]), axis=1, return_counts=True)[1]
+    matches = match_detections(truth, found)
+    counted = found.select(matches.order)
+    groups = np.unique(np.stack([counted.image_index, counted.label]), axis=1, return_counts=True)[1]
     assert groups.max() == 100
     assert len(found) > len(matches.order)
 
@@ -87,18 +87,18 @@ def test_each_kind_of_mistake(kind: str, box: tuple[int, ...], label: int, misse
     truth = ground_truth(index, np.arange(2))
     right = [[0, 0, 50, 50], [60, 60, 90, 90]]  # gives both classes a threshold
     found = detections([0, 1, 1], [box, *right], [0.9, 0.8, 0.8], [label, 0, 1], [0, 1])
-    matches = match(truth, found)
-    judged = judge(truth, found, matches, by_class(truth, found, matches))
-    assert judged.kind == [kind, "", ""]
+    matches = match_detections(truth, found)
+    judged = classify_errors(truth, found, matches, compute_class_stats(truth, found, matches))
+    assert judged.error_type == [kind, "", ""]
     assert judged.is_missed.sum() == missed
 
 
 def test_a_second_detection_of_a_box_is_a_duplicate_also_when_it_is_nearer() -> None:
     truth = ground_truth(columns([[(0, 0, 100, 100, 0, 0, 1.0), (200, 0, 300, 100, 0, 0, 1.0)]], 1), np.array([0]))
     found = detections([0] * 3, [[0, 0, 100, 90], [0, 0, 100, 100], [200, 0, 300, 100]], [0.9, 0.8, 0.7], [0] * 3, [0])
-    matches = match(truth, found)
-    judged = judge(truth, found, matches, by_class(truth, found, matches))
-    assert judged.kind == ["", "duplicate", ""]
+    matches = match_detections(truth, found)
+    judged = classify_errors(truth, found, matches, compute_class_stats(truth, found, matches))
+    assert judged.error_type == ["", "duplicate", ""]
     assert not judged.is_missed.any()
 
 
@@ -106,25 +106,25 @@ def test_a_second_detection_of_a_box_is_a_duplicate_also_when_it_is_nearer() -> 
 @settings(max_examples=25, deadline=None)
 def test_no_threshold_has_a_better_f1(seed: int) -> None:
     truth, found = random_case(seed, 6, 3)
-    matches = match(truth, found)
+    matches = match_detections(truth, found)
     score, label = found.score[matches.order], found.label[matches.order]
-    for number, answer in enumerate(by_class(truth, found, matches)):
+    for number, answer in enumerate(compute_class_stats(truth, found, matches)):
         boxes = int((truth.label[~truth.crowd] == number).sum())
-        mine = (label == number) & (matches.truth != -2)
+        mine = (label == number) & (matches.gt_index != -2)
         best = 0.0
         for threshold in np.unique(score[mine]):
             above = mine & (score >= threshold)
-            best = max(best, 2 * (matches.truth[above] >= 0).sum() / (above.sum() + boxes))
+            best = max(best, 2 * (matches.gt_index[above] >= 0).sum() / (above.sum() + boxes))
             if float(threshold) == answer.threshold:
-                assert answer.f1 == pytest.approx(2 * (matches.truth[above] >= 0).sum() / (above.sum() + boxes))
+                assert answer.f1 == pytest.approx(2 * (matches.gt_index[above] >= 0).sum() / (above.sum() + boxes))
         assert (answer.f1 or 0.0) == pytest.approx(best)
-        assert sum(answer.right_scores) == (matches.truth[mine] >= 0).sum()
-        assert sum(answer.right_scores) + sum(answer.wrong_scores) == mine.sum()
+        assert sum(answer.tp_scores) == (matches.gt_index[mine] >= 0).sum()
+        assert sum(answer.tp_scores) + sum(answer.fp_scores) == mine.sum()
 
 
 def appraised(truth: GroundTruth, found: Detections, pictures: int, class_count: int) -> Evaluation:
     index = columns([[] for _ in range(pictures)], class_count)
-    return appraise(score_with_matches(truth, found), truth, found, index, step=7)
+    return build_evaluation(compute_coco_result(truth, found), truth, found, index, step=7)
 
 
 @given(seed=st.integers(0, 2**32), pictures=st.integers(1, 12))
@@ -136,21 +136,21 @@ def test_an_evaluation_adds_up_and_comes_back_from_its_file(seed: int, pictures:
     for of in answer.classes:
         assert of.curves is not None
         if of.ap is not None:
-            assert len(of.curves.iou75) == RECALLS
+            assert len(of.curves.iou75) == NUM_RECALL_POINTS
             assert np.mean(of.curves.mean) == pytest.approx(of.ap, abs=1e-4)
             assert np.mean(of.curves.iou50) == pytest.approx(of.ap50, abs=1e-4)
-        detected = of.right + sum(count for kind, count in of.mistakes.items() if kind != "missed")
-        assert (of.precision or 0.0) == pytest.approx(of.right / detected if detected else 0.0)
-        assert (of.recall or 0.0) == pytest.approx(of.right / of.boxes if of.boxes else 0.0)
+        detected = of.tp + sum(count for kind, count in of.error_types.items() if kind != "missed")
+        assert (of.precision or 0.0) == pytest.approx(of.tp / detected if detected else 0.0)
+        assert (of.recall or 0.0) == pytest.approx(of.tp / of.boxes if of.boxes else 0.0)
     assert np.mean(answer.curves.iou75) == pytest.approx(answer.metrics.ap75, abs=1e-4)
     assert np.mean(answer.curves.mean) == pytest.approx(answer.metrics.ap, abs=1e-4)
-    assert sum(one.count for one in answer.confusions) == sum(of.mistakes.get("class", 0) for of in answer.classes)
+    assert sum(one.count for one in answer.confusions) == sum(of.error_types.get("class", 0) for of in answer.classes)
     for one in (*answer.worst, *answer.best):
-        assert one.right == sum(box.mistake == "" for box in one.found_boxes) == sum(b.found for b in one.true_boxes)
-        assert one.wrong == sum(box.mistake in MISTAKES for box in one.found_boxes)
-        assert one.not_found == sum(not (box.found or box.crowd) for box in one.true_boxes)
-        assert one.span == ((one.row * 100, 50) if one.row % 2 else None)
-    assert not {one.row for one in answer.worst} & {one.row for one in answer.best}
+        assert one.tp == sum(box.error_type == "" for box in one.detections) == sum(b.detected for b in one.gt_boxes)
+        assert one.fp == sum(box.error_type in ERROR_TYPES for box in one.detections)
+        assert one.fn == sum(not (box.detected or box.crowd) for box in one.gt_boxes)
+        assert one.byte_range == ((one.image_index * 100, 50) if one.image_index % 2 else None)
+    assert not {one.image_index for one in answer.worst} & {one.image_index for one in answer.best}
 
 
 def test_worst_and_best_pictures() -> None:
@@ -158,17 +158,17 @@ def test_worst_and_best_pictures() -> None:
     two = [(0, 0, 10, 10, 0, 0, 1.0), (20, 20, 40, 40, 0, 0, 1.0)]
     truth = ground_truth(columns([two, two, two, []], 1), np.arange(4))
     found = detections([0, 0, 1], [[0, 0, 10, 10], [20, 20, 40, 40], [0, 0, 10, 10]], [0.9] * 3, [0] * 3, range(4))
-    matches = match(truth, found)
-    judged = judge(truth, found, matches, by_class(truth, found, matches))
-    worst, best = worst_and_best(truth, found, judged, truth.pictures, 12)
-    assert [(one.row, one.not_found) for one in worst] == [(2, 2)]
-    assert [(one.row, round(one.f1, 2)) for one in best] == [(0, 1.0), (1, 0.67)]
+    matches = match_detections(truth, found)
+    judged = classify_errors(truth, found, matches, compute_class_stats(truth, found, matches))
+    worst, best = worst_and_best(truth, found, judged, truth.image_indices, 12)
+    assert [(one.image_index, one.fn) for one in worst] == [(2, 2)]
+    assert [(one.image_index, round(one.f1, 2)) for one in best] == [(0, 1.0), (1, 0.67)]
 
 
 def test_pictures_that_the_model_did_not_see_are_in_no_list() -> None:
     truth = ground_truth(columns([[(0, 0, 9, 9, 0, 0, 1.0)], [(0, 0, 9, 9, 0, 0, 1.0)]], 1), np.arange(2))
     answer = appraised(truth, detections([0], [[0, 0, 9, 9]], [0.9], [0], [0]), 2, 1)
-    assert (answer.classes[0].mistakes, answer.worst, [one.row for one in answer.best]) == ({}, [], [0])
+    assert (answer.classes[0].error_types, answer.worst, [one.image_index for one in answer.best]) == ({}, [], [0])
 
 
 def test_a_full_evaluation_is_small() -> None:

@@ -16,25 +16,25 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from stoker.evaluation import coco
 from stoker.evaluation.evaluate import (
     GroundTruth,
-    appraise,
+    build_evaluation,
+    compute_coco_result,
+    compute_metrics,
     detect,
     evaluate,
     evaluation_loader,
     ground_truth,
-    score,
-    score_with_matches,
-    some_pictures,
+    sample_images,
 )
-from stoker.evaluation.metrics import TWELVE, Detections, Metrics, no_detections
+from stoker.evaluation.metrics import COCO_SUMMARY, Detections, Metrics, empty_detections
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import HostWait, NoHostWaits
-from stoker.models import architecture, build
+from stoker.hardware.host_sync import ForbidHostSync, HostSyncError
+from stoker.models import build, get_architecture
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -80,11 +80,11 @@ def columns(boxes_of_picture: list[list[tuple[float, ...]]], class_count: int) -
 
 def detections(rows: list[int], boxes: Any, scores: Any, labels: Any, pictures: Any) -> Detections:
     return Detections(
-        row=np.array(rows, np.int64),
+        image_index=np.array(rows, np.int64),
         boxes=np.array(boxes, np.float32).reshape(-1, 4),
         score=np.array(scores, np.float32),
         label=np.array(labels, np.int64),
-        pictures=np.array(pictures, np.int64),
+        image_indices=np.array(pictures, np.int64),
     )
 
 
@@ -98,19 +98,19 @@ def pycocotools(truth: GroundTruth, found: Detections) -> COCOeval:
     with contextlib.redirect_stdout(io.StringIO()):
         gt, dt = COCO(), COCO()
         frame = {
-            "images": [{"id": int(row)} for row in truth.pictures],
+            "images": [{"id": int(row)} for row in truth.image_indices],
             "categories": [{"id": n, "name": name} for n, name in enumerate(truth.class_names)],
         }
         gt.dataset = frame | {
             "annotations": [
-                {"id": n + 1, "image_id": int(truth.row[n]), "bbox": box, "category_id": int(truth.label[n]),
+                {"id": n + 1, "image_id": int(truth.image_index[n]), "bbox": box, "category_id": int(truth.label[n]),
                  "area": float(truth.area[n]), "iscrowd": int(truth.crowd[n])}
                 for n, box in enumerate(xywh(truth.boxes))
             ]
         }  # fmt: skip
         dt.dataset = frame | {
             "annotations": [
-                {"id": n + 1, "image_id": int(found.row[n]), "bbox": box, "category_id": int(found.label[n]),
+                {"id": n + 1, "image_id": int(found.image_index[n]), "bbox": box, "category_id": int(found.label[n]),
                  "area": box[2] * box[3], "iscrowd": 0, "score": float(found.score[n])}
                 for n, box in enumerate(xywh(found.boxes))
             ]
@@ -119,7 +119,7 @@ def pycocotools(truth: GroundTruth, found: Detections) -> COCOeval:
         dt.createIndex()
         run = COCOeval(gt, dt, "bbox")
         run.evaluate()
-        run.accumulate()
+        run.grad_accum_steps()
         run.summarize()
     return run
 
@@ -137,10 +137,10 @@ def oracle(truth: GroundTruth, found: Detections) -> tuple[list[float], list[flo
 
 
 def assert_equals_oracle(truth: GroundTruth, found: Detections) -> Metrics:
-    metrics = score(truth, found)
+    metrics = compute_metrics(truth, found)
     stats, ap, ap50 = oracle(truth, found)
-    ours = [getattr(metrics, name) for name in TWELVE]
-    for name, mine, theirs in zip(TWELVE, ours, stats, strict=True):
+    ours = [getattr(metrics, name) for name in COCO_SUMMARY]
+    for name, mine, theirs in zip(COCO_SUMMARY, ours, stats, strict=True):
         assert (-1.0 if mine is None else mine) == pytest.approx(theirs, abs=1e-9), name
     assert [-1.0 if c.ap is None else c.ap for c in metrics.per_class] == pytest.approx(ap, abs=1e-9)
     assert [-1.0 if c.ap50 is None else c.ap50 for c in metrics.per_class] == pytest.approx(ap50, abs=1e-9)
@@ -212,7 +212,7 @@ def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, pictur
 def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
     """0.07 of 100 boxes are 7.000000000000001 in floating point, and 7 / 100 is 0.07 all the same."""
     boxes = np.arange(1, 3000)
-    needed = coco._needed(boxes)
+    needed = coco._required_hits(boxes)
     for n in range(0, len(boxes), 7):
         recall = np.arange(boxes[n] + 1) / boxes[n]
         reached = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
@@ -221,7 +221,7 @@ def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
 
 def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> None:
     truth, found = random_case(5, 4, 2, most_found=400)
-    assert max(np.bincount(found.row)) > 200
+    assert max(np.bincount(found.image_index)) > 200
     metrics = assert_equals_oracle(truth, found)
     assert metrics.ar1 is not None
     assert metrics.ar1 < (metrics.ar100 or 0)
@@ -233,33 +233,33 @@ def test_shares_of_the_pictures_score_as_one_in_any_order(seed: int, ranks: int)
     truth, found = random_case(seed, 9, 3)
     shares = []
     for rank in np.random.default_rng(seed).permutation(ranks).tolist():
-        mine = found.where(found.row % ranks == rank)
-        shares.append(dataclasses.replace(mine, pictures=found.pictures[found.pictures % ranks == rank]))
+        mine = found.select(found.image_index % ranks == rank)
+        shares.append(dataclasses.replace(mine, pictures=found.image_indices[found.image_indices % ranks == rank]))
     together = Detections.concatenate(shares)
     index = columns([[] for _ in range(10)], 3)
-    one, many = (appraise(score_with_matches(truth, of), truth, of, index, step=1) for of in (found, together))
+    one, many = (build_evaluation(compute_coco_result(truth, of), truth, of, index, step=1) for of in (found, together))
     assert one == many
 
 
 def test_each_rank_detects_in_its_share(tmp_path: Path) -> None:
     """Three loaders as three processes would have: together every picture once, and the score of one."""
     index = open_index(draw(tmp_path / "data", val=7))
-    rows = index.rows("val")
-    row = architecture("retinanet_tiny_fpn")
+    rows = index.image_indices("val")
+    row = get_architecture("retinanet_tiny_fpn")
     torch.manual_seed(0)
     model = build(ModelSettings(model="retinanet_tiny_fpn", weights="none", **row.defaults), 3)
 
     def share(rank: int, ranks: int) -> Detections:
-        with evaluation_loader(index, rows, CPU, batch=2, canvas=(64, 64), resize="letterbox", threads=1,
-                               rank=rank, ranks=ranks) as batches:  # fmt: skip
+        with evaluation_loader(index, rows, CPU, batch_size=2, image_size=(64, 64), resize="letterbox", workers=1,
+                               rank=rank, world_size=ranks) as batches:  # fmt: skip
             return detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
 
     shares = [share(rank, 3) for rank in (2, 0, 1)]
-    assert [sorted(of.pictures.tolist()) for of in shares] == [rows[[4, 5]].tolist(), rows[[0, 1, 6]].tolist(),
+    assert [sorted(of.image_indices.tolist()) for of in shares] == [rows[[4, 5]].tolist(), rows[[0, 1, 6]].tolist(),
                                                                rows[[2, 3]].tolist()]  # fmt: skip
     truth = ground_truth(index, rows)
     assert len(shares[0]) > 0
-    assert score(truth, Detections.concatenate(shares)) == score(truth, share(0, 1))
+    assert compute_metrics(truth, Detections.concatenate(shares)) == compute_metrics(truth, share(0, 1))
 
 
 def test_area_ranges_come_from_the_source_not_from_the_box() -> None:
@@ -276,9 +276,9 @@ def test_detections_inside_a_crowd_count_neither_way() -> None:
     good = detections([0], [[0, 0, 100, 100]], [0.5], [0], [0])
     crowded = detections([0] * 3, [[0, 0, 100, 100], [210, 10, 230, 30], [300, 50, 330, 90]], [0.5, 0.9, 0.8],
                          [0] * 3, [0])  # fmt: skip
-    assert score(truth, good).ap == pytest.approx(1.0)
+    assert compute_metrics(truth, good).ap == pytest.approx(1.0)
     assert assert_equals_oracle(truth, crowded).ap == pytest.approx(1.0)
-    assert score(truth, crowded).boxes == 1
+    assert compute_metrics(truth, crowded).boxes == 1
 
 
 def test_per_class_by_name_and_none_where_undefined() -> None:
@@ -294,7 +294,7 @@ def test_per_class_by_name_and_none_where_undefined() -> None:
 
 def test_nothing_found_is_zero_not_a_crash() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], []], 2)
-    metrics = assert_equals_oracle(ground_truth(index, np.array([0, 1])), no_detections([0, 1]))
+    metrics = assert_equals_oracle(ground_truth(index, np.array([0, 1])), empty_detections([0, 1]))
     assert (metrics.ap, metrics.ap50, metrics.ar100, metrics.ap_small) == (0.0, 0.0, 0.0, None)
     assert (metrics.pictures, metrics.boxes, metrics.detections) == (2, 1, 0)
 
@@ -303,27 +303,27 @@ def test_nothing_found_is_zero_not_a_crash() -> None:
 def test_a_split_without_boxes_is_a_data_error(boxes: list[tuple[float, ...]]) -> None:
     truth = ground_truth(columns([boxes], 1), np.array([0]))
     with pytest.raises(DataError, match="nothing to score against"):
-        score(truth, no_detections([0]))
+        compute_metrics(truth, empty_detections([0]))
 
 
 def test_pictures_that_were_not_seen_are_left_out_and_counted() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], [(0, 0, 60, 60, 0, 0, 1.0)]], 1)
     found = detections([0], [[0, 0, 50, 50]], [0.9], [0], [0])
-    metrics = score(ground_truth(index, np.array([0, 1])), found)
+    metrics = compute_metrics(ground_truth(index, np.array([0, 1])), found)
     assert (metrics.ap, metrics.pictures, metrics.missing, metrics.boxes) == (1.0, 1, 1, 1)
 
 
 def test_only_the_boxes_of_the_given_rows_count() -> None:
     index = columns([[(0, 0, 9, 9, 0, 0, 1.0)], [], [(1, 1, 8, 8, 1, 0, 1.0), (2, 2, 7, 7, 0, 1, 1.0)]], 2)
     truth = ground_truth(index, np.array([2, 1]))
-    assert truth.row.tolist() == [2, 2]
+    assert truth.image_index.tolist() == [2, 2]
     assert truth.label.tolist() == [1, 0]
     assert truth.crowd.tolist() == [False, True]
     assert truth.boxes.tolist() == [[1, 1, 8, 8], [2, 2, 7, 7]]
 
 
 def test_scoring_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    score(*random_case(1, 3, 2))
+    compute_metrics(*random_case(1, 3, 2))
     assert capfd.readouterr() == ("", "")
 
 
@@ -371,11 +371,11 @@ def batch(rows: list[int], boxes: list[list[int]], scale: float = 0.5) -> Batch:
         boxes=torch.zeros(count, 1, 4),
         labels=torch.zeros(count, 1, dtype=torch.int64),
         valid=torch.zeros(count, 1, dtype=torch.bool),
-        content=torch.full((count, 2), 32, dtype=torch.int32),
+        resized_size=torch.full((count, 2), 32, dtype=torch.int32),
         scale=torch.full((count, 2), scale),
-        size=torch.full((count, 2), 64, dtype=torch.int32),
-        image_id=torch.tensor(rows),
-        draw=torch.zeros(count, DRAWS),
+        original_size=torch.full((count, 2), 64, dtype=torch.int32),
+        image_index=torch.tensor(rows),
+        rand=torch.zeros(count, NUM_RAND),
     )
 
 
@@ -412,18 +412,18 @@ def test_detections_survive_buffers_that_are_used_again() -> None:
 
     def loader() -> Any:
         yield reused
-        reused.image_id[0] = 1
+        reused.image_index[0] = 1
         reused.images[0, 0, 0, :4] = torch.tensor([2, 2, 20, 20], dtype=torch.uint8)
         yield reused
 
     found = detect(Painter(), loader(), CPU, precision="fp32")
-    assert found.pictures.tolist() == [0, 1]
+    assert found.image_indices.tolist() == [0, 1]
     assert found.boxes.tolist() == [[2, 2, 20, 20], [4, 4, 40, 40]]
 
 
 def test_rows_that_fill_a_batch_are_left_out() -> None:
     found = detect(Painter(), [batch([4, -1], [[1, 1, 9, 9]] * 2)], CPU, precision="fp32")
-    assert (found.row.tolist(), found.pictures.tolist()) == ([4], [4])
+    assert (found.image_index.tolist(), found.image_indices.tolist()) == ([4], [4])
 
 
 def test_no_batches_is_nothing_found() -> None:
@@ -432,28 +432,28 @@ def test_no_batches_is_nothing_found() -> None:
 
 def test_the_boxes_of_one_picture_come_best_first() -> None:
     found = detections([3, 1, 3, 3], np.arange(16), [0.2, 0.9, 0.7, 0.4], [0, 1, 2, 3], [1, 3])
-    assert found.of(3).label.tolist() == [2, 3, 0]
-    assert len(found.of(2)) == 0
+    assert found.of_image(3).label.tolist() == [2, 3, 0]
+    assert len(found.of_image(2)) == 0
 
 
 def test_some_pictures_are_the_same_every_time_with_their_own_boxes() -> None:
     index = columns([[(n, n, n + 9, n + 9, n % 2, 0, 1.0)] for n in range(10)], 2)
     found = detections([3, 3, 9], [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5, 6, 6]], [0.9, 0.1, 0.8], [0, 0, 1], range(10))
-    shown = some_pictures(index, np.arange(3, 10), found, count=3)
+    shown = sample_images(index, np.arange(3, 10), found, count=3)
     assert [one.path for one in shown] == [Path("3.jpg"), Path("6.jpg"), Path("9.jpg")]
-    assert [one.truth.boxes.tolist() for one in shown] == [[[n, n, n + 9, n + 9]] for n in (3, 6, 9)]
-    assert [one.found.boxes.tolist() for one in shown] == [[[1, 1, 2, 2]], [], [[5, 5, 6, 6]]]
+    assert [one.gt.boxes.tolist() for one in shown] == [[[n, n, n + 9, n + 9]] for n in (3, 6, 9)]
+    assert [one.detections.boxes.tolist() for one in shown] == [[[1, 1, 2, 2]], [], [[5, 5, 6, 6]]]
 
 
 def test_an_evaluation_waits_for_the_device_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real model, every operator watched: only "nms" and "detections" may wait."""
-    row = architecture("retinanet_tiny_fpn")
+    row = get_architecture("retinanet_tiny_fpn")
     model = build(ModelSettings(model="retinanet_tiny_fpn", weights="none", **row.defaults), 2)
     batches = [batch([0, 1], [[1, 1, 9, 9]] * 2), batch([2, -1], [[1, 1, 9, 9]] * 2)]
-    with NoHostWaits():
+    with ForbidHostSync():
         found = detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
-    assert found.pictures.tolist() == [0, 1, 2]
+    assert found.image_indices.tolist() == [0, 1, 2]
     assert len(found) > 0
     monkeypatch.setattr("stoker.evaluation.evaluate.allow_host_wait", lambda _: contextlib.nullcontext())
-    with pytest.raises(HostWait), NoHostWaits():
+    with pytest.raises(HostSyncError), ForbidHostSync():
         detect(model, batches, CPU, precision="fp32")

@@ -54,7 +54,7 @@ def stoker(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return run
 
 
-def lively(seed: int = 0) -> tuple[models.Detector, model_file.Card]:
+def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
     """A tiny model that finds much in every picture, and nothing of sense."""
     chosen = MODELS["retinanet_tiny_fpn"].defaults
     config = Config().replace(model="retinanet_tiny_fpn", weights="none", **chosen)
@@ -68,7 +68,9 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.Card]:
     with torch.no_grad():
         model.train()(torch.from_numpy(pictures(2, seed)))  # the norms learn what the pictures are like
     model.eval()
-    return model, model_file.Card(settings=config.model, class_names=CLASSES, canvas=CANVAS, resize="letterbox", step=7)
+    return model, model_file.ModelMetadata(
+        settings=config.model, class_names=CLASSES, canvas=CANVAS, resize="letterbox", step=7
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def networks_once() -> Iterator[None]:
     """torch's exporter takes seconds: the same network is asked of it once. All that is done with it is done anew."""
     made: dict[tuple[Any, ...], bytes] = {}
-    real = graph._network
+    real = graph._export_network
 
     def once(model: models.Detector, canvas: tuple[int, int], opset: int) -> Any:
         weights = b"".join(tensor.contiguous().numpy().tobytes() for tensor in model.state_dict().values())
@@ -109,7 +111,7 @@ def run(tmp_path: Path, data: Path) -> Path:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exported") / "best.onnx"
-    path.write_bytes(graph.build(*lively(), score_threshold=0.05, iou_threshold=0.5))
+    path.write_bytes(graph.build_onnx(*lively(), score_threshold=0.05, iou_threshold=0.5))
     return path
 
 
@@ -118,10 +120,10 @@ def model() -> models.Detector:
     return lively()[0]
 
 
-def of_file(file: OnnxModel, images: Any, content: Any, **thresholds: float) -> list[parity.Boxes]:
+def of_file(file: OnnxModel, images: Any, content: Any, **thresholds: float) -> list[parity.ImageDetections]:
     found = file.run(images, content, **thresholds)
     return [
-        parity.Boxes(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
+        parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
         for n, count in enumerate(found.count.tolist())
     ]
 
@@ -167,7 +169,7 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert {given.name for given in session.get_overridable_initializers()} == {
         "content", "score_threshold", "iou_threshold",
     }  # fmt: skip
-    assert OnnxModel(run / "best.onnx", threads=1).card == lively()[1]
+    assert OnnxModel(run / "best.onnx", num_threads=1).metadata == lively()[1]
 
 
 def test_no_division_of_places_goes_through_float32(exported: Path) -> None:
@@ -186,19 +188,19 @@ def test_any_batch_any_thresholds_any_content(
 ) -> None:  # fmt: skip
     images, inside = pictures(count, seed), np.array([CANVAS, content] * 2, np.int32)[:count]
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
-    file = OnnxModel(exported, threads=1)
+    file = OnnxModel(exported, num_threads=1)
     for n, found in enumerate(of_file(file, images, inside, **thresholds)):
-        expected = parity._of_model(model, images[n], inside[n], slots=100, **thresholds)
-        compared = parity.compare("it", expected, found, slots=100, **thresholds)
-        parity.require(compared, "it")
-        assert compared.box_px < 0.01
-        assert compared.score < 1e-5
-        assert compared.at_edge <= 0.1 * max(compared.boxes, 20)
+        expected = parity._run_model(model, images[n], inside[n], max_detections=100, **thresholds)
+        compared = parity.compare_detections("it", expected, found, max_detections=100, **thresholds)
+        parity.require_parity(compared, "it")
+        assert compared.max_box_diff_px < 0.01
+        assert compared.max_score_diff < 1e-5
+        assert compared.num_ties <= 0.1 * max(compared.num_boxes, 20)
         assert (np.diff(found.scores) <= 0).all()
 
 
 def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -> None:
-    file, images = OnnxModel(exported, threads=1), pictures(3, 1)
+    file, images = OnnxModel(exported, num_threads=1), pictures(3, 1)
     session = onnxruntime.InferenceSession(exported)
     boxes, scores, labels, count = session.run(None, {"images": images})
     full = file.run(images, np.array([CANVAS] * 3), score_threshold=0.05, iou_threshold=0.5)
@@ -219,17 +221,21 @@ def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -
 @pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.slow)])
 def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
     path, card = tmp_path / "four.onnx", lively()[1]
-    path.write_bytes(graph.build(model, card, score_threshold=0.2, iou_threshold=0.3, slots=7, opset=opset, batch=4))
+    path.write_bytes(
+        graph.build_onnx(
+            model, card, score_threshold=0.2, iou_threshold=0.3, max_detections=7, opset=opset, batch_size=4
+        )
+    )
     assert onnx.load(path).opset_import[0].version == opset
-    file = OnnxModel(path, threads=1)
-    assert file.batch == 4
+    file = OnnxModel(path, num_threads=1)
+    assert file.batch_size == 4
     images, inside = pictures(6, 2), np.array([CANVAS] * 6, np.int32)
     thresholds = {"score_threshold": 0.2, "iou_threshold": 0.3}
     found = of_file(file, images, inside)
     assert [len(one.scores) for one in found] == [7] * 6
     for n, one in enumerate(found):
-        expected = parity._of_model(model, images[n], inside[n], slots=7, **thresholds)
-        parity.require(parity.compare("it", expected, one, slots=7, **thresholds), "it")
+        expected = parity._run_model(model, images[n], inside[n], max_detections=7, **thresholds)
+        parity.require_parity(parity.compare_detections("it", expected, one, max_detections=7, **thresholds), "it")
     with pytest.raises(Exception, match="Got: 3 Expected: 4"):
         onnxruntime.InferenceSession(path).run(None, {"images": images[:3]})
 
@@ -257,7 +263,7 @@ def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: i
 
 
 def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = graph._network
+    good = graph._export_network
 
     def wrong(*given: Any) -> Any:
         """A network that is out by a little: one channel of one convolution."""
@@ -396,19 +402,21 @@ def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp
 # compare, on boxes made by hand.
 
 BOXES = np.array([(0, 0, 20, 20), (0, 0, 20, 10.001), (40, 40, 60, 60), (70, 10, 90, 30)], np.float32)
-HAND = parity.Boxes(BOXES, np.array([0.9, 0.8, 0.6, 0.3], np.float32), np.array([0, 1, 0, 2]))
+HAND = parity.ImageDetections(BOXES, np.array([0.9, 0.8, 0.6, 0.3], np.float32), np.array([0, 1, 0, 2]))
 
 
-def compared(model: parity.Boxes, file: parity.Boxes, **changes: Any) -> parity.Parity:
-    return parity.compare("it", model, file, **{"score_threshold": 0.3, "iou_threshold": 0.5, "slots": 100} | changes)
+def compared(model: parity.ImageDetections, file: parity.ImageDetections, **changes: Any) -> parity.Parity:
+    return parity.compare_detections(
+        "it", model, file, **{"score_threshold": 0.3, "iou_threshold": 0.5, "slots": 100} | changes
+    )
 
 
-def without(found: parity.Boxes, n: int) -> parity.Boxes:
-    return parity.Boxes(*(np.delete(column, n, axis=0) for column in found))
+def without(found: parity.ImageDetections, n: int) -> parity.ImageDetections:
+    return parity.ImageDetections(*(np.delete(column, n, axis=0) for column in found))
 
 
 def test_equal_boxes_in_any_order_are_equal() -> None:
-    turned = parity.Boxes(*(column[::-1] for column in HAND))
+    turned = parity.ImageDetections(*(column[::-1] for column in HAND))
     assert compared(HAND, turned) == parity.Parity(1, 4, 0.0, 0.0, 0, ())
 
 
@@ -416,32 +424,32 @@ def test_equal_boxes_in_any_order_are_equal() -> None:
 def test_a_box_that_only_one_has_is_a_difference(n: int) -> None:
     for one, other, who in ((HAND, without(HAND, n), "the model"), (without(HAND, n), HAND, "the file")):
         found = compared(one, other)
-        assert not found.holds
+        assert not found.passed
         assert f"only {who} found class" in found.unexplained[0]
         with pytest.raises(ParityError, match="does not find what"):
-            parity.require(found, "it")
+            parity.require_parity(found, "it")
 
 
 def test_a_box_at_the_threshold_or_cut_off_is_told_apart() -> None:
     at_threshold = compared(HAND, without(HAND, 3))
-    assert (at_threshold.at_edge, at_threshold.unexplained) == (1, ())
-    assert not compared(HAND, without(HAND, 3), score_threshold=0.2).holds
+    assert (at_threshold.num_ties, at_threshold.unexplained) == (1, ())
+    assert not compared(HAND, without(HAND, 3), score_threshold=0.2).passed
     tied = HAND._replace(scores=np.array([0.9, 0.8, 0.6, 0.59999], np.float32))
-    assert compared(tied, without(tied, 3), score_threshold=0.1, slots=3).holds
-    assert not compared(tied, without(tied, 3), score_threshold=0.1, slots=4).holds
+    assert compared(tied, without(tied, 3), score_threshold=0.1, slots=3).passed
+    assert not compared(tied, without(tied, 3), score_threshold=0.1, slots=4).passed
 
 
 def test_a_box_at_the_limit_of_suppression_or_tied_is_told_apart() -> None:
     one_class = HAND._replace(labels=np.zeros(4, np.int64))  # the second overlaps the first by 0.50005
-    assert compared(one_class, without(one_class, 1)).holds
-    assert not compared(one_class, without(one_class, 1), iou_threshold=0.45).holds, "the file should have it no less"
+    assert compared(one_class, without(one_class, 1)).passed
+    assert not compared(one_class, without(one_class, 1), iou_threshold=0.45).passed, "the file should have it no less"
     higher = HAND._replace(boxes=BOXES + np.array([0, 0, 0, 5], np.float32), labels=np.zeros(4, np.int64))
     scores = np.array([0.9, 0.89995, 0.6, 0.3], np.float32)
     first, second = without(higher._replace(scores=scores), 1), without(higher._replace(scores=scores), 0)
-    assert compared(first, second).at_edge == 2, "of two equals that overlap either may stay"
+    assert compared(first, second).num_ties == 2, "of two equals that overlap either may stay"
     scores = np.array([0.9, 0.8, 0.6, 0.3], np.float32)
     first, second = without(higher._replace(scores=scores), 1), without(higher._replace(scores=scores), 0)
-    assert not compared(first, second).holds
+    assert not compared(first, second).passed
 
 
 @pytest.mark.parametrize(("corner", "score", "holds"), [(0.09, 0.0, True), (0.11, 0.0, False), (0.0, 9e-4, True),
@@ -450,4 +458,4 @@ def test_differences_are_measured(corner: float, score: float, holds: bool) -> N
     other = HAND._replace(boxes=BOXES.copy(), scores=HAND.scores.copy())
     other.boxes[2, 3] += corner
     other.scores[1] -= score
-    assert compared(HAND, other).holds is holds
+    assert compared(HAND, other).passed is holds

@@ -9,16 +9,16 @@ import torch
 from stoker.config.settings import DataSettings, OptimSettings, from_fields
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, pick
+from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.telemetry.gpu import Gpus
+from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.runs.records import DEVICES, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, StepWindow
-from stoker.training.defaults.dry_run import worst_case
-from stoker.training.forward import forward_backward, losses_of
+from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.forward import forward_backward, make_loss_fn
 from stoker.training.loop import train
-from stoker.training.optim import Meter, Stepper
+from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -27,30 +27,37 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 OPTIM = OptimSettings(
-    optimizer="adamw", rate=1e-3, backbone_rate=1.0, momentum=0.9, weight_decay=0.01, clip=1.0, ema=0.9, max_skipped=5
+    optimizer="adamw",
+    lr=1e-3,
+    backbone_lr_mult=1.0,
+    momentum=0.9,
+    weight_decay=0.01,
+    clip_grad_norm=1.0,
+    ema_decay=0.9,
+    max_skipped_steps=5,
 )
 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return pick("cuda")
+    return select_device("cuda")
 
 
 def case(count: int, side: int, device: Device) -> Batch:
-    return worst_case(count, canvas=(side, side), slots=8, classes=4, device=device)
+    return make_worst_case_batch(count, image_size=(side, side), max_boxes=8, num_classes=4, device=device)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_whole_step_never_waits(device: Device, optimizer: str, precision: str):
     model = build(settings_of("retinanet_mobilenet_v2_fpn"), 4).to(device.torch_device).train()
-    stepper = Stepper(model, dataclasses.replace(OPTIM, optimizer=optimizer), device, precision=precision)
-    meter = Meter(device, limit=5)
+    stepper = OptimizerStep(model, dataclasses.replace(OPTIM, optimizer=optimizer), device, precision=precision)
+    meter = LossAccumulator(device, max_skipped_steps=5)
     batch = case(2, 128, device)
     for step in range(3):
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            losses = forward_backward(losses_of(model, eager=True), stepper, batch, 1, device.autocast(precision))
+            losses = forward_backward(make_loss_fn(model, eager=True), stepper, batch, 1, device.autocast(precision))
             norm, bad = stepper.step(1e-3, step)
             meter.add(losses, norm, bad, step)
         finally:
@@ -72,11 +79,11 @@ def test_losses_are_those_of_the_cpu(device: Device):
 
 
 def test_augmentation_never_waits_and_is_that_of_the_cpu(device: Device):
-    settings = DataSettings(flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mosaic=0.5)
+    settings = DataSettings(hflip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mosaic=0.5)
     on_cpu = case(8, 128, Device(torch.device("cpu")))
     noise = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (8, 128, 128, 3), dtype=torch.uint8, generator=noise).permute(0, 3, 1, 2)
-    on_cpu = on_cpu._replace(images=pixels, draw=torch.rand(on_cpu.draw.shape, generator=noise))
+    on_cpu = on_cpu._replace(images=pixels, draw=torch.rand(on_cpu.rand.shape, generator=noise))
     on_gpu = Batch(*(tensor.to(device.torch_device) for tensor in on_cpu))
     augment_batch(on_gpu, settings, 0.0)  # what happens once
     torch.cuda.set_sync_debug_mode("error")
@@ -98,10 +105,10 @@ def test_side_stream_copies_arrive_whole(device: Device):
     for value in range(5):
         host.fill_(value)
         (copy,), ready = stream.to_device([host])
-        ready.block_device()
+        ready.block_main_stream()
         total = copy.long().sum()
         (back,), there = stream.to_host([copy])
-        there.wait()
+        there.synchronize()
         assert int(total) == value * host.numel()
         assert bool((back == value).all())
 
@@ -109,7 +116,7 @@ def test_side_stream_copies_arrive_whole(device: Device):
 def test_the_ledger_sees_computation_and_starvation(device: Device):
     import time
 
-    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
     matrix = torch.randn(4096, 4096, device=device.torch_device)
     for _ in range(5):
         with ledger.phase("input_wait"):
@@ -117,7 +124,7 @@ def test_the_ledger_sees_computation_and_starvation(device: Device):
         with ledger.compute():
             for _ in range(20):
                 matrix = torch.tanh(matrix @ matrix)
-    device.wait()
+    device.synchronize()
     account = ledger.finish()
     assert account is not None
     assert account.steps == 5
@@ -128,7 +135,7 @@ def test_the_ledger_sees_computation_and_starvation(device: Device):
 
 
 def test_nvml_sees_the_device():
-    gpus = Gpus()
+    gpus = GpuSampler()
     samples = gpus.sample()
     assert samples, gpus.reason
     assert samples[0].memory_total_bytes
@@ -137,9 +144,9 @@ def test_nvml_sees_the_device():
 def test_a_training_on_the_device(tmp_path: Path):
     config = from_fields({"data": str(draw(tmp_path / "data", train=64)), "model": "retinanet_tiny_fpn",
                           "canvas": (64, 64), "batch": 8, "for_": "200", "device": "cuda"})  # fmt: skip
-    result = train(config, run=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
-    assert sum(window.steps for window in windows) == 200
+    assert sum(window.window_steps for window in windows) == 200
     for window in windows:
         assert sum(window.phases.values()) == pytest.approx(window.wall_s, rel=1e-6)
     assert any(sample.gpus for sample in read_lines(result.run, DEVICES, DeviceSample))

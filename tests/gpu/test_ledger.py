@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.hardware.device import Device, pick
-from stoker.profiling.ledger import Account, Ledger
-from stoker.profiling.trace import STEPS, Tracer
+from stoker.hardware.device import Device, select_device
+from stoker.profiling.ledger import Ledger, TimeBreakdown
+from stoker.profiling.trace import WINDOW_STEPS, Tracer
 from stoker.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
 from stoker.runs.schemas import TraceWindow
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return pick("cuda")
+    return select_device("cuda")
 
 
 def say(kind: str, text: str, /, **data: Any) -> None:
@@ -36,10 +36,10 @@ class Work:
     def __init__(self, device: Device, long_s: float) -> None:
         self.matrix = torch.randn(4096, 4096, device=device.torch_device, dtype=torch.bfloat16)
         for count in (3, 20):  # the first products choose their kernels
-            device.wait()
+            device.synchronize()
             began_s = time.perf_counter()
             self.products(count)
-            device.wait()
+            device.synchronize()
         self.count = max(1, round(long_s * 20 / (time.perf_counter() - began_s)))
 
     def products(self, count: int) -> None:
@@ -52,9 +52,9 @@ class Work:
 
 def train(
     device: Device, steps: int, work: Callable[[], None], folder: Path, *, wait_s: float = 0.0
-) -> tuple[Account, list[TraceWindow]]:
+) -> tuple[TimeBreakdown, list[TraceWindow]]:
     """Steps with a wait for input before each, the middle ones under the profiler."""
-    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
     tracer = Tracer(device, RunFolder(folder, 1), ledger, say)
     for step in range(steps):
         with ledger.phase("input_wait"):
@@ -62,9 +62,9 @@ def train(
         with ledger.compute():
             work()
         if step == steps // 2:
-            tracer.ask()
-        tracer.between_steps(step + 1)
-    device.wait()
+            tracer.request()
+        tracer.after_step(step + 1)
+    device.synchronize()
     account = ledger.finish()
     tracer.close()
     assert account is not None
@@ -77,19 +77,19 @@ def test_profiler_windows_see_the_share_that_the_marks_see(device: Device, tmp_p
     account, (line,) = train(device, 60, work, tmp_path, wait_s=0.05)
     by_marks = account.phases["compute"] / (account.wall_s - account.phases.get("idle", 0.0))
     by_cupti = line.busy_s / line.wall_s
-    assert line.steps == STEPS
+    assert line.window_steps == WINDOW_STEPS
     assert by_cupti == pytest.approx(by_marks, abs=0.05)
-    assert line.launches == pytest.approx(2 * STEPS * work.count, rel=0.05)
-    assert line.tensor_core_share is not None
-    assert line.tensor_core_share > 0.5, [share.name for share in line.kernels]
-    assert line.gaps[0].took_s == pytest.approx(0.03, rel=0.5)
+    assert line.launches == pytest.approx(2 * WINDOW_STEPS * work.count, rel=0.05)
+    assert line.tensor_core_fraction is not None
+    assert line.tensor_core_fraction > 0.5, [share.name for share in line.kernels]
+    assert line.gaps[0].duration_s == pytest.approx(0.03, rel=0.5)
     assert (tmp_path / TRACE_FILES).is_dir()
 
 
 def test_a_device_that_is_never_out_of_work_does_not_starve(device: Device, tmp_path: Path):
     account, (line,) = train(device, 200, Work(device, 0.01), tmp_path)
     assert account.steps == 200
-    assert account.starved == pytest.approx(0, abs=4)  # the first, and those around the profiler
+    assert account.host_bound_steps == pytest.approx(0, abs=4)  # the first, and those around the profiler
     assert line.busy_s > 0.9 * line.wall_s
 
 
@@ -104,17 +104,17 @@ def test_a_host_that_is_slow_inside_a_step_starves_the_device(device: Device, tm
 
     account, (line,) = train(device, 60, slow, tmp_path)
     assert account.phases["compute"] > 0.8 * (account.wall_s - account.phases.get("idle", 0.0))
-    assert account.starved == pytest.approx(60, abs=3)
+    assert account.host_bound_steps == pytest.approx(60, abs=3)
     assert line.busy_s < 0.5 * line.wall_s
-    assert line.gaps[0].took_s > 0.002
-    assert line.gaps[0].host == "", "Python"
+    assert line.gaps[0].duration_s > 0.002
+    assert line.gaps[0].host_op == "", "Python"
 
 
 def test_an_exchange_that_the_step_waits_for_is_what_it_takes_on_the_device(device: Device):
     """A stream of its own, as a collective's; the step's stream waits for it, the thread does not."""
     work, side = Work(device, 0.02), torch.Stream(device.torch_device)
     other = Work(device, 0.03)
-    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
     for _ in range(20):
         with ledger.compute():
             work()
@@ -123,7 +123,7 @@ def test_an_exchange_that_the_step_waits_for_is_what_it_takes_on_the_device(devi
                 with side:
                     other()
                 torch.accelerator.current_stream().wait_stream(side)
-    device.wait()
+    device.synchronize()
     account = ledger.finish()
     assert account is not None
     assert account.phases["comm"] == pytest.approx(0.03 * 20, rel=0.15)
@@ -137,7 +137,7 @@ def test_the_ledger_costs_less_than_a_hundredth_of_a_step(device: Device, tmp_pa
     pieces = 1 if long_s else 60
 
     def steps(ledger: Ledger | None, tracer: Tracer) -> float:
-        device.wait()
+        device.synchronize()
         began_s = time.perf_counter()
         for number in range(20):
             if ledger is None:
@@ -149,29 +149,29 @@ def test_the_ledger_costs_less_than_a_hundredth_of_a_step(device: Device, tmp_pa
                 with ledger.compute():
                     for _ in range(pieces):
                         work()
-                tracer.between_steps(number)
+                tracer.after_step(number)
                 ledger.window()
-        device.wait()
+        device.synchronize()
         return time.perf_counter() - began_s
 
-    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
     tracer = Tracer(device, RunFolder(tmp_path, 1), ledger, say)
     ratios = [steps(ledger, tracer) / steps(None, tracer) for _ in range(25)]
     assert statistics.median(ratios) < 1.01, sorted(ratios)
 
 
 def test_a_window_of_the_profiler_is_within_its_budget(device: Device, tmp_path: Path):
-    ledger = Ledger(device.make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
     work = Work(device, 0.02)
     costs = []
     for _ in range(3):
         tracer = Tracer(device, RunFolder(tmp_path, 1), ledger, say)
         for step in range(20):
             if step == 5:
-                tracer.ask()
+                tracer.request()
             with ledger.compute():
                 work()
-            tracer.between_steps(step + 1)
+            tracer.after_step(step + 1)
         tracer.close()
         costs.append(tracer.cost_s)
     print("seconds that each profiler window cost:", costs)

@@ -8,10 +8,10 @@ import torch
 
 from stoker.config.settings import from_fields
 from stoker.data.batch import Batch
-from stoker.data.images.decode_device import why_not
-from stoker.data.loading.decoder_choice import decide
-from stoker.data.loading.loader import DEPTH, HELD
-from stoker.hardware.device import Device, pick
+from stoker.data.images.decode_device import unavailable_reason
+from stoker.data.loading.decoder_choice import measure_and_choose_decoder
+from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH
+from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.loop import train
@@ -29,7 +29,7 @@ NEAR = 4.0
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return pick("cuda")
+    return select_device("cuda")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def stream(index: Smooth, count: int, device: Device, **changes) -> list[Batch]:
 
 
 def test_this_build_has_nvjpeg(device: Device) -> None:
-    assert why_not(device) is None
+    assert unavailable_reason(device) is None
 
 
 @pytest.mark.parametrize("crop", [0.0, 0.7])
@@ -55,8 +55,8 @@ def test_batches_are_those_of_the_host_but_for_a_few_levels(pictures: Smooth, de
     for ours, theirs in zip(found, expected, strict=True):
         for name, a, b in zip(Batch._fields[1:], ours[1:], theirs[1:], strict=True):
             assert torch.equal(a, b), name
-        for k, row in enumerate(ours.image_id.tolist()):
-            height, width = ours.content[k].tolist()
+        for k, row in enumerate(ours.image_index.tolist()):
+            height, width = ours.resized_size[k].tolist()
             apart = (ours.images[k].float() - theirs.images[k].float()).abs()
             assert apart[:, height:].sum() == apart[:, :, width:].sum() == 0, "padding"
             assert apart[:, :height, :width].mean() < (0.001 if row in (PNG, CMYK, PROGRESSIVE) else NEAR), row
@@ -82,9 +82,11 @@ def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth, devic
 
 def test_the_training_thread_never_waits_for_the_device(pictures: Smooth, device: Device) -> None:
     """Batches that are made are handed over while the main stream is still at work on something long."""
-    with make(pictures, device=device, canvas=(64, 96), decoder="nvjpeg") as loader:
+    with make(pictures, device=device, canvas=(64, 96), jpeg_decoder="nvjpeg") as loader:
         next(loader)
-        while loader.stats().ready < 4 * (DEPTH + HELD - 1):  # all of the ring but what is handed out
+        while loader.stats().ready < 4 * (
+            PREFETCH_DEPTH + BUFFERS_IN_USE - 1
+        ):  # all of the ring but what is handed out
             assert loader_threads()
         asleep = torch.Event(device.torch_device)
         torch.cuda._sleep(10**10)  # cycles: several seconds
@@ -99,7 +101,7 @@ def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, dev
     usual = stream(pictures, 24, device, decoder="nvjpeg")
     matrix = torch.randn(8192, 8192, device=device.torch_device)
     sums = []
-    with make(pictures, device=device, canvas=(64, 96), decoder="nvjpeg") as loader:
+    with make(pictures, device=device, canvas=(64, 96), jpeg_decoder="nvjpeg") as loader:
         for _ in range(24):
             batch = next(loader)
             for _ in range(4):
@@ -111,10 +113,10 @@ def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, dev
 
 def test_it_is_chosen_by_what_was_measured(pictures: Smooth, device: Device) -> None:
     options = {"canvas": (64, 96), "resize": "letterbox", "batch": 8}
-    decoder, why = decide(pictures, np.arange(COUNT), device, **options, step_s=lambda: 1e3)
+    decoder, why = measure_and_choose_decoder(pictures, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
     assert decoder == "host"
     assert "nvJPEG cannot" not in why
-    _, why = decide(pictures, np.arange(COUNT), device, **options, step_s=lambda: 1e-9)
+    _, why = measure_and_choose_decoder(pictures, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e-9)
     assert "nvJPEG decodes" in why
 
 
@@ -122,5 +124,5 @@ def test_a_training_with_it(tmp_path: Path) -> None:
     data = str(draw(tmp_path / "data", train=64))
     config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 8, "for_": "100",
                           "device": "cuda", "decoder": "nvjpeg"})  # fmt: skip
-    result = train(config, run=str(tmp_path / "run"))
-    assert sum(window.steps for window in read_lines(result.run, STEPS, StepWindow)) == 100
+    result = train(config, run_dir=str(tmp_path / "run"))
+    assert sum(window.window_steps for window in read_lines(result.run, STEPS, StepWindow)) == 100

@@ -13,15 +13,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from stoker.profiling.telemetry.gpu import Gpus  # noqa: E402
-from stoker.profiling.telemetry.sampler import Driver  # noqa: E402
+from stoker.profiling.telemetry.gpu import GpuSampler  # noqa: E402
+from stoker.profiling.telemetry.sampler import DriverSampler  # noqa: E402
 from stoker.runs.records import EVENTS, RunFolder, read_lines  # noqa: E402
 from stoker.runs.schemas import Event, GpuSample  # noqa: E402
 
 
 def during(work: Callable[[], object], *, for_s: float = 2.0) -> tuple[GpuSample, int, float]:
     """(the first GPU's sample of that time, how often the work was done, seconds)"""
-    gpus = Gpus()
+    gpus = GpuSampler()
     work()
     torch.cuda.synchronize()
     gpus.sample()
@@ -37,7 +37,7 @@ def during(work: Callable[[], object], *, for_s: float = 2.0) -> tuple[GpuSample
 
 
 def has_gpm() -> None:
-    if not Gpus().describe()["gpus"][0]["gpm"]:
+    if not GpuSampler().describe()["gpus"][0]["gpm"]:
         pytest.skip("GPM counters begin with Hopper")
 
 
@@ -71,7 +71,7 @@ def test_copies_are_counted_in_bytes_a_second() -> None:
 
 
 def test_the_witness_opens_listens_and_ends(tmp_path: Path) -> None:
-    with contextlib.closing(Driver(RunFolder(tmp_path, 1))) as driver:
+    with contextlib.closing(DriverSampler(RunFolder(tmp_path, 1))) as driver:
         deadline = time.monotonic() + 60
         while not (samples := driver.sample()) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -6,11 +6,11 @@ import torch
 from stoker.config.settings import OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, pick
+from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, build
-from stoker.training.defaults.dry_run import worst_case
-from stoker.training.forward import forward_backward, losses_of
-from stoker.training.optim import Meter, Stepper
+from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 from tests.models.samples import settings_of
 
@@ -29,17 +29,17 @@ APART = 0.1
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return pick("cuda")
+    return select_device("cuda")
 
 
-def make_stepper(model, device: Device, **changes) -> Stepper:
+def make_stepper(model, device: Device, **changes) -> OptimizerStep:
     usual = {"optimizer": "sgd", "backbone_rate": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "clip": 1.0, "ema": 0.99}
-    return Stepper(model, OptimSettings(**usual | changes), device, precision="bf16")
+    return OptimizerStep(model, OptimSettings(**usual | changes), device, precision="bf16")
 
 
 def case(name: str, device: Device) -> Batch:
-    side = MODELS[name].canvas_side if "ssd" in name else 128
-    batch = worst_case(2, canvas=(side, side), slots=8, classes=CLASSES, device=device)
+    side = MODELS[name].default_image_size if "ssd" in name else 128
+    batch = make_worst_case_batch(2, image_size=(side, side), max_boxes=8, num_classes=CLASSES, device=device)
     return batch._replace(images=torch.randint_like(batch.images, 0, 256))
 
 
@@ -47,8 +47,12 @@ def steps(name: str, device: Device, *, eager: bool) -> None:
     """Four steps, of which the last two must not wait."""
     torch.manual_seed(0)
     model = build(settings_of(name), CLASSES).to(device.torch_device).train()
-    stepper, meter, batch = make_stepper(model, device), Meter(device, limit=5), case(name, device)
-    compute = losses_of(model, eager=eager)
+    stepper, meter, batch = (
+        make_stepper(model, device),
+        LossAccumulator(device, max_skipped_steps=5),
+        case(name, device),
+    )
+    compute = make_loss_fn(model, eager=eager)
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
@@ -56,7 +60,7 @@ def steps(name: str, device: Device, *, eager: bool) -> None:
             meter.add(losses, *stepper.step(1e-4, step), step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    device.wait()
+    device.synchronize()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,7 +80,7 @@ def test_compiled_losses_and_gradients_are_those_of_the_eager_model(device: Devi
     stepper = make_stepper(model, device)
     found = []
     for eager in (True, False):
-        losses = forward_backward(losses_of(model, eager=eager), stepper, batch, 1, device.autocast("fp32"))
+        losses = forward_backward(make_loss_fn(model, eager=eager), stepper, batch, 1, device.autocast("fp32"))
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         found.append((losses, gradients))
@@ -96,12 +100,14 @@ def test_the_peak_of_memory_is_the_predicted_one(name: str, device: Device) -> N
     before = torch.cuda.memory_allocated()  # what earlier tests left
     model = build(settings_of(trial.model), trial.classes).to(device.torch_device).train()
     stepper = make_stepper(model, device, ema=0.0)
-    batch = worst_case(trial.batch, canvas=trial.canvas, slots=trial.slots, classes=trial.classes, device=device)
-    device.reset_peak()
+    batch = make_worst_case_batch(
+        trial.batch, image_size=trial.canvas, max_boxes=trial.slots, num_classes=trial.classes, device=device
+    )
+    device.reset_peak_memory()
     for step in range(trial.steps):
         augmented = augment_batch(batch, fakes.AUGMENTATIONS, 0.0)
-        forward_backward(losses_of(model, eager=True), stepper, augmented, 1, device.autocast(trial.precision))
+        forward_backward(make_loss_fn(model, eager=True), stepper, augmented, 1, device.autocast(trial.precision))
         stepper.step(1e-4, step)
-    device.wait()
+    device.synchronize()
     measured = device.memory().peak - before
     assert measured == pytest.approx(predicted.peak, rel=APART)

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stoker.hardware.cgroup import Cgroup, Memory, host_cores, host_memory, usable_cores
+from stoker.hardware.cgroup import Cgroup, CgroupMemory, host_cores, host_memory, usable_cores
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ def test_version_2_the_tightest_of_all_around_counts(tmp_path: Path) -> None:
             "job/cpu.stat": "usage_usec 9\nthrottled_usec 2500000\n",
         },
     )
-    assert found.cores() == 2.5
+    assert found.cpu_limit_cores() == 2.5
     assert found.memory() == (8 * GIB, 4 * GIB)
     assert found.throttled_s() == 2.5
 
@@ -59,7 +59,7 @@ def test_version_1_inside_a_container_that_sees_its_own_cgroup_as_the_root(tmp_p
             "memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
         },
     )
-    assert found.cores() == 1.5
+    assert found.cpu_limit_cores() == 1.5
     assert found.memory() == (4 * GIB, 2 * GIB)
     assert found.throttled_s() == 4.0
 
@@ -91,14 +91,14 @@ def test_version_1_on_the_host_is_found_below_the_mount(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_no_limit_is_none_not_a_number(tmp_path: Path, files: dict[str, str]) -> None:
     found = cgroup(tmp_path, "0::/\n", files)
-    assert found.cores() is None
+    assert found.cpu_limit_cores() is None
     assert found.memory() is None
     assert found.throttled_s() is None
 
 
 def test_a_machine_without_cgroups_has_no_limits(tmp_path: Path) -> None:
     found = Cgroup(tmp_path / "absent", tmp_path / "absent too")
-    assert (found.cores(), found.memory(), found.throttled_s()) == (None, None, None)
+    assert (found.cpu_limit_cores(), found.memory(), found.throttled_s()) == (None, None, None)
 
 
 def test_this_machine_has_cores_and_memory() -> None:
@@ -131,12 +131,12 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "job/memory.stat": "anon 1\nfile 3000\ninactive_file 2000\nshmem 1000\n",
                 "job/memory.swap.current": "700\n",
             },
-            Memory(limit=GIB, used=3000, page_cache=2000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, page_cache=2000, swap=700),
         ),
         (
             "0::/job\n",
             {"cgroup.controllers": "memory\n", "job/memory.max": f"{GIB}\n", "job/memory.current": "5000\n"},
-            Memory(limit=GIB, used=5000, page_cache=0, swap=None),
+            CgroupMemory(limit=GIB, used=5000, page_cache=0, swap=None),
         ),
         (
             "4:memory:/job\n",
@@ -145,12 +145,14 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "memory/job/memory.stat": "cache 1\ntotal_cache 3000\ntotal_inactive_file 2000\ntotal_shmem 1000\n"
                 "total_swap 700\n",
             },
-            Memory(limit=GIB, used=3000, page_cache=2000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, page_cache=2000, swap=700),
         ),
     ],
     ids=["version 2", "version 2 without swap", "version 1"],
 )  # fmt: skip
-def test_what_the_memory_is_used_for(membership: str, files: dict[str, str], told: Memory, tmp_path: Path) -> None:
+def test_what_the_memory_is_used_for(
+    membership: str, files: dict[str, str], told: CgroupMemory, tmp_path: Path
+) -> None:
     assert cgroup(tmp_path, membership, files).memory_state() == told
 
 
@@ -162,5 +164,5 @@ def test_of_another_process_it_is_that_ones_also_when_it_has_ended(tmp_path: Pat
     )
     assert usable_cores(os.getpid(), found) == 0.5
     (tmp_path / "membership").unlink()
-    assert found.cores() == 0.5, "not the whole machine's"
-    assert Cgroup.of(7).membership == Path("/proc/7/cgroup")
+    assert found.cpu_limit_cores() == 0.5, "not the whole machine's"
+    assert Cgroup.for_pid(7).membership_file == Path("/proc/7/cgroup")

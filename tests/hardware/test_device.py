@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from stoker.hardware.device import CACHE_BLOCK, DEVICE_BLOCK, Device, block_of
+from stoker.hardware.device import ACCELERATOR_BLOCK_SIZE, CPU_BLOCK_SIZE, Device, block_size
 from stoker.profiling.ledger import Ledger
 
 FAULTS = """
@@ -47,7 +47,12 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_blocks_are_smaller_on_a_cpu():
-    assert block_of(torch.zeros(1)) == CACHE_BLOCK < DEVICE_BLOCK == block_of(torch.zeros(1, device="meta"))
+    assert (
+        block_size(torch.zeros(1))
+        == CPU_BLOCK_SIZE
+        < ACCELERATOR_BLOCK_SIZE
+        == block_size(torch.zeros(1, device="meta"))
+    )
 
 
 class LateDevice:
@@ -95,7 +100,7 @@ class LateEvent:
 
 def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = LateDevice(monkeypatch)
-    ledger = Ledger(Device(torch.device("cuda", 0)).make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(Device(torch.device("cuda", 0)).make_clock(), start_s=time.perf_counter())
     fake.may_wait = False
     for _ in range(3_000):
         with ledger.compute():
@@ -109,7 +114,7 @@ def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatc
     assert prompt <= 4, "each is free again when its step is seen done"
     assert len(fake.made) < 600
     assert account is not None
-    assert account.steps == account.starved == 3_000
+    assert account.steps == account.host_bound_steps == 3_000
     assert sum(account.phases.values()) == pytest.approx(account.wall_s)
 
 
@@ -117,18 +122,18 @@ def test_ranges_are_for_a_profiler_that_reads_them(monkeypatch: pytest.MonkeyPat
     gpu, cpu = Device(torch.device("cuda", 0)), Device(torch.device("cpu"))
     for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"):
         monkeypatch.delenv(name, raising=False)
-    assert gpu.make_ranges() is None
+    assert gpu.make_nvtx_ranges() is None
     for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID"):
         monkeypatch.setenv(name, "1")
-        assert gpu.make_ranges() is not None
-        assert cpu.make_ranges() is None
+        assert gpu.make_nvtx_ranges() is not None
+        assert cpu.make_nvtx_ranges() is None
         monkeypatch.delenv(name)
 
 
 def test_a_cpu_needs_no_event_and_does_not_starve() -> None:
-    ledger = Ledger(Device(torch.device("cpu")).make_clock(), started_s=time.perf_counter())
+    ledger = Ledger(Device(torch.device("cpu")).make_clock(), start_s=time.perf_counter())
     with ledger.compute():
         pass
     account = ledger.window(0.0)
     assert account is not None
-    assert (account.steps, account.starved) == (1, None)
+    assert (account.steps, account.host_bound_steps) == (1, None)

@@ -3,7 +3,7 @@
 import pytest
 
 from stoker.hardware import prices
-from stoker.hardware.prices import given, gpu_of, of_environment, of_gpu, of_machine
+from stoker.hardware.prices import gpu_price_range, machine_price, match_gpu_name, price_from_environment, user_price
 
 
 @pytest.mark.parametrize(("machine", "gpus", "each"), [
@@ -13,17 +13,17 @@ from stoker.hardware.prices import given, gpu_of, of_environment, of_gpu, of_mac
 ])  # fmt: skip
 def test_a_machine_that_is_told_has_one_price(machine: str, gpus: int, each: float) -> None:
     """Computed by hand from the clouds' price pages."""
-    found = of_machine(machine, "T4", gpus)
+    found = machine_price(machine, "T4", gpus)
     assert found is not None
     assert found.low == found.high == pytest.approx(each, rel=1e-5)
-    assert found.exact
+    assert found.is_exact
     assert prices.AS_OF in found.source
     assert "list price" in found.source
 
 
 @pytest.mark.parametrize("machine", ["", "c5.large", "p3.3xlarge", "n1-standard-8", "a2-highgpu-3g", "H100", "p3"])
 def test_a_machine_that_is_not_in_the_table_has_none(machine: str) -> None:
-    assert of_machine(machine) is None
+    assert machine_price(machine) is None
 
 
 def test_the_cheapest_machine_costs_more_with_more_gpus() -> None:
@@ -54,7 +54,7 @@ def test_a_g2_costs_what_its_cores_and_its_gpus_cost() -> None:
     ("NVIDIA T400", 4, None), ("NVIDIA L40", 45, None), ("NVIDIA GeForce RTX 4090", 24, None), ("", None, None),
 ])  # fmt: skip
 def test_names_of_gpus(name: str, gib: int | None, known: str | None) -> None:
-    assert gpu_of(name, None if gib is None else gib * 2**30) == known
+    assert match_gpu_name(name, None if gib is None else gib * 2**30) == known
 
 
 def environment(name: str, machine: object = None, count: int = 1) -> dict[str, object]:
@@ -62,11 +62,12 @@ def environment(name: str, machine: object = None, count: int = 1) -> dict[str, 
 
 
 def test_the_environment_tells_the_machine_or_else_a_range() -> None:
-    exact = of_environment(environment("Tesla T4", "g4dn.xlarge"))
+    exact = price_from_environment(environment("Tesla T4", "g4dn.xlarge"))
     assert exact is not None
     assert exact.low == exact.high == 0.526
     both, gcp, aws = (
-        of_environment(environment("Tesla T4", machine)) for machine in (None, "Google Compute Engine", "HVM domU")
+        price_from_environment(environment("Tesla T4", machine))
+        for machine in (None, "Google Compute Engine", "HVM domU")
     )
     assert both is not None
     assert gcp is not None
@@ -74,10 +75,10 @@ def test_the_environment_tells_the_machine_or_else_a_range() -> None:
     assert both.low <= min(gcp.low, aws.low) < max(gcp.high, aws.high) <= both.high
     assert "AWS" in aws.source
     assert "GCP" not in aws.source
-    assert of_gpu("T4", "GCP") == gcp
-    with_n1 = of_environment(environment("Tesla T4", "n1-standard-8", count=4))
+    assert gpu_price_range("T4", "GCP") == gcp
+    with_n1 = price_from_environment(environment("Tesla T4", "n1-standard-8", count=4))
     assert with_n1 is not None
-    assert with_n1.exact
+    assert with_n1.is_exact
 
 
 ODD: list[dict[str, object]] = [
@@ -88,11 +89,11 @@ ODD: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("odd", ODD)
 def test_what_is_not_known_has_no_price(odd: dict[str, object]) -> None:
-    assert of_environment(odd) is None
+    assert price_from_environment(odd) is None
 
 
 def test_a_price_that_is_given() -> None:
-    assert given(0.0, "--price") is None
-    price = given(3.6, "--price")
+    assert user_price(0.0, "--price") is None
+    price = user_price(3.6, "--price")
     assert price is not None
     assert price.cost(1000.0) == (1.0, 1.0)

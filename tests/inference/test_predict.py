@@ -14,17 +14,17 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
-from stoker.data.loading.samples import Slot
+from stoker.data.loading.samples import HostBatchBuffer
 from stoker.errors import DataError, StorageError, UsageError
-from stoker.evaluation.metrics import Detections, no_detections
+from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.device import Device
-from stoker.inference.draw import READABLE_SIDE, colour, draw_boxes
-from stoker.inference.predict import RESULTS, find_pictures, output_names, predict_pictures, predict_to_folder
-from stoker.models import Detections as InSlots
-from stoker.models.weights.model_file import Card
+from stoker.inference.draw import MIN_DRAW_SIDE, class_color, draw_boxes
+from stoker.inference.predict import RESULTS_NAME, find_images, output_names, predict_images, predict_to_dir
+from stoker.models import BatchDetections as InSlots
+from stoker.models.weights.model_file import ModelMetadata
 
 CPU = Device(torch.device("cpu"))
-CARD = Card(settings=ModelSettings(), class_names=("lamp", "spare"), canvas=(96, 64), resize="letterbox")
+CARD = ModelMetadata(settings=ModelSettings(), class_names=("lamp", "spare"), canvas=(96, 64), resize="letterbox")
 
 
 class FindsBright(nn.Module):
@@ -68,7 +68,7 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
 
 
 def run(paths: list[Path], **options: Any) -> list[Any]:
-    return list(predict_pictures(FindsBright(), paths, CPU, **({"canvas": (96, 64), "resize": "letterbox"} | options)))  # type: ignore[arg-type]
+    return list(predict_images(FindsBright(), paths, CPU, **({"canvas": (96, 64), "resize": "letterbox"} | options)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("resize", ["letterbox", "squash"])
@@ -87,7 +87,7 @@ def test_boxes_come_in_pixels_of_each_picture(resize: str, tmp_path: Path) -> No
 def test_every_batch_has_the_same_shape(tmp_path: Path) -> None:
     model = FindsBright()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40 + n), (5, 5, 30, 30)) for n in range(5)]
-    assert len(list(predict_pictures(model, paths, CPU, canvas=(96, 64), resize="squash", batch=4))) == 5  # type: ignore[arg-type]
+    assert len(list(predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=4))) == 5  # type: ignore[arg-type]
     assert model.shapes == {(4, 3, 96, 64)}
 
 
@@ -105,12 +105,12 @@ def test_a_picture_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) 
 def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Used(Slot):
+    class Used(HostBatchBuffer):
         """Memory of a batch before: white pictures of the first row."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.pixels[:], self.image_id[:] = 255, 1
+            self.pixels[:], self.image_index[:] = 255, 1
 
     monkeypatch.setattr("stoker.inference.image_batches.Slot", Used)
     good = lamp(tmp_path / "good.png", (96, 32), (10, 10, 30, 30))
@@ -129,7 +129,7 @@ def test_no_pictures_is_no_work() -> None:
 def test_the_model_is_left_as_it_was_and_gradients_are_on_between_pictures(tmp_path: Path) -> None:
     model = FindsBright().train()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40), None) for n in range(3)]
-    for _ in predict_pictures(model, paths, CPU, canvas=(96, 64), resize="squash", batch=1):  # type: ignore[arg-type]
+    for _ in predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=1):  # type: ignore[arg-type]
         assert torch.is_grad_enabled()
     assert model.training
 
@@ -142,9 +142,9 @@ def test_files_folders_and_patterns_are_found_once_each_in_order(
         lamp(tmp_path / "x.png", (8, 8), None).rename(_made(tmp_path / name))
     Path("b/notes.txt").write_text("no picture")
     Path("odd").write_bytes(b"named, so tried")
-    assert find_pictures(["b"]) == [Path("b/1.jpg"), Path("b/2.PNG"), Path("b/deep/3.webp")]
-    assert find_pictures(["c/*.jpg", "odd", "c", "c/4.jpg"]) == [Path("c/4.jpg"), Path("odd"), Path("c/5.jpeg")]
-    assert find_pictures(["**/*.jpg"], beside=Path("out")) == [Path("b/1.jpg"), Path("c/4.jpg")]
+    assert find_images(["b"]) == [Path("b/1.jpg"), Path("b/2.PNG"), Path("b/deep/3.webp")]
+    assert find_images(["c/*.jpg", "odd", "c", "c/4.jpg"]) == [Path("c/4.jpg"), Path("odd"), Path("c/5.jpeg")]
+    assert find_images(["**/*.jpg"], exclude_dir=Path("out")) == [Path("b/1.jpg"), Path("c/4.jpg")]
 
 
 def _made(path: Path) -> Path:
@@ -161,7 +161,7 @@ def test_what_is_not_found_is_named_with_what_would_be_read(tmp_path: Path, monk
         ("empty/*.jpg", "No picture matches the pattern 'empty/*.jpg'."),
     ):
         with pytest.raises(UsageError) as caught:
-            find_pictures([place])
+            find_images([place])
         assert caught.value.what == what
         assert ".jpeg" in str(caught.value)
 
@@ -172,7 +172,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def predict(places: list[str], out: Path, model: FindsBright | None = None) -> list[str]:
-    return list(predict_to_folder(model or FindsBright(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
+    return list(predict_to_dir(model or FindsBright(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
 
 
 def test_results_are_pictures_and_json_and_originals_are_untouched(
@@ -189,8 +189,8 @@ def test_results_are_pictures_and_json_and_originals_are_untouched(
         "in/b/shot.png: nothing",
         "2 pictures with boxes and predictions.json are in out",
     ]
-    assert sorted(path.name for path in Path("out").iterdir()) == ["a_shot.png", "b_shot.png", RESULTS]
-    first, second = json.loads(Path("out", RESULTS).read_text())
+    assert sorted(path.name for path in Path("out").iterdir()) == ["a_shot.png", "b_shot.png", RESULTS_NAME]
+    first, second = json.loads(Path("out", RESULTS_NAME).read_text())
     assert (first["path"], first["width"], first["height"]) == ("in/a/shot.png", 640, 480)
     (box,) = first["detections"]
     assert (box["label"], box["class"], box["score"]) == (0, "lamp", 0.75)
@@ -198,8 +198,8 @@ def test_results_are_pictures_and_json_and_originals_are_untouched(
     assert second["detections"] == []
     drawn = np.asarray(Image.open("out/a_shot.png"))
     assert drawn.shape == (480, 640, 3)
-    assert (drawn == colour(0)).all(axis=2).sum() > 400
-    assert not (np.asarray(Image.open("in/a/shot.png")) == colour(0)).all(axis=2).any()
+    assert (drawn == class_color(0)).all(axis=2).sum() > 400
+    assert not (np.asarray(Image.open("in/a/shot.png")) == class_color(0)).all(axis=2).any()
 
 
 def test_a_folder_of_other_things_is_not_written_to(tmp_path: Path) -> None:
@@ -233,22 +233,22 @@ def test_results_that_cannot_be_written_are_an_error_with_the_place(tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written") as caught:
         predict([str(shot)], tmp_path / "file" / "out")
-    assert caught.value.place == str(tmp_path / "file" / "out")
+    assert caught.value.location == str(tmp_path / "file" / "out")
     (tmp_path / "out" / "shot.png").mkdir(parents=True)
-    (tmp_path / "out" / RESULTS).write_text("[]")
+    (tmp_path / "out" / RESULTS_NAME).write_text("[]")
     with pytest.raises(StorageError, match="cannot be written") as caught:
         predict([str(shot)], tmp_path / "out")
-    assert caught.value.place == str(tmp_path / "out" / "shot.png")
+    assert caught.value.location == str(tmp_path / "out" / "shot.png")
 
 
 def test_what_was_found_until_an_interruption_is_kept(tmp_path: Path) -> None:
     paths = [str(lamp(tmp_path / f"{n}.gif", (40, 40), (5, 5, 30, 30))) for n in range(12)]
-    lines = predict_to_folder(FindsBright(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
+    lines = predict_to_dir(FindsBright(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
     for _ in range(3):
         next(lines)
     with pytest.raises(KeyboardInterrupt):
         lines.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
-    found = json.loads((tmp_path / "out" / RESULTS).read_text())
+    found = json.loads((tmp_path / "out" / RESULTS_NAME).read_text())
     assert [Path(one["path"]).name for one in found] == ["0.gif", "1.gif", "2.gif"]
     assert {one["detections"][0]["class"] for one in found} == {"lamp"}
     assert {path.name for path in (tmp_path / "out").glob("*.jpg")} == {"0.gif.jpg", "1.gif.jpg", "2.gif.jpg"}
@@ -259,7 +259,7 @@ def test_every_kind_that_is_read_is_found_in_folders(tmp_path: Path) -> None:
     for suffix, kind in kinds.items():
         Image.new("L" if suffix == "pgm" else "RGB", (40, 40)).save(tmp_path / f"one.{suffix}", kind)
     (tmp_path / "notes.txt").touch()
-    found = find_pictures([tmp_path])
+    found = find_images([tmp_path])
     assert {path.suffix[1:] for path in found} == set(kinds)
     assert [one.error for one in run(found)] == [None] * len(kinds)
 
@@ -272,7 +272,7 @@ def test_bad_pictures_are_named_at_the_end_and_the_rest_is_done(
     Path("in/bad.jpg").write_bytes(b"\xff\xd8\xff no more")
     with pytest.raises(DataError, match="1 of 2 pictures could not be read"):
         predict(["in"], Path("out"))
-    bad, good = json.loads(Path("out", RESULTS).read_text())
+    bad, good = json.loads(Path("out", RESULTS_NAME).read_text())
     assert "error" in bad
     assert bad["detections"] == []
     assert len(good["detections"]) == 1
@@ -290,17 +290,17 @@ def test_names_of_results() -> None:
 @given(st.lists(st.from_regex(r"([ab]/){0,3}[abAB_]{1,3}(-2)?\.(jpg|png|x)", fullmatch=True), unique=True))
 def test_names_of_results_never_meet(paths: list[str]) -> None:
     names = output_names([Path(p) for p in paths])
-    assert len({name.lower() for name in names} | {RESULTS}) == len(paths) + 1
+    assert len({name.lower() for name in names} | {RESULTS_NAME}) == len(paths) + 1
     assert all("/" not in name for name in names)
 
 
 def boxes(corners: list[tuple[float, ...]], labels: list[int], scores: list[float]) -> Detections:
     return Detections(
-        row=np.zeros(len(labels), np.int64),
+        image_index=np.zeros(len(labels), np.int64),
         boxes=np.array(corners, np.float32).reshape(-1, 4),
         score=np.array(scores, np.float32),
         label=np.array(labels),
-        pictures=np.zeros(1, np.int64),
+        image_indices=np.zeros(1, np.int64),
     )
 
 
@@ -308,7 +308,7 @@ def test_a_drawn_box_is_where_it_was_found_and_the_picture_is_a_copy() -> None:
     image = Image.new("RGB", (800, 600), "black")
     drawn = np.asarray(draw_boxes(image, boxes([(200, 100, 600, 500)], [1], [0.9]), ["a", "b"]))
     assert np.asarray(image).max() == 0
-    edge = (drawn == colour(1)).all(axis=2)
+    edge = (drawn == class_color(1)).all(axis=2)
     assert edge[300, 200]
     assert edge[300, 600]
     assert edge[500, 400]
@@ -323,13 +323,13 @@ def test_any_size_can_be_drawn_on_and_small_ones_are_enlarged_by_a_whole_factor(
     factor = drawn.width / size[0]
     assert factor == int(factor)
     assert drawn.height == size[1] * factor
-    assert max(drawn.size) >= min(READABLE_SIDE, max(size))
+    assert max(drawn.size) >= min(MIN_DRAW_SIDE, max(size))
 
 
 def test_boxes_are_enlarged_with_their_picture() -> None:
     drawn = np.asarray(draw_boxes(Image.new("RGB", (100, 100)), boxes([(20, 50, 60, 90)], [0], [0.9]), ["a"]))
     assert drawn.shape == (400, 400, 3)
-    edge = (drawn == colour(0)).all(axis=2)
+    edge = (drawn == class_color(0)).all(axis=2)
     assert edge[300, 80]
     assert edge[300, 240]
     assert edge[360, 160]
@@ -338,13 +338,13 @@ def test_boxes_are_enlarged_with_their_picture() -> None:
 def test_the_best_score_is_on_top() -> None:
     found = boxes([(50, 50, 350, 350), (50, 50, 350, 350)], [1, 0], [0.9, 0.2])
     drawn = np.asarray(draw_boxes(Image.new("RGB", (400, 400)), found, ["a", "b"]))
-    assert tuple(drawn[200, 50]) == colour(1)
+    assert tuple(drawn[200, 50]) == class_color(1)
 
 
 def test_nothing_found_leaves_the_pixels_alone() -> None:
     image = Image.fromarray(np.arange(400 * 400 * 3, dtype=np.uint32).astype(np.uint8).reshape(400, 400, 3))
-    assert np.array_equal(np.asarray(draw_boxes(image, no_detections(), [])), np.asarray(image))
+    assert np.array_equal(np.asarray(draw_boxes(image, empty_detections(), [])), np.asarray(image))
 
 
 def test_classes_have_colours_of_their_own() -> None:
-    assert len({colour(label) for label in range(80)}) == 80
+    assert len({class_color(label) for label in range(80)}) == 80

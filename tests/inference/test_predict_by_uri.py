@@ -13,9 +13,9 @@ from stoker.data.index import open_index
 from stoker.errors import ConfigError, DataError, StokerError, UsageError
 from stoker.inference.model import Model, load
 from stoker.models import build
-from stoker.models.weights.model_file import Card
+from stoker.models.weights.model_file import ModelMetadata
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.drawn import draw
 from tests.models.samples import settings_of
 from tests.storage.servers import Server, apply, google_server, s3_server
@@ -25,7 +25,7 @@ from tests.storage.servers import Server, apply, google_server, s3_server
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.manual_seed(0)
     settings = settings_of("retinanet_tiny_fpn")
-    card = Card(settings=settings, class_names=("red", "green"), canvas=(64, 64), resize="letterbox")
+    card = ModelMetadata(settings=settings, class_names=("red", "green"), canvas=(64, 64), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in build(settings, 2).state_dict().items()}
     path = tmp_path_factory.mktemp("model") / "best.safetensors"
     save_file(tensors, path, card.header())
@@ -44,7 +44,7 @@ def address(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     draw(tmp_path / "set", train=5, val=2)
     place = server.bucket()
     apply(monkeypatch, place.environment)
-    store = open_store(parse(place.address))
+    store = open_store(parse_uri(place.address))
     for path in (tmp_path / "set").rglob("*.*"):
         store.write(str(path.relative_to(tmp_path)), path.read_bytes())
     return place.address
@@ -58,7 +58,7 @@ def results(folder: Path, prefix: str) -> list[dict[str, object]]:
 def test_pictures_of_a_bucket(model: Model, address: str, tmp_path: Path) -> None:
     for place in ("set", "set/train/train-1.jpg", "set/*/*-1.jpg"):
         outs = [tmp_path / f"{name}-{len(place)}" for name in ("remote", "local")]
-        lines = [list(model.predict_to_folder([f"{root}/{place}"], out, conf=0.0))
+        lines = [list(model.predict_to_dir([f"{root}/{place}"], out, conf=0.0))
                  for root, out in zip((address, tmp_path), outs, strict=True)]  # fmt: skip
         expected = results(outs[1], f"{tmp_path}/")
         assert results(outs[0], f"{address}/") == expected
@@ -83,7 +83,7 @@ def test_a_picture_in_python(model: Model, address: str, tmp_path: Path, monkeyp
 def test_what_is_not_there(model: Model, address: str, tmp_path: Path) -> None:
     for place, fragment in {"set/train/none.jpg": "nothing", "none": "nothing", "set/*.gif": "No picture"}.items():
         with pytest.raises(StokerError, match=fragment) as raised:
-            list(model.predict_to_folder([f"{address}/{place}"], tmp_path / "out"))
+            list(model.predict_to_dir([f"{address}/{place}"], tmp_path / "out"))
         assert isinstance(raised.value, DataError | UsageError)
         assert f"{address}/set/*.gif" in str(raised.value) or place != "set/*.gif"
 
@@ -97,4 +97,4 @@ def test_scores_and_conversion_of_a_data_set(address: str, tmp_path: Path) -> No
     for file in files:
         assert (tmp_path / "remote" / file).read_bytes() == (tmp_path / "local" / file).read_bytes()
     with pytest.raises(UsageError, match="local pictures"):
-        convert(remote, tmp_path / "linked", "yolo", link=True)
+        convert(remote, tmp_path / "linked", "yolo", hardlink=True)

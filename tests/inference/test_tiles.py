@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stoker.data.images import decode
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
-from stoker.inference.predict import Predicted, predict_pictures
-from stoker.inference.tiles import Tiling, is_cut, merge
-from stoker.models import Detections as InSlots
+from stoker.inference.predict import ImageResult, predict_images
+from stoker.inference.tiles import Tiling, is_cut, merge_detections
+from stoker.models import BatchDetections as InSlots
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (320, 320)
@@ -89,7 +89,7 @@ def test_what_is_left_out_has_one_that_stands_for_it_and_what_stays_has_none(fou
     columns = [np.array(column) for column in zip(*found, strict=True)] or [np.zeros((0, 4))] + [np.zeros(0)] * 3
     boxes, scores = columns[0].astype(np.float32), columns[1].astype(np.float32)
     labels, cut = columns[2].astype(np.int64), columns[3].astype(bool)
-    keep = merge(boxes, scores, labels, cut, iou_threshold=iou)
+    keep = merge_detections(boxes, scores, labels, cut, iou_threshold=iou)
     assert len(set(keep.tolist())) == len(keep)
     assert (np.diff(scores[keep]) <= 0).all()
 
@@ -112,7 +112,9 @@ def test_what_is_left_out_has_one_that_stands_for_it_and_what_stays_has_none(fou
 def test_half_an_object_yields_to_the_whole_whatever_its_score() -> None:
     boxes = np.array([(100, 0, 200, 100), (100, 0, 150, 100), (150, 0, 200, 100), (400, 0, 450, 100)], np.float32)
     cut = np.array([False, True, True, True])
-    keep = merge(boxes, np.array([0.5, 0.9, 0.8, 0.7], np.float32), np.zeros(4, np.int64), cut, iou_threshold=0.5)
+    keep = merge_detections(
+        boxes, np.array([0.5, 0.9, 0.8, 0.7], np.float32), np.zeros(4, np.int64), cut, iou_threshold=0.5
+    )
     assert sorted(keep.tolist()) == [0, 3]
 
 
@@ -152,9 +154,9 @@ def draw(path: Path, size: tuple[int, int], boxes: list[tuple[int, int, int, int
     return path
 
 
-def predict(paths: list[Path], model: Any = None, **options: Any) -> list[Predicted]:
+def predict(paths: list[Path], model: Any = None, **options: Any) -> list[ImageResult]:
     model = model or FindsRectangles()
-    return list(predict_pictures(model, paths, CPU, canvas=CANVAS, resize="letterbox", **options))
+    return list(predict_images(model, paths, CPU, image_size=CANVAS, resize="letterbox", **options))
 
 
 SMALL = [(x, y, x + 24, y + 24) for x, y in ((30, 40), (505, 300), (620, 500), (1100, 1000), (1490, 700), (1970, 1470))]
@@ -168,16 +170,16 @@ def test_small_objects_of_a_large_picture_are_found_in_tiles_and_missed_without(
 ) -> None:
     path = draw(tmp_path / "large.png", (1500, 2000), [*SMALL, LARGE])
     (without,) = predict([path])
-    assert [box.round(-1).tolist() for box in without.found.boxes] == [list(LARGE)]
+    assert [box.round(-1).tolist() for box in without.detections.boxes] == [list(LARGE)]
     decoded = []
     once = decode.decode
     monkeypatch.setattr("stoker.data.images.decode.decode", lambda *a: decoded.append(a) or once(*a))
-    (tiled,) = predict([path], tiling=Tiling(640), batch=3)
+    (tiled,) = predict([path], tiling=Tiling(640), batch_size=3)
     assert len(decoded) == 1, "the picture is decoded once for all its tiles"
-    assert tiled.size == (1500, 2000)
-    assert tiled.found.pictures.tolist() == [0]
-    assert set(tiled.found.row.tolist()) == {0}
-    found = sorted(tiled.found.boxes.tolist())
+    assert tiled.original_size == (1500, 2000)
+    assert tiled.detections.image_indices.tolist() == [0]
+    assert set(tiled.detections.image_index.tolist()) == {0}
+    found = sorted(tiled.detections.boxes.tolist())
     assert len(found) == len(SMALL) + 1, "each is found once"
     for box, true in zip(found, sorted([*SMALL, LARGE]), strict=True):
         assert box == pytest.approx(true, abs=8 if true == LARGE else 3)
@@ -189,7 +191,7 @@ def test_a_model_that_suppresses_nothing_finds_an_object_of_several_tiles_once(t
     model.iou_threshold = 1.0
     (tiled,) = predict([path], model, tiling=Tiling(640))
     assert model.shown > 1
-    assert len(tiled.found) == 1
+    assert len(tiled.detections) == 1
 
 
 def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
@@ -197,9 +199,9 @@ def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
     paths = [draw(tmp_path / f"{n}.jpg", size, [(9, 9, 80, 80)]) for n, size in enumerate(sizes)]
     plain, tiled = FindsRectangles(), FindsRectangles()
     for one, other in zip(predict(paths, plain), predict(paths, tiled, tiling=Tiling(640)), strict=True):
-        assert one.size == other.size
+        assert one.original_size == other.original_size
         for column in ("row", "boxes", "score", "label", "pictures"):
-            assert np.array_equal(getattr(one.found, column), getattr(other.found, column))
+            assert np.array_equal(getattr(one.detections, column), getattr(other.detections, column))
     assert plain.shown == tiled.shown == 3
 
 
@@ -211,13 +213,13 @@ def test_every_picture_has_its_answer_whatever_the_batch_and_a_broken_one_an_err
     (tmp_path / "empty.png").touch()
     paths = [large, small, torn, large, tmp_path / "empty.png", tmp_path / "gone.png", small]
     for batch in (1, 4, 64):
-        found = predict(paths, batch=batch, tiling=Tiling(512))
+        found = predict(paths, batch_size=batch, tiling=Tiling(512))
         assert [one.path for one in found] == paths
         assert [one.error is None for one in found] == [True, True, False, True, False, False, True]
-        assert [one.size for one in found][2] == (0, 0)
-        assert [len(one.found) for one in found] == [1, 1, 0, 1, 0, 0, 1]
-        assert found[3].found.boxes[0] == pytest.approx((650, 400, 720, 470), abs=3)
-        assert found[6].found.boxes[0] == pytest.approx((50, 60, 90, 100), abs=3)
+        assert [one.original_size for one in found][2] == (0, 0)
+        assert [len(one.detections) for one in found] == [1, 1, 0, 1, 0, 0, 1]
+        assert found[3].detections.boxes[0] == pytest.approx((650, 400, 720, 470), abs=3)
+        assert found[6].detections.boxes[0] == pytest.approx((50, 60, 90, 100), abs=3)
 
 
 def test_tiles_are_of_the_upright_picture(tmp_path: Path) -> None:
@@ -228,5 +230,5 @@ def test_tiles_are_of_the_upright_picture(tmp_path: Path) -> None:
     exif[0x0112] = 6  # to be turned clockwise by 90°
     Image.fromarray(pixels).save(path, quality=95, exif=exif)
     (one,) = predict([path], tiling=Tiling(640))
-    assert one.size == (1400, 600)
-    assert one.found.boxes.tolist()[0] == pytest.approx((600 - 130, 1200, 600 - 100, 1260), abs=3)
+    assert one.original_size == (1400, 600)
+    assert one.detections.boxes.tolist()[0] == pytest.approx((600 - 130, 1200, 600 - 100, 1260), abs=3)

@@ -24,7 +24,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from stoker.data.batch import Batch
 from stoker.models import Detector
-from stoker.models.backbones import TinyBody
+from stoker.models.backbones import TinyBackbone
 
 CLASS_HEAD = "head.classification_head.cls_logits."
 
@@ -57,7 +57,7 @@ PARTS: dict[str, Parts] = {
         lambda **norm: models.mobilenet_v3_large(**norm).features, {"6": 40, "12": 112, "16": 960}, 128, depth=2
     ),
     "retinanet_tiny_fpn": Parts(  # its body is ours
-        lambda norm_layer: TinyBody(16, norm_layer),
+        lambda norm_layer: TinyBackbone(16, norm_layer),
         {"layer2": 48, "layer3": 64, "layer4": 96},
         48,
         depth=2,
@@ -79,7 +79,7 @@ ALIKE = {
 def oracle_of(model: Detector, canvas: tuple[int, int]) -> RetinaNet:
     """The oracle of a model. Turns the model into float64, too."""
     settings, parts = model.settings, PARTS[model.settings.model]
-    norm = FrozenBatchNorm2d if settings.norm == "frozen" else nn.BatchNorm2d
+    norm = FrozenBatchNorm2d if settings.backbone_norm == "frozen" else nn.BatchNorm2d
     backbone = BackboneWithFPN(
         parts.body(norm_layer=norm),
         {name: name for name in parts.stages},
@@ -91,8 +91,8 @@ def oracle_of(model: Detector, canvas: tuple[int, int]) -> RetinaNet:
     if not parts.coarser:
         backbone.fpn.extra_blocks = None
     sizes = tuple(tuple(int(size * scale) for scale in settings.anchor_scales) for size in settings.anchor_sizes)
-    anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
-    head = RetinaNetHead(parts.channels, anchors, model.class_count + 1, norm_layer=parts.norm)
+    anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
+    head = RetinaNetHead(parts.channels, anchors, model.num_classes + 1, norm_layer=parts.norm)
     for tower in (head.classification_head, head.regression_head):
         tower.conv = tower.conv[: parts.depth]
     head.regression_head._loss_type = settings.box_loss
@@ -100,11 +100,11 @@ def oracle_of(model: Detector, canvas: tuple[int, int]) -> RetinaNet:
         _make_lite(backbone, head, parts.depth)
     oracle = RetinaNet(
         backbone,
-        model.class_count + 1,
-        anchor_generator=AnchorGenerator(sizes, (tuple(settings.anchor_ratios),) * len(sizes)),
+        model.num_classes + 1,
+        anchor_generator=AnchorGenerator(sizes, (tuple(settings.aspect_ratios),) * len(sizes)),
         head=head,
-        fg_iou_thresh=settings.foreground_iou,
-        bg_iou_thresh=settings.background_iou,
+        fg_iou_thresh=settings.fg_iou_thresh,
+        bg_iou_thresh=settings.bg_iou_thresh,
         min_size=min(canvas),
         max_size=max(canvas),
         image_mean=model.pixel_mean.flatten().tolist(),
@@ -160,7 +160,7 @@ def to_oracle(model: Detector, name: str, tensor: Tensor, unused: float = 0.0) -
     """Our parameter (or gradient) as the oracle has it: `unused` in the bias of each anchor's channel 0."""
     if not name.startswith(CLASS_HEAD):
         return tensor
-    by_anchor = tensor.unflatten(0, (model.class_layers()[0].anchors, -1))
+    by_anchor = tensor.unflatten(0, (model.class_heads()[0].num_anchors, -1))
     first = torch.full_like(by_anchor[:, :1], unused if name.endswith("bias") else 0.0)
     return torch.cat((first, by_anchor), dim=1).flatten(0, 1)
 
@@ -178,14 +178,14 @@ def oracle_detections(oracle: RetinaNet, batch: Batch) -> list[dict[str, Tensor]
     pixels = torch.stack([oracle.transform.normalize(image.double() / 255) for image in batch.images])
     features = list(oracle.backbone(pixels).values())
     outputs = oracle.head(features)
-    contents = [tuple(content.tolist()) for content in batch.content]
+    contents = [tuple(content.tolist()) for content in batch.resized_size]
     images = ImageList(pixels, contents)
     anchors = oracle.anchor_generator(images, features)
     each = oracle.anchor_generator.num_anchors_per_location()[0]
     counts = [feature.shape[2] * feature.shape[3] * each for feature in features]
     split = {name: list(output.split(counts, dim=1)) for name, output in outputs.items()}
     found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], contents)
-    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.size])
+    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.original_size])
 
 
 def check_losses_and_gradients(model: Detector, oracle: RetinaNet, batch: Batch) -> None:
@@ -211,7 +211,7 @@ def check_detections(model: Detector, oracle: RetinaNet, batch: Batch, *, score_
     with torch.no_grad():
         theirs = [_without_lines(one) for one in oracle_detections(oracle, batch)]
         raw = model(batch.images)
-        found = model.decode(raw, batch.content, batch.scale, batch.size, score_threshold=score_threshold)
+        found = model.decode(raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=score_threshold)
     for picture, expected in enumerate(theirs):
         valid = found.valid[picture]
         assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from stoker.config.settings import ModelSettings
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.models import MODELS, Detector, build
 
 
@@ -42,7 +42,7 @@ def make_batch(
         torch.ones(b, 2),
         whole,
         torch.arange(b),
-        torch.rand(b, DRAWS, generator=draw),
+        torch.rand(b, NUM_RAND, generator=draw),
     )
 
 

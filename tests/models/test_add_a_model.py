@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stoker.models import MODELS, architecture_of, build, table
+from stoker.models import MODELS, build, detect_architecture, table
 from stoker.models.layers.boxes import iou
 from stoker.models.weights import model_file
 from tests.models import test_boxes, test_no_waits
@@ -73,7 +73,7 @@ def test_it_finds_what_it_has_learned() -> None:
         optimizer.zero_grad()
         sum(model.loss(model(batch.images), batch).values()).backward()
         optimizer.step()
-    found = model.decode(model(batch.images), batch.content, batch.scale, batch.size, score_threshold=0.3)
+    found = model.decode(model(batch.images), batch.resized_size, batch.scale, batch.original_size, score_threshold=0.3)
     for picture in range(2):
         of_picture = batch.valid[picture]
         overlap = iou(batch.boxes[picture, of_picture], found.boxes[picture][found.valid[picture]])
@@ -84,13 +84,13 @@ def test_it_finds_what_it_has_learned() -> None:
 def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
     settings = settings_of(NAME)
     model = build(settings, 2).eval()
-    card = model_file.Card(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
+    card = model_file.ModelMetadata(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "best.safetensors", card.header())
     save_file(tensors, tmp_path / "bare.safetensors")
-    again, its_card = model_file.load(tmp_path / "best.safetensors")
+    again, its_card = model_file.load_model(tmp_path / "best.safetensors")
     assert its_card == card
     images = make_batch((0,), (64, 96), 2).images
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(model(images)[:3], again(images)[:3], strict=True))
-    assert architecture_of(tmp_path / "bare.safetensors") == NAME
+    assert detect_architecture(tmp_path / "bare.safetensors") == NAME

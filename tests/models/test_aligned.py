@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stoker.models.ember.task_aligned_assigner import ALPHA, BETA, Aligned, assign
-from stoker.models.fcos.fcos import points_of
+from stoker.models.ember.task_aligned_assigner import ALPHA, BETA, TALAssignment, assign_task_aligned
+from stoker.models.fcos.fcos import grid_points
 from stoker.models.layers.matching import BACKGROUND
 
 CANVAS = (64, 96)
-CENTRE = points_of(CANVAS, [(8, 12), (4, 6), (2, 3)], torch.device("cpu"), shift=0.5).centre
+CENTRE = grid_points(CANVAS, [(8, 12), (4, 6), (2, 3)], torch.device("cpu"), shift=0.5).center
 REACH = 4.0
 
 
@@ -77,9 +77,9 @@ def picture(
     return {"logits": logits, "predicted": predicted, "boxes": boxes, "labels": labels, "valid": valid}
 
 
-def found_for(case: dict[str, Tensor], most: int, block: int | None = None) -> Aligned:
-    return assign(case["logits"], case["predicted"], CENTRE, case["boxes"], case["labels"], case["valid"], reach=REACH,
-                  most=most, block=block)  # fmt: skip
+def found_for(case: dict[str, Tensor], most: int, block: int | None = None) -> TALAssignment:
+    return assign_task_aligned(case["logits"], case["predicted"], CENTRE, case["boxes"], case["labels"], case["valid"], center_radius=REACH,
+                  topk=most, block=block)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=25)
@@ -94,7 +94,7 @@ def test_it_is_what_the_paper_says(counts: list[int], most: int, seed: int, larg
     found = found_for(case, most)
     for b in range(len(counts)):
         slots, qualities = by_the_paper(**{name: some[b] for name, some in case.items()}, most=most)
-        assert found.slot[b].tolist() == slots
+        assert found.gt_index[b].tolist() == slots
         assert found.quality[b].tolist() == pytest.approx(qualities, rel=1e-4, abs=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_it_is_what_the_paper_says(counts: list[int], most: int, seed: int, larg
 def test_how_it_is_cut_into_blocks_changes_nothing(block: int, seed: int) -> None:
     case = picture((4, 0, 9), 9, seed)
     whole, cut = found_for(case, 10, block=10**9), found_for(case, 10, block=block)
-    assert torch.equal(whole.slot, cut.slot)
+    assert torch.equal(whole.gt_index, cut.gt_index)
     torch.testing.assert_close(whole.quality, cut.quality)  # powers in other places of a vector are rounded otherwise
 
 
@@ -114,22 +114,22 @@ def test_every_box_has_a_point_however_small_and_wherever(x: float, y: float, wi
     case["boxes"][0, 0] = torch.tensor([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
     case["valid"][0, 0] = True
     for most in (1, 10):
-        count = (found_for(case, most).slot == 0).sum().item()
+        count = (found_for(case, most).gt_index == 0).sum().item()
         assert 1 <= count <= most
 
 
 def test_a_picture_without_boxes_has_background_alone() -> None:
     found = found_for(picture((0, 3), 5, 1), 10)
-    assert (found.slot[0] == BACKGROUND).all()
+    assert (found.gt_index[0] == BACKGROUND).all()
     assert found.quality[0].abs().sum() == 0
-    assert (found.slot[1] >= 0).any()
+    assert (found.gt_index[1] >= 0).any()
 
 
 def test_more_boxes_than_points_share_them() -> None:
     count = CENTRE.shape[0] + 50
     case = picture((count,), count, 3)
     found = found_for(case, 10)
-    assert 0.9 * CENTRE.shape[0] < (found.slot >= 0).sum() <= CENTRE.shape[0]
+    assert 0.9 * CENTRE.shape[0] < (found.gt_index >= 0).sum() <= CENTRE.shape[0]
     assert found.quality.isfinite().all()
 
 
@@ -138,8 +138,8 @@ def test_of_equal_boxes_the_lowest_slot_has_the_points() -> None:
     case["boxes"][0] = torch.tensor([20.0, 20.0, 60.0, 50.0])
     case["labels"][:] = 1
     found = found_for(case, 10)
-    assert set(found.slot.flatten().tolist()) == {BACKGROUND, 0}
-    assert (found.slot == 0).sum() == 10
+    assert set(found.gt_index.flatten().tolist()) == {BACKGROUND, 0}
+    assert (found.gt_index == 0).sum() == 10
 
 
 def test_predictions_that_overlap_nothing_are_positive_of_no_quality() -> None:
@@ -147,7 +147,7 @@ def test_predictions_that_overlap_nothing_are_positive_of_no_quality() -> None:
     case = picture((2,), 2, 7, largest=0.2)
     case["predicted"] = torch.tensor([500.0, 500.0, 510.0, 510.0]).expand_as(case["predicted"])
     found = found_for(case, 10)
-    assert (found.slot >= 0).any()
+    assert (found.gt_index >= 0).any()
     assert (found.quality == 0).all()
 
 
@@ -155,6 +155,6 @@ def test_the_best_point_of_a_box_should_score_its_largest_overlap() -> None:
     case = picture((1,), 1, 11)
     case["boxes"][0, 0] = torch.tensor([10.0, 10.0, 60.0, 50.0])
     found = found_for(case, 10)
-    mine = found.slot[0] == 0
+    mine = found.gt_index[0] == 0
     overlaps = [overlap_of([10.0, 10.0, 60.0, 50.0], box) for box in case["predicted"][0][mine].tolist()]
     assert math.isclose(found.quality.max().item(), max(overlaps), rel_tol=1e-5)

@@ -31,7 +31,7 @@ def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(nam
     body = model.backbone.body  # type: ignore[union-attr]
     names = [child for child, _ in body.named_children()]  # type: ignore[union-attr]
     calls = sizes_of_calls(model, names[0]), sizes_of_calls(model, names[-1])
-    pixels = model.pixels(make_batch((2, 1, 1), CANVAS, CLASSES).images).double()
+    pixels = model.normalize(make_batch((2, 1, 1), CANVAS, CLASSES).images).double()
     apart = body(pixels)  # type: ignore[operator]
     assert calls == ([1, 1, 1], [3])
     seen = pixels.clone().requires_grad_()  # what has a gradient is taken whole

@@ -16,7 +16,7 @@ from stoker.config.recipes import RECIPES
 from stoker.errors import ConfigError
 from stoker.models import MODELS, build
 from stoker.models.layers.boxes import (
-    LARGEST_LOG_SCALE,
+    MAX_LOG_SCALE,
     area,
     cell_anchors,
     clip,
@@ -73,7 +73,7 @@ def test_encoding_is_that_of_torchvision_and_decoding_its_inverse(seed: int) -> 
 def test_decoding_is_bounded() -> None:
     box = decode(torch.tensor([[0.0, 0.0, 1e6, 1e6]]), torch.tensor([[0.0, 0.0, 16.0, 16.0]]))
     assert area(box).item() == pytest.approx(1000.0**2, rel=1e-4)
-    assert math.exp(LARGEST_LOG_SCALE) == pytest.approx(62.5)
+    assert math.exp(MAX_LOG_SCALE) == pytest.approx(62.5)
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 9))
@@ -98,7 +98,7 @@ def test_clipping_is_per_picture() -> None:
 def test_the_table_says_what_is_built(name: str) -> None:
     row = MODELS[name]
     model = build(settings_of(name), 80)
-    assert sum(p.numel() for p in model.parameters()) == row.parameters
+    assert sum(p.numel() for p in model.parameters()) == row.num_params
     assert row.defaults.keys() == row.reasons.keys()
     assert row.recipe in RECIPES
     content = torch.tensor([[64, 96]], dtype=torch.int32)
@@ -110,8 +110,8 @@ def test_the_table_says_what_is_built(name: str) -> None:
     assert found.boxes.shape == (1, count, 4)
     assert found.labels.shape == (1, count)
     tensors = model.state_dict()
-    for layer in model.class_layers():
-        channels = layer.anchors * layer.per_class * (80 + layer.background)
+    for layer in model.class_heads():
+        channels = layer.num_anchors * layer.outputs_per_class * (80 + layer.has_background)
         assert tensors[f"{layer.name}.weight"].shape[0] == tensors[f"{layer.name}.bias"].shape[0] == channels
 
 

@@ -16,22 +16,22 @@ from torchvision.ops import generalized_box_iou_loss
 from stoker.errors import ConfigError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
-from stoker.hardware.host_sync import NoHostWaits
+from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build
 from stoker.models.ember.ember import (
-    BINS,
     BOX_WEIGHT,
-    CANDIDATES_OF_A_BOX,
     CLASS_WEIGHT,
-    DISTRIBUTION_WEIGHT,
+    DFL_WEIGHT,
+    REG_MAX,
+    TAL_TOPK,
     Ember,
-    Raw,
-    distances_of,
-    distribution_loss,
+    EmberOutputs,
+    boxes_to_ltrb,
+    distribution_focal_loss,
 )
-from stoker.models.ember.task_aligned_assigner import assign
-from stoker.models.fcos.fcos import FINEST, decode
-from stoker.models.layers.losses import soft_cross_entropy
+from stoker.models.ember.task_aligned_assigner import assign_task_aligned
+from stoker.models.fcos.fcos import MIN_STRIDE, ltrb_to_boxes
+from stoker.models.layers.losses import soft_binary_cross_entropy
 from stoker.models.weights import model_file
 from tests.models.samples import make_batch, settings_of
 
@@ -65,7 +65,7 @@ def test_soft_cross_entropy_and_its_gradient_are_those_of_torch(seed: int, sprea
     weight = torch.rand(3, generator=draw).double()
     expected = functional.binary_cross_entropy_with_logits(logits, dense, reduction="none").sum((1, 2))
     (wanted,) = torch.autograd.grad((expected * weight).sum(), logits)
-    ours = soft_cross_entropy(logits, label, quality, block=block)
+    ours = soft_binary_cross_entropy(logits, label, quality, block=block)
     (grad,) = torch.autograd.grad((ours * weight).sum(), logits)
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(grad, wanted)
@@ -75,12 +75,14 @@ def test_soft_cross_entropy_and_its_gradient_are_those_of_torch(seed: int, sprea
 @settings(max_examples=30, deadline=None)
 def test_the_distribution_loss_is_that_of_the_paper(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    sides = torch.randn(6, 4 * BINS, generator=draw, dtype=torch.float64)
-    distances = torch.rand(6, 4, generator=draw, dtype=torch.float64) * (BINS + 2) - 1
-    for row, wanted, found in zip(sides, distances.tolist(), distribution_loss(sides, distances).tolist(), strict=True):
+    sides = torch.randn(6, 4 * REG_MAX, generator=draw, dtype=torch.float64)
+    distances = torch.rand(6, 4, generator=draw, dtype=torch.float64) * (REG_MAX + 2) - 1
+    for row, wanted, found in zip(
+        sides, distances.tolist(), distribution_focal_loss(sides, distances).tolist(), strict=True
+    ):
         costs = []
-        for side, distance in zip(row.view(4, BINS).softmax(-1).tolist(), wanted, strict=True):
-            inside = min(max(distance, 0.0), BINS - 1.01)
+        for side, distance in zip(row.view(4, REG_MAX).softmax(-1).tolist(), wanted, strict=True):
+            inside = min(max(distance, 0.0), REG_MAX - 1.01)
             i = math.floor(inside)
             costs.append(-((i + 1 - inside) * math.log(side[i]) + (inside - i) * math.log(side[i + 1])))
         assert found == pytest.approx(sum(costs) / 4, rel=1e-9)
@@ -89,7 +91,7 @@ def test_the_distribution_loss_is_that_of_the_paper(seed: int) -> None:
 def test_distances_are_the_inverse_of_decoding() -> None:
     centre, unit = torch.rand(7, 2) * 50, torch.tensor([8.0, 8, 8, 16, 16, 32, 32])
     distances = torch.rand(7, 4) * 15
-    torch.testing.assert_close(distances_of(decode(distances, centre, unit), centre, unit), distances)
+    torch.testing.assert_close(boxes_to_ltrb(ltrb_to_boxes(distances, centre, unit), centre, unit), distances)
 
 
 @pytest.mark.parametrize("nms_free", [False, True])
@@ -98,19 +100,19 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
     batch = make_batch(COUNTS, CANVAS, CLASSES)
     batch = batch._replace(boxes=batch.boxes.double())
     raw = model(batch.images)
-    raw = raw._replace(points=raw.points._replace(centre=raw.points.centre.double(), unit=raw.points.unit.double()))
+    raw = raw._replace(points=raw.points._replace(center=raw.points.center.double(), unit=raw.points.unit.double()))
     losses = model.loss(raw, batch)
-    for before, predicted, most in (("", raw.many, CANDIDATES_OF_A_BOX), ("one_", raw.one, 1)):
+    for before, predicted, most in (("", raw.one_to_many, TAL_TOPK), ("one_", raw.one_to_one, 1)):
         if predicted is None:
             assert not any(name.startswith("one_") for name in losses)
             continue
         logits, sides = predicted
-        centre, unit = raw.points.centre, raw.points.unit
-        bins = torch.arange(BINS).double()
-        boxes = decode((sides.unflatten(-1, (4, BINS)).softmax(-1) * bins).sum(-1), centre, unit)
+        centre, unit = raw.points.center, raw.points.unit
+        bins = torch.arange(REG_MAX).double()
+        boxes = ltrb_to_boxes((sides.unflatten(-1, (4, REG_MAX)).softmax(-1) * bins).sum(-1), centre, unit)
         with torch.no_grad():
-            slot, quality = assign(
-                logits, boxes, centre, batch.boxes, batch.labels, batch.valid, reach=FINEST / 2, most=most
+            slot, quality = assign_task_aligned(
+                logits, boxes, centre, batch.boxes, batch.labels, batch.valid, center_radius=MIN_STRIDE / 2, topk=most
             )
         total = max(1.0, quality.sum().item())
         dense, overlaps, spreads = torch.zeros_like(logits), logits.new_zeros(()), logits.new_zeros(())
@@ -118,13 +120,13 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
             box = batch.boxes[b, slot[b, a]]
             dense[b, a, batch.labels[b, slot[b, a]]] = quality[b, a]
             overlaps = overlaps + generalized_box_iou_loss(boxes[b, a], box)
-            spread = distribution_loss(sides[b, a], distances_of(box, centre[a], unit[a]))
+            spread = distribution_focal_loss(sides[b, a], boxes_to_ltrb(box, centre[a], unit[a]))
             spreads = spreads + spread
         classes = functional.binary_cross_entropy_with_logits(logits, dense, reduction="sum")
         expected = {
             "classification": CLASS_WEIGHT * classes / total,
             "bbox_regression": BOX_WEIGHT * overlaps / total,
-            "bbox_distribution": DISTRIBUTION_WEIGHT * spreads / total,
+            "bbox_distribution": DFL_WEIGHT * spreads / total,
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
         for name, value in expected.items():
@@ -142,7 +144,7 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
 def test_a_batch_without_boxes_has_a_finite_loss_and_makes_no_wait() -> None:
     model = build(settings_of("ember_n", nms_free=True), CLASSES).train()
     batch = make_batch((0, 0), CANVAS, CLASSES)
-    with NoHostWaits():
+    with ForbidHostSync():
         losses = model.loss(model(batch.images), batch)
         sum(losses.values()).backward()
     assert losses["classification"] > 0
@@ -162,7 +164,7 @@ def test_it_learns(nms_free: bool, steps: int) -> None:
     history = []
     for _ in range(steps):
         optimizer.zero_grad()
-        with NoHostWaits():
+        with ForbidHostSync():
             loss = sum(model.loss(model(batch.images), batch).values(), torch.zeros(()))
             loss.backward()
         optimizer.step()
@@ -184,22 +186,24 @@ def found_by(model: Detector, batch, nms_free: bool):
     """With the statistics of this batch: the running ones are not settled after a few steps."""
     with torch.no_grad():
         raw = model(batch.images)
-        raw = raw if nms_free else Raw(raw.many, None, raw.points, raw.levels)
+        raw = raw if nms_free else EmberOutputs(raw.one_to_many, None, raw.points, raw.levels)
         return model.decode(raw, batch.content, batch.scale, batch.size, score_threshold=0.01)
 
 
 def test_without_suppression_it_makes_no_wait_and_gives_the_best_scores() -> None:
     model = some_model(nms_free=True).eval()
     batch = make_batch((0, 0), CANVAS, CLASSES)
-    with torch.no_grad(), NoHostWaits():
+    with torch.no_grad(), ForbidHostSync():
         raw = model(batch.images)
-        found = model.decode(raw, batch.content, batch.scale, batch.size, score_threshold=0.05, detections=7)
-    assert raw.many is None, "what is not used is not computed"
+        found = model.decode(
+            raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=0.05, max_detections=7
+        )
+    assert raw.one_to_many is None, "what is not used is not computed"
     assert found.boxes.shape == (2, 7, 4)
     assert found.valid.all()
-    expected = raw.one.logits.sigmoid().flatten(1).topk(7, dim=1).values
+    expected = raw.one_to_one.logits.sigmoid().flatten(1).topk(7, dim=1).values
     torch.testing.assert_close(found.scores, expected)
-    few = model.decode(raw, batch.content, batch.scale, batch.size, score_threshold=0.9999)
+    few = model.decode(raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=0.9999)
     assert few.boxes.shape == (2, 100, 4)
     assert not few.valid.any()
     assert few.boxes.abs().sum() == few.scores.sum() == few.labels.sum() == 0
@@ -232,16 +236,16 @@ def test_a_depthwise_neck_has_no_other_convolutions_of_3_by_3() -> None:
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[str, bool]) -> None:
     model = some_model(**changes).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = model_file.Card(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
+    card = model_file.ModelMetadata(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
     thresholds = {"score_threshold": 0.25, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build(model, card, **thresholds))
-    file = OnnxModel(path, threads=1)
+    path.write_bytes(graph.build_onnx(model, card, **thresholds))
+    file = OnnxModel(path, num_threads=1)
     images = make_batch((0, 0, 0), CANVAS, CLASSES, seed=3).images.numpy()
     inside = np.array([CANVAS, (50, 60), CANVAS], np.int32)
-    found, _ = parity.measure(model, file, images, inside, ["a", "b", "c"], slots=100, **thresholds)
-    parity.require(found, "it")
-    assert found.boxes > 20
+    found, _ = parity.compare_outputs(model, file, images, inside, ["a", "b", "c"], max_detections=100, **thresholds)
+    parity.require_parity(found, "it")
+    assert found.num_boxes > 20
     if model.settings.nms_free:
         assert b"NonMaxSuppression" not in path.read_bytes()
         with pytest.raises(ConfigError, match="suppresses nothing"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.hardware.host_sync import NoHostWaits
+from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
@@ -46,7 +46,7 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple
     model = settled(name, CLASSES, canvas).train()
     oracle = oracle_of(model).train()
     batch = make_batch(counts, canvas, CLASSES, seed=sum(counts))
-    content = batch.content.clone()
+    content = batch.resized_size.clone()
     content[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second picture does not fill the canvas
     batch = batch._replace(boxes=batch.boxes.double(), content=content)
     ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
@@ -112,10 +112,10 @@ def test_detections_are_those_of_torchvision(setup: str) -> None:
     content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
     size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
     batch = batch._replace(content=content, size=size.int(), scale=content / size)
-    model.per_picture = 7000  # torchvision has no bound
+    model.max_candidates = 7000  # torchvision has no bound
     with torch.no_grad():
         theirs = oracle_detections(oracle, model, batch)
-        found = model.decode(model(batch.images), content, batch.scale, batch.size)
+        found = model.decode(model(batch.images), content, batch.scale, batch.original_size)
     for picture, expected in enumerate(theirs):
         valid = found.valid[picture]
         assert 20 < len(expected["scores"]) <= 100
@@ -130,10 +130,10 @@ def test_candidates_are_the_best_of_a_picture() -> None:
     batch = make_batch((0,), (64, 96), CLASSES)
     with torch.no_grad():
         raw = model(batch.images)
-        model.per_picture = 50
-        few = model.candidates(raw, batch.content, score_threshold=0.0)
-        model.per_picture = 100
-        more = model.candidates(raw, batch.content, score_threshold=0.0)
+        model.max_candidates = 50
+        few = model.candidates(raw, batch.resized_size, score_threshold=0.0)
+        model.max_candidates = 100
+        more = model.candidates(raw, batch.resized_size, score_threshold=0.0)
     assert few.boxes.shape == (1, 50, 4)
     for some, all_of_them in zip(few, more, strict=True):
         assert torch.equal(some, all_of_them[:, :50])
@@ -157,7 +157,7 @@ def test_the_sample_follows_the_draw_alone() -> None:
     first = model.loss(raw, batch)
     torch.manual_seed(2)
     assert all(torch.equal(first[part], loss) for part, loss in model.loss(raw, batch).items())
-    other = model.loss(raw, batch._replace(draw=batch.draw.roll(1, 0)))
+    other = model.loss(raw, batch._replace(draw=batch.rand.roll(1, 0)))
     assert first["loss_objectness"] != other["loss_objectness"]
     assert first["loss_classifier"] != other["loss_classifier"]
 
@@ -165,13 +165,13 @@ def test_the_sample_follows_the_draw_alone() -> None:
 def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = settled(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
-    survivors = rpn.survivors
-    monkeypatch.setattr(rpn, "survivors", lambda *a, **named: survivors(*a, **named, rounds=1))
-    assert model.remark() is None
+    survivors = rpn.fixed_point_nms
+    monkeypatch.setattr(rpn, "survivors", lambda *a, **named: survivors(*a, **named, num_rounds=1))
+    assert model.training_warning() is None
     for _ in range(2):
         model.loss(model(batch.images), batch)
     assert model.nms_unconverged.item() == 4
-    assert "4 of 4 pictures had proposals that overlap in chains" in str(model.remark())
+    assert "4 of 4 pictures had proposals that overlap in chains" in str(model.training_warning())
     assert not {"nms_pictures", "nms_unconverged"} & model.state_dict().keys()
 
 
@@ -179,10 +179,10 @@ def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: p
 def test_what_is_said_of_suppression_that_ran_out_of_rounds(unconverged: int, said: bool) -> None:
     model = build(settings_of(R18), CLASSES)
     assert isinstance(model, FasterRCNN)
-    model.nms_pictures += 200
+    model.nms_images += 200
     model.nms_unconverged += unconverged
-    with NoHostWaits():  # it may wait, by name
-        text = model.remark()
+    with ForbidHostSync():  # it may wait, by name
+        text = model.training_warning()
     assert (text is not None) == said
 
 

@@ -19,9 +19,9 @@ from stoker.data.batch import Batch
 from stoker.errors import WeightsError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
-from stoker.hardware.host_sync import NoHostWaits
-from stoker.models import MODELS, Detector, architecture_of, build, load_weights
-from stoker.models.fcos.fcos import assign, fcos_on, points_of
+from stoker.hardware.host_sync import ForbidHostSync
+from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
+from stoker.models.fcos.fcos import assign_points, fcos_builder, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
 from tests.models.samples import make_batch, settings_of, settled_model
@@ -45,15 +45,15 @@ def exact_model(name: str, norm: str, canvas: tuple[int, int]) -> Detector:
 def oracle_of(model: Detector, canvas: tuple[int, int]) -> FCOS:
     """torchvision's FCOS with the weights of ours, for pixels that are normalised. Its class head has one more channel,
     which costs nothing here; its labels are ours + 1."""
-    norm = FrozenBatchNorm2d if model.settings.norm == "frozen" else nn.BatchNorm2d
+    norm = FrozenBatchNorm2d if model.settings.backbone_norm == "frozen" else nn.BatchNorm2d
     is_large = model.settings.model == "fcos_resnet50_fpn"
     body = (resnet50 if is_large else resnet18)(norm_layer=norm)
     widths, channels, depth = ([512, 1024, 2048], 256, 4) if is_large else ([128, 256, 512], 128, 2)
     layers = {f"layer{n}": f"layer{n}" for n in (2, 3, 4)}
     oracle = FCOS(
         BackboneWithFPN(body, layers, widths, channels, LastLevelP6P7(channels, channels)),
-        model.class_count + 1,
-        head=FCOSHead(channels, 1, model.class_count + 1, depth),
+        model.num_classes + 1,
+        head=FCOSHead(channels, 1, model.num_classes + 1, depth),
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
         min_size=min(canvas),
@@ -83,12 +83,12 @@ def oracle_losses(oracle: FCOS, pixels: Tensor, batch: Batch) -> dict[str, Tenso
 def oracle_detections(oracle: FCOS, pixels: Tensor, batch: Batch) -> list[dict[str, Tensor]]:
     """The oracle's own post-processing, of pictures that fill only `content` of the canvas."""
     features = list(oracle.backbone(pixels).values())
-    contents = [tuple(content.tolist()) for content in batch.content]
+    contents = [tuple(content.tolist()) for content in batch.resized_size]
     anchors = oracle.anchor_generator(ImageList(pixels, contents), features)
     counts = [feature.shape[2] * feature.shape[3] for feature in features]
     split = {name: list(output.split(counts, dim=1)) for name, output in oracle.head(features).items()}
     found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], contents)
-    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.size])
+    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.original_size])
 
 
 def awkward_batch(canvas: tuple[int, int]) -> Batch:
@@ -136,7 +136,10 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str) -> None:
     batches = [make_batch(some, canvas, CLASSES, seed=seed) for seed, some in enumerate(counts)]
     for batch in (*batches, awkward_batch(canvas)):
         batch = batch._replace(boxes=batch.boxes.double())
-        ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model.pixels(batch.images), batch)
+        ours, theirs = (
+            model.loss(model(batch.images), batch),
+            oracle_losses(oracle, model.normalize(batch.images), batch),
+        )
         assert ours.keys() == theirs.keys()
         for part, loss in theirs.items():
             assert torch.isfinite(loss)
@@ -163,7 +166,7 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, thresh
     name, norm, canvas = SETUPS[setup]
     model = exact_model(name, norm, canvas).eval()
     oracle = oracle_of(model, canvas).eval()
-    model.per_level = candidates
+    model.pre_nms_top_n = candidates
     batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
     content = torch.tensor([canvas, (canvas[0] - 30, canvas[1] - 24), canvas], dtype=torch.int32)
@@ -171,8 +174,8 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, thresh
     batch = batch._replace(content=content, size=size.int(), scale=content / size)
     oracle.topk_candidates, oracle.score_thresh, oracle.detections_per_img = candidates, threshold, 10_000
     with torch.no_grad():
-        theirs = [_without_lines(one) for one in oracle_detections(oracle, model.pixels(batch.images), batch)]
-        shapes = (batch.content, batch.scale, batch.size)
+        theirs = [_without_lines(one) for one in oracle_detections(oracle, model.normalize(batch.images), batch)]
+        shapes = (batch.resized_size, batch.scale, batch.original_size)
         found = model.decode(model(batch.images), *shapes, score_threshold=threshold)
     assert len(theirs[0]["scores"]) > 5  # else the test shows nothing
     for picture, expected in enumerate(theirs):
@@ -191,18 +194,18 @@ def _without_lines(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
     canvas = (128, 160)
-    points = points_of(canvas, [(16, 20), (8, 10), (4, 5), (2, 3), (1, 2)], torch.device("cpu"))
+    points = grid_points(canvas, [(16, 20), (8, 10), (4, 5), (2, 3), (1, 2)], torch.device("cpu"))
     some, awkward = make_batch((9, 0, 12, 3), canvas, CLASSES, slots=12), awkward_batch(canvas)
     boxes, valid = torch.cat((some.boxes, awkward.boxes)), torch.cat((some.valid, awkward.valid))
-    whole = assign(boxes, valid, points)
-    for block in (1, 5 * len(points.unit), 30 * len(points.unit)):
-        assert torch.equal(assign(boxes, valid, points, block=block), whole)
+    whole = assign_points(boxes, valid, points)
+    for block in (1, 5 * len(points.stride), 30 * len(points.stride)):
+        assert torch.equal(assign_points(boxes, valid, points, block=block), whole)
     assert not (whole[1] >= 0).any()
     of_equal = whole[4]
     assert not (of_equal == 1).any(), "of two equal boxes the one in the lower slot has all"
-    at = (points.centre == torch.tensor([32.0, 32.0])).all(1) & (points.unit == 8)
+    at = (points.center == torch.tensor([32.0, 32.0])).all(1) & (points.stride == 8)
     assert of_equal[at].tolist() == [0], "of equal areas the lowest slot, and not the box of the whole canvas"
-    rim = (points.centre == torch.tensor([8.0, 16.0])).all(1) & (points.unit == 8)
+    rim = (points.center == torch.tensor([8.0, 16.0])).all(1) & (points.stride == 8)
     assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
 
 
@@ -219,7 +222,7 @@ def test_points_are_made_once_and_can_be_trained_with() -> None:
 def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> None:
     model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
     batch = make_batch((0, 0), (64, 96), CLASSES)
-    with NoHostWaits():
+    with ForbidHostSync():
         losses = model.loss(model(batch.images), batch)
         sum(losses.values()).backward()
     assert losses["classification"] > 0
@@ -246,7 +249,7 @@ def test_the_table_says_what_torchvision_has() -> None:
     row = MODELS["fcos_resnet50_fpn"]
     assert row.urls["coco"] == coco.url
     per_class = 256 * 9 + 1
-    assert row.parameters + (len(coco.meta["categories"]) - 80) * per_class == coco.meta["num_params"]
+    assert row.num_params + (len(coco.meta["categories"]) - 80) * per_class == coco.meta["num_params"]
 
 
 @pytest.mark.parametrize("fpn", ["old", pytest.param("new", marks=pytest.mark.slow)])
@@ -260,7 +263,7 @@ def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn
         assert "backbone.fpn.inner_blocks.0.bias" in state
     path = tmp_path / "some.pth"
     torch.save(state, path)
-    assert architecture_of(path) == "fcos_resnet50_fpn"
+    assert detect_architecture(path) == "fcos_resnet50_fpn"
     settings = settings_of("fcos_resnet50_fpn", weights=str(path))
     model = build(settings, 2)
     _, head = load_weights(model, settings, class_names=("zebra", "Person"))
@@ -278,23 +281,27 @@ def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn
 
 @pytest.mark.slow
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=fcos_on("tiny", channels=64, depth=1))
+    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=fcos_builder("tiny", channels=64, num_convs=1))
     monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
     canvas = (64, 96)
     model = settled_model(settings_of("fcos_resnet18_fpn", norm="train"), CLASSES, canvas).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = model_file.Card(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
+    card = model_file.ModelMetadata(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
     thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build(model, card, **thresholds))
+    path.write_bytes(graph.build_onnx(model, card, **thresholds))
     images = make_batch((0, 0, 0), canvas, CLASSES, seed=3).images.numpy()
     inside = np.array([canvas, (50, 60), canvas], np.int32)
-    found = OnnxModel(path, threads=1).run(images, inside, **thresholds)
+    found = OnnxModel(path, num_threads=1).run(images, inside, **thresholds)
     for n, count in enumerate(found.count.tolist()):
-        one = parity.Boxes(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
-        compared = parity.compare(
-            "it", parity._of_model(model, images[n], inside[n], slots=100, **thresholds), one, slots=100, **thresholds
+        one = parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
+        compared = parity.compare_detections(
+            "it",
+            parity._run_model(model, images[n], inside[n], max_detections=100, **thresholds),
+            one,
+            max_detections=100,
+            **thresholds,
         )
-        parity.require(compared, "it")
-        assert compared.boxes > 20
-        assert compared.box_px < 0.01
+        parity.require_parity(compared, "it")
+        assert compared.num_boxes > 20
+        assert compared.max_box_diff_px < 0.01

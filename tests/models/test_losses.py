@@ -12,7 +12,7 @@ from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 from stoker.models.layers.boxes import decode
 from stoker.models.layers.losses import box_loss, focal_loss
 from stoker.models.layers.matching import BACKGROUND, IGNORED
-from stoker.models.layers.norms import FrozenNorm
+from stoker.models.layers.norms import FrozenBatchNorm2d
 
 PICTURES, ANCHORS, CLASSES = 3, 11, 4
 
@@ -139,7 +139,7 @@ def test_a_frozen_norm_is_batch_norm_in_evaluation_and_stays_in_bf16() -> None:
     for tensor in (trained.weight.data, trained.bias.data, trained.running_mean, trained.running_var):
         assert tensor is not None
         tensor.copy_(torch.rand(6, generator=draw) + 0.1)
-    frozen = FrozenNorm(6)
+    frozen = FrozenBatchNorm2d(6)
     state = trained.state_dict()
     state.pop("num_batches_tracked")
     frozen.load_state_dict(state)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
-from stoker.models.layers.matching import BACKGROUND, match
+from stoker.models.layers.matching import BACKGROUND, match_anchors
 
 # Whole coordinates on a small grid: boxes tie with each other, repeat, and equal anchors all the time.
 corners = st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))
@@ -53,7 +53,7 @@ def test_matches_are_those_of_torchvision(
             valid[picture, gap + place] = True
     grid = torch.cat((torch.tensor([xyxy(corner) for corner in anchors]), EVERYWHERE))
     foreground, background = thresholds
-    found = match(boxes, valid, grid, foreground_iou=foreground, background_iou=background, block=block)
+    found = match_anchors(boxes, valid, grid, fg_iou_thresh=foreground, bg_iou_thresh=background, block=block)
     for picture in range(len(pictures)):
         used = valid[picture].nonzero()[:, 0]
         assert torch.equal(found[picture], expected(boxes[picture], used, grid, foreground, background))
@@ -62,7 +62,7 @@ def test_matches_are_those_of_torchvision(
 def test_a_box_that_overlaps_no_anchor_takes_none() -> None:
     anchors = torch.tensor([[0.0, 0.0, 4.0, 4.0], [4.0, 0.0, 8.0, 4.0]])
     boxes = torch.tensor([[[20.0, 20.0, 24.0, 24.0]]])
-    found = match(boxes, torch.ones(1, 1, dtype=torch.bool), anchors, foreground_iou=0.5, background_iou=0.4)
+    found = match_anchors(boxes, torch.ones(1, 1, dtype=torch.bool), anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4)
     assert found.tolist() == [[BACKGROUND, BACKGROUND]]
 
 
@@ -71,7 +71,7 @@ def test_what_padding_holds_does_not_matter() -> None:
     anchors = torch.rand(50, 2, generator=draw) * 10
     anchors = torch.cat((anchors, anchors + 5), 1)
     boxes, valid = anchors[:6].clone()[None], torch.tensor([[True, False, True, True, False, False]])
-    known = match(boxes, valid, anchors, foreground_iou=0.5, background_iou=0.4)
+    known = match_anchors(boxes, valid, anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4)
     boxes[0, [1, 4, 5]] = torch.nan
-    assert torch.equal(known, match(boxes, valid, anchors, foreground_iou=0.5, background_iou=0.4))
+    assert torch.equal(known, match_anchors(boxes, valid, anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4))
     assert set(known[0].tolist()) <= {-2, -1, 0, 2, 3}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.data.batch import Batch
-from stoker.hardware.host_sync import NoHostWaits
+from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, Detector, build
 from stoker.models.layers.activation_checkpointing import segments
 from tests import fakes
@@ -101,7 +101,7 @@ def test_it_makes_no_wait():
     _, model = pair("retinanet_tiny_fpn")
     batch = in_double(make_batch((3, 1), CANVAS, CLASSES))
     step(model, batch)  # makes the anchors
-    with NoHostWaits():
+    with ForbidHostSync():
         step(model, batch)
 
 

@@ -13,11 +13,11 @@ from torchvision.ops import nms
 
 from stoker.config.settings import OptimSettings
 from stoker.data.augment.device import augment_batch
-from stoker.hardware.device import pick
-from stoker.hardware.host_sync import HostWait, NoHostWaits, allow_host_wait, host_waits_allowed
+from stoker.hardware.device import select_device
+from stoker.hardware.host_sync import ForbidHostSync, HostSyncError, allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess
-from stoker.training.optim import Stepper
+from stoker.training.optim import OptimizerStep
 from tests import fakes
 from tests.models.oracle import ALIKE, oracle_losses, oracle_of
 from tests.models.samples import make_batch, settings_of
@@ -25,29 +25,29 @@ from tests.models.samples import make_batch, settings_of
 CANVAS, CLASSES = (64, 96), 5
 
 
-def make_stepper(model: nn.Module, optimizer: str) -> Stepper:
+def make_stepper(model: nn.Module, optimizer: str) -> OptimizerStep:
     settings = OptimSettings(
         optimizer=optimizer,  # type: ignore[arg-type]
-        rate=0.01,
-        backbone_rate=1.0,
+        lr=0.01,
+        backbone_lr_mult=1.0,
         momentum=0.9,
         weight_decay=0.01,
-        clip=1.0,
-        ema=0.99,
+        clip_grad_norm=1.0,
+        ema_decay=0.99,
     )
-    return Stepper(model, settings, pick("cpu"), precision="fp32")
+    return OptimizerStep(model, settings, select_device("cpu"), precision="fp32")
 
 
-def train_step(losses: Callable[[], dict[str, Tensor]], stepper: Stepper, done: int = 0) -> None:
+def train_step(losses: Callable[[], dict[str, Tensor]], stepper: OptimizerStep, done: int = 0) -> None:
     """Forward, loss, backward, clipping, optimizer, averaging, with no host wait allowed."""
-    with NoHostWaits():
+    with ForbidHostSync():
         stepper.backward(sum(losses().values(), torch.zeros(())))
         stepper.step(0.01, done)
 
 
 def steps_of(name: str) -> list[object]:
     """Parameters of the test: small models with everything, big ones once, and those like another one as slow tests."""
-    cases = [("giou", "adamw"), ("l1", "sgd")][: 2 if MODELS[name].parameters < 10_000_000 else 1]
+    cases = [("giou", "adamw"), ("l1", "sgd")][: 2 if MODELS[name].num_params < 10_000_000 else 1]
     return [pytest.param(name, *case, marks=[pytest.mark.slow] if name in ALIKE else []) for case in cases]
 
 
@@ -64,13 +64,13 @@ def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str, optimizer: st
 def test_a_step_of_torchvision_waits() -> None:
     oracle = oracle_of(build(settings_of("retinanet_mobilenet_v2_fpn"), CLASSES), CANVAS).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)
-    with pytest.raises(HostWait):
+    with pytest.raises(HostSyncError):
         train_step(lambda: oracle_losses(oracle, batch), make_stepper(oracle, "adamw"))
 
 
 def test_all_augmentations_make_no_wait() -> None:
     batch = make_batch((3, 0, 1, 2), CANVAS, CLASSES)
-    with NoHostWaits():
+    with ForbidHostSync():
         augment_batch(batch, fakes.AUGMENTATIONS, 0.0)
 
 
@@ -79,12 +79,12 @@ def test_decoding_waits_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch((0, 0), CANVAS, CLASSES)
 
     def decode() -> None:
-        with NoHostWaits(), torch.inference_mode():
-            model.decode(model(batch.images), batch.content, batch.scale, batch.size, score_threshold=0.0)
+        with ForbidHostSync(), torch.inference_mode():
+            model.decode(model(batch.images), batch.resized_size, batch.scale, batch.original_size, score_threshold=0.0)
 
     decode()
     monkeypatch.setattr(postprocess, "allow_host_wait", lambda _: contextlib.nullcontext())
-    with pytest.raises(HostWait):
+    with pytest.raises(HostSyncError):
         decode()
 
 
@@ -189,15 +189,15 @@ WAITS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_what_waits_raises_unless_allowed_by_name(name: str) -> None:
-    with NoHostWaits():
-        with pytest.raises(HostWait) as caught:
+    with ForbidHostSync():
+        with pytest.raises(HostSyncError) as caught:
             WAITS[name]()
         assert "fix:" in str(caught.value)
-        with allow_host_wait("this test"):
-            assert host_waits_allowed() == ("this test",)
+        with allow_host_sync("this test"):
+            assert allowed_host_syncs() == ("this test",)
             WAITS[name]()
-        assert host_waits_allowed() == ()
-        with pytest.raises(HostWait):
+        assert allowed_host_syncs() == ()
+        with pytest.raises(HostSyncError):
             WAITS[name]()
     WAITS[name]()  # and nothing is left behind
 
@@ -216,5 +216,5 @@ def test_what_waits_raises_unless_allowed_by_name(name: str) -> None:
     ],
 )
 def test_what_does_not_wait_passes(passes: Callable[[], object]) -> None:
-    with NoHostWaits():
+    with ForbidHostSync():
         passes()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.models import build
-from stoker.models.layers.norms import BatchNorm, FrozenNorm, SyncNorm
+from stoker.models.layers.norms import FrozenBatchNorm2d, SafeBatchNorm2d, SafeSyncBatchNorm
 from tests.models.samples import make_batch, settings_of
 
 WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite320_mobilenet_v3_large")
@@ -18,13 +18,15 @@ WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite32
 @pytest.mark.parametrize("name", WITH_NORMS)
 def test_the_setting_is_the_kind_of_all_norms_but_that_none_is_frozen_outside_the_body(name: str) -> None:
     for setting, of_body, elsewhere in (
-        ("frozen", FrozenNorm, BatchNorm),
-        ("train", BatchNorm, BatchNorm),
-        ("sync", SyncNorm, SyncNorm),
+        ("frozen", FrozenBatchNorm2d, SafeBatchNorm2d),
+        ("train", SafeBatchNorm2d, SafeBatchNorm2d),
+        ("sync", SafeSyncBatchNorm, SafeSyncBatchNorm),
     ):
         model = build(settings_of(name, norm=setting), 2)
         norms = {
-            n: type(m) for n, m in model.named_modules() if isinstance(m, (nn.modules.batchnorm._BatchNorm, FrozenNorm))
+            n: type(m)
+            for n, m in model.named_modules()
+            if isinstance(m, (nn.modules.batchnorm._BatchNorm, FrozenBatchNorm2d))
         }
         inside = {n: kind for n, kind in norms.items() if n.startswith(("backbone.body.", "backbone.features."))}
         assert set(inside.values()) == {of_body}
@@ -40,13 +42,13 @@ def test_one_picture_whose_coarsest_map_is_one_place_can_be_trained_on(name: str
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def some_frozen() -> FrozenNorm:
-    norm, draw = FrozenNorm(5), torch.Generator().manual_seed(3)
+def some_frozen() -> FrozenBatchNorm2d:
+    norm, draw = FrozenBatchNorm2d(5), torch.Generator().manual_seed(3)
     norm.load_state_dict({name: torch.rand(5, generator=draw) + 0.1 for name in norm.state_dict()})
     return norm
 
 
-def exact(norm: FrozenNorm, x: torch.Tensor) -> torch.Tensor:
+def exact(norm: FrozenBatchNorm2d, x: torch.Tensor) -> torch.Tensor:
     mean, var, weight, bias = norm.running_mean, norm.running_var, norm.weight, norm.bias
     return functional.batch_norm(x, mean, var, weight, bias, training=False, eps=norm.eps)
 

@@ -40,7 +40,7 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
     name, canvas = SETUPS[setup]
     model = settled_model(settings_of(name), CLASSES, canvas).eval()
     oracle = oracle_of(model, canvas).eval()
-    model.per_level = oracle.topk_candidates = candidates
+    model.pre_nms_top_n = oracle.topk_candidates = candidates
     batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
     content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
@@ -49,7 +49,7 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
     score_threshold = 0.05
     if best is not None:  # a threshold that leaves the first picture that many boxes
         with torch.no_grad():
-            whole = model.decode(model(batch.images), batch.content, batch.scale, batch.size)
+            whole = model.decode(model(batch.images), batch.resized_size, batch.scale, batch.original_size)
         score_threshold = whole.scores[0, best - 1 : best + 1].mean().item()
     count = check_detections(model, oracle, batch, score_threshold=score_threshold)
     assert 30 < count <= 100 if best is None else count == best  # else the test shows nothing

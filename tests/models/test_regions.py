@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign, nms
 
-from stoker.models.faster_rcnn.roi_heads import sample_regions
-from stoker.models.faster_rcnn.rpn import ROUNDS, Predicted, Proposals, propose, survivors
-from stoker.models.layers.roi_align import level_of, pool, pool_each_level
-from stoker.models.layers.sampling import LOTS, lots, sample
+from stoker.models.faster_rcnn.roi_heads import sample_rois
+from stoker.models.faster_rcnn.rpn import NMS_ROUNDS, Proposals, RPNOutputs, fixed_point_nms, propose
+from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
+from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balanced
 
 
 def clustered(count: int, seed: int) -> Tensor:
@@ -29,7 +29,7 @@ def greedy(boxes: Tensor, threshold: float) -> list[int]:
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
 def test_survivors_are_those_of_greedy_suppression(threshold: float) -> None:
     boxes = torch.stack([clustered(500, seed) for seed in range(3)])
-    stay, settled = survivors(boxes, torch.ones(3, 500, dtype=torch.bool), iou_threshold=threshold)
+    stay, settled = fixed_point_nms(boxes, torch.ones(3, 500, dtype=torch.bool), iou_threshold=threshold)
     assert settled.all()
     for own, kept in zip(boxes, stay, strict=True):
         assert kept.nonzero()[:, 0].tolist() == greedy(own, threshold)
@@ -39,7 +39,7 @@ def test_survivors_are_those_of_greedy_suppression(threshold: float) -> None:
 def test_what_takes_no_part_suppresses_nothing() -> None:
     boxes = clustered(300, 1)[None]
     eligible = torch.arange(300)[None] % 3 > 0
-    stay, _ = survivors(boxes, eligible, iou_threshold=0.5)
+    stay, _ = fixed_point_nms(boxes, eligible, iou_threshold=0.5)
     places = eligible[0].nonzero()[:, 0]
     assert stay[0].nonzero()[:, 0].tolist() == places[greedy(boxes[0, places], 0.5)].tolist()
 
@@ -56,7 +56,7 @@ def test_a_long_chain_is_right_as_far_as_the_rounds_go(rounds: int) -> None:
     boxes = chain(100)[None]
     truth = torch.arange(100) % 2 == 0  # greedy: every other one
     assert greedy(boxes[0], 0.5) == truth.nonzero()[:, 0].tolist()
-    stay, settled = survivors(boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, rounds=rounds)
+    stay, settled = fixed_point_nms(boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, num_rounds=rounds)
     assert not settled
     assert torch.equal(stay[0, :rounds], truth[:rounds])
     larger, smaller = (stay[0], truth) if rounds % 2 == 0 else (truth, stay[0])
@@ -66,8 +66,8 @@ def test_a_long_chain_is_right_as_far_as_the_rounds_go(rounds: int) -> None:
 
 
 def test_a_chain_that_the_rounds_suffice_for_is_settled() -> None:
-    boxes = torch.stack((chain(ROUNDS), chain(ROUNDS) * 7))
-    stay, settled = survivors(boxes, torch.ones(2, ROUNDS, dtype=torch.bool), iou_threshold=0.5)
+    boxes = torch.stack((chain(NMS_ROUNDS), chain(NMS_ROUNDS) * 7))
+    stay, settled = fixed_point_nms(boxes, torch.ones(2, NMS_ROUNDS, dtype=torch.bool), iou_threshold=0.5)
     assert settled.tolist() == [True, True]
     assert stay[1].nonzero()[:, 0].tolist() == greedy(boxes[1], 0.5)
 
@@ -79,8 +79,8 @@ def test_proposals_say_which_pictures_ran_out_of_rounds() -> None:
     logits = torch.cat((rising, rising)).repeat(2, 1)
     logits[1] = rising[torch.randperm(count, generator=torch.Generator().manual_seed(0))].repeat(2)
     content = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
-    predicted = Predicted(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
-    found = propose(predicted, content, per_level=count, slots=300)
+    predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
+    found = propose(predicted, content, pre_nms_top_n=count, post_nms_top_n=300)
     assert found.unconverged.tolist() == [True, False]
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()
@@ -88,52 +88,56 @@ def test_proposals_say_which_pictures_ran_out_of_rounds() -> None:
 
 def test_lots_are_different_within_a_picture_and_spread() -> None:
     draw = torch.tensor([0.0, 0.25, 0.25 + 2**-24])
-    own = lots(draw, 100_000, purpose=0)
+    own = random_keys(draw, 100_000, stream=0)
     assert own.min() >= 0
-    assert own.max() < LOTS
+    assert own.max() < KEY_RANGE
     assert all(len(some.unique()) == 100_000 for some in own)
-    share = own.double() / LOTS
+    share = own.double() / KEY_RANGE
     assert (share.mean(1) - 0.5).abs().max() < 0.005
     # Those of neighbouring draws, of neighbouring candidates and of other purposes have nothing to do with each other.
-    others = torch.stack((share[0], share[1], share[2], share[0].roll(1), lots(draw, 100_000, purpose=1)[0] / LOTS))
+    others = torch.stack(
+        (share[0], share[1], share[2], share[0].roll(1), random_keys(draw, 100_000, stream=1)[0] / KEY_RANGE)
+    )
     correlation = torch.corrcoef(others) - torch.eye(5)
     assert correlation.abs().max() < 0.02
-    assert torch.equal(own, lots(draw, 100_000, purpose=0))
+    assert torch.equal(own, random_keys(draw, 100_000, stream=0))
 
 
 @pytest.mark.parametrize(
     ("positives", "negatives", "expected"), [(40, 500, (8, 24)), (3, 500, (3, 29)), (40, 5, (8, 5))]
 )
 def test_a_sample_has_the_least_lots(positives: int, negatives: int, expected: tuple[int, int]) -> None:
-    own = lots(torch.tensor([0.1, 0.7]), 600, purpose=0)
+    own = random_keys(torch.tensor([0.1, 0.7]), 600, stream=0)
     kind = torch.full((2, 600), -1)
     for picture in range(2):
         order = torch.randperm(600, generator=torch.Generator().manual_seed(picture))
         kind[picture, order[:positives]] = 1
         kind[picture, order[positives : positives + negatives]] = 0
-    chosen = sample(own, kind == 1, kind == 0, slots=32, positives=8)
+    chosen = sample_balanced(own, kind == 1, kind == 0, num_samples=32, max_positives=8)
     for picture in range(2):
         for value, count in zip((1, 0), expected, strict=True):
             least = [place for place in own[picture].argsort().tolist() if kind[picture, place] == value][:count]
-            slots = chosen.taken[picture] & (chosen.positive[picture] == bool(value))
-            assert chosen.place[picture][slots].tolist() == least
+            slots = chosen.valid[picture] & (chosen.positive[picture] == bool(value))
+            assert chosen.indices[picture][slots].tolist() == least
 
 
 def test_a_sample_has_no_more_slots_than_candidates() -> None:
     positive = torch.tensor([[True, False, False]])
-    chosen = sample(lots(torch.tensor([0.5]), 3, purpose=0), positive, ~positive, slots=256, positives=128)
-    assert chosen.place.sort().values.tolist() == [[0, 1, 2]]
-    assert chosen.taken.all()
+    chosen = sample_balanced(
+        random_keys(torch.tensor([0.5]), 3, stream=0), positive, ~positive, num_samples=256, max_positives=128
+    )
+    assert chosen.indices.sort().values.tolist() == [[0, 1, 2]]
+    assert chosen.valid.all()
 
 
 def test_a_box_without_an_area_is_no_region() -> None:
     boxes = torch.tensor([[[10.0, 10, 30, 40], [20, 20, 20, 50]]])
     none = Proposals(torch.zeros(1, 4, 4), torch.zeros(1, 4) > 0, torch.zeros(1) > 0)
-    found = sample_regions(none, boxes, torch.tensor([[3, 4]]), torch.ones(1, 2) > 0, torch.zeros(1))
-    assert found.taken.sum() == 1
-    assert found.boxes[found.taken].tolist() == [[10, 10, 30, 40]]
-    assert found.target[found.taken].tolist() == [4]
-    assert torch.isfinite(found.offsets[found.taken]).all()
+    found = sample_rois(none, boxes, torch.tensor([[3, 4]]), torch.ones(1, 2) > 0, torch.zeros(1))
+    assert found.valid.sum() == 1
+    assert found.boxes[found.valid].tolist() == [[10, 10, 30, 40]]
+    assert found.target[found.valid].tolist() == [4]
+    assert torch.isfinite(found.offsets[found.valid]).all()
 
 
 STRIDES, CANVAS = (4, 8, 16, 32), (512, 640)
@@ -157,10 +161,12 @@ def regions(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-4)])
-@pytest.mark.parametrize("how", [pool, lambda *given: pool_each_level(*given, level_of(given[2], given[1]))])
+@pytest.mark.parametrize(
+    "how", [multiscale_roi_align, lambda *given: roi_align_each_level(*given, assign_fpn_level(given[2], given[1]))]
+)
 def test_pooled_features_and_gradients_are_those_of_torchvision(how, dtype: torch.dtype, tolerance: float) -> None:  # type: ignore[no-untyped-def]
     boxes, ours, theirs = regions(dtype), pyramid(dtype), pyramid(dtype)
-    assert level_of(boxes, STRIDES).unique().tolist() == [0, 1, 2, 3]
+    assert assign_fpn_level(boxes, STRIDES).unique().tolist() == [0, 1, 2, 3]
     found = how(ours, STRIDES, boxes)
     named = {str(place): some for place, some in enumerate(theirs)}
     expected = MultiScaleRoIAlign(list(named), 7, 2)(named, list(boxes), [CANVAS] * 2)
@@ -175,4 +181,4 @@ def test_pooled_features_and_gradients_are_those_of_torchvision(how, dtype: torc
 def test_one_level_takes_all_boxes() -> None:
     boxes, level = regions(torch.float64), pyramid(torch.float64)[3]
     expected = MultiScaleRoIAlign(["0"], 7, 2)({"0": level}, list(boxes), [CANVAS] * 2)
-    assert (pool([level], [32], boxes) - expected).abs().max() < 1e-12
+    assert (multiscale_roi_align([level], [32], boxes) - expected).abs().max() < 1e-12

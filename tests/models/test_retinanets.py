@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from stoker.errors import WeightsError
-from stoker.models import MODELS, architecture_of, build, load_weights
+from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.retinanet.retinanet import RetinaNet
 from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import make_batch, settings_of, settled_model
@@ -79,13 +79,13 @@ def test_a_classifier_is_recognised_and_fills_the_body(
 ) -> None:
     path, network = classifier(kind)
     name = CLASSIFIERS[kind][1]
-    assert architecture_of(path) == FIRST_ON.get(kind, name)
+    assert detect_architecture(path) == FIRST_ON.get(kind, name)
     settings = settings_of(name, weights=str(path))
     model = build(settings, CLASSES).eval()
     sentences = load_weights(model, settings, class_names=[str(label) for label in range(CLASSES)])
     assert sentences == [f"backbone from {path.name}", "neck and heads are random"]
     with torch.no_grad():
-        pixels = model.pixels(make_batch((0,), CANVAS, CLASSES).images)
+        pixels = model.normalize(make_batch((0,), CANVAS, CLASSES).images)
         ours = list(model.backbone.body(pixels).values())
         theirs = _maps(network, pixels, list(PARTS[name].stages))
     for mine, other in zip(ours, theirs, strict=True):
@@ -132,7 +132,7 @@ def test_a_file_of_another_body_is_refused(
 def test_a_detector_is_recognised(name: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(build(settings_of(name), CLASSES).state_dict(), path)
-    assert architecture_of(path) == name
+    assert detect_architecture(path) == name
 
 
 def test_the_lite_tower_is_shared_and_each_level_has_its_own_norms() -> None:

@@ -15,23 +15,23 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
 from stoker.config.settings import from_fields
-from stoker.data.anchor_fit import best_canvas
+from stoker.data.anchor_fit import best_image_size
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import NoHostWaits
-from stoker.models import MODELS, architecture_of, build, load_weights
-from stoker.models.backbones import Halving
+from stoker.hardware.host_sync import ForbidHostSync
+from stoker.models import MODELS, build, detect_architecture, load_weights
+from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND
-from stoker.models.ssd.backbones import tail_of
-from stoker.models.ssd.loss import match_each, mined_cross_entropy
-from stoker.models.ssd.ssd import SSD, Raw
-from stoker.models.table import check_canvas
-from stoker.models.weights.load import read
-from stoker.models.weights.model_file import Card
+from stoker.models.ssd.backbones import detect_tail
+from stoker.models.ssd.loss import hard_negative_cross_entropy, match_ssd_anchors
+from stoker.models.ssd.ssd import SSD, SSDOutputs
+from stoker.models.table import check_image_size
+from stoker.models.weights.load import read_weights
+from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.defaults.derive import derive
 from tests import fakes
 from tests.drawn import draw
@@ -65,7 +65,7 @@ def models() -> dict[str, SSD]:
     return {name: model for name, model in made.items() if isinstance(model, SSD)}
 
 
-def raw_of(model: SSD, name: str, pictures: int, *, seed: int = 0, spread: float = 1.0) -> Raw:
+def raw_of(model: SSD, name: str, pictures: int, *, seed: int = 0, spread: float = 1.0) -> SSDOutputs:
     """Random predictions on torchvision's canvas, in float64; every gradient is wanted."""
     draws = torch.Generator().manual_seed(seed)
     side = SIDES[name]
@@ -75,14 +75,14 @@ def raw_of(model: SSD, name: str, pictures: int, *, seed: int = 0, spread: float
         shape = (pictures, len(anchors), numbers)
         return (spread * torch.randn(shape, generator=draws, dtype=torch.float64)).requires_grad_()
 
-    return Raw(some(1 + CLASSES), some(4), anchors)
+    return SSDOutputs(some(1 + CLASSES), some(4), anchors)
 
 
 def in_float64(batch: Batch) -> Batch:
     return batch._replace(boxes=batch.boxes.double())
 
 
-def theirs(oracle: Any, raw: Raw, batch: Batch) -> dict[str, Tensor]:
+def theirs(oracle: Any, raw: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
     """The oracle's matching and loss, of these predictions."""
     targets = [
         {"boxes": boxes[valid], "labels": labels[valid] + 1}
@@ -129,7 +129,7 @@ def test_anchors_of_another_canvas(name: str) -> None:
     assert sides[:, 1].max() == 160
     assert torch.allclose(sides[:2], torch.tensor([[10.0, 10.0], [200**0.5, 200**0.5]]))
     centre = (anchors[:, 2:] + anchors[:, :2]) / 2
-    last = len(model.ratios[-1]) * 2 + 2
+    last = len(model.aspect_ratios[-1]) * 2 + 2
     assert torch.allclose(centre[-1], torch.tensor([50.0, 80.0]))  # the middle
     assert torch.allclose(centre[-1 - last], torch.tensor([100 * 5 / 6, 160 * 3 / 4]))
     assert torch.allclose(centre[0], torch.tensor([4.0, 4.0] if name == SSD300 else [50 / 13, 4.0]))
@@ -145,7 +145,7 @@ def test_losses_and_gradients_are_those_of_torchvision(
     require_equal(models[name], empty_oracles[name], raw, batch)
 
 
-def require_equal(model: SSD, oracle: Any, raw: Raw, batch: Batch) -> None:
+def require_equal(model: SSD, oracle: Any, raw: SSDOutputs, batch: Batch) -> None:
     ours, expected = model.loss(raw, batch), theirs(oracle, raw, batch)
     assert ours.keys() == expected.keys()
     for part, loss in expected.items():
@@ -163,7 +163,7 @@ def test_boxes_that_want_the_same_anchor(empty_oracles: dict[str, Any], models: 
     batch.boxes[0, :8] = wanted + 1
     for slot in range(16):
         batch.boxes[1, slot] = torch.tensor([150 + slot / 4, 150, 160 + slot / 4, 160])
-    slots = match_each(batch.boxes, batch.valid, raw.anchors, foreground_iou=0.5)
+    slots = match_ssd_anchors(batch.boxes, batch.valid, raw.anchors, fg_iou_thresh=0.5)
     assert slots[0, 100] == 7
     assert len(set(slots[1].tolist()) - {BACKGROUND}) < 16
     assert slots[1].max() == 15
@@ -173,8 +173,10 @@ def test_boxes_that_want_the_same_anchor(empty_oracles: dict[str, Any], models: 
 def test_a_box_that_overlaps_no_anchor_has_none() -> None:
     anchors = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30]])
     boxes = torch.tensor([[[12.0, 12, 14, 14], [20, 20, 22, 22], [0, 0, 10, 10]]])
-    assert match_each(boxes, torch.tensor([[True] * 3]), anchors, foreground_iou=0.5).tolist() == [[2, 1]]
-    assert match_each(boxes, torch.tensor([[True, False, True]]), anchors, foreground_iou=0.5).tolist() == [[2, -1]]
+    assert match_ssd_anchors(boxes, torch.tensor([[True] * 3]), anchors, fg_iou_thresh=0.5).tolist() == [[2, 1]]
+    assert match_ssd_anchors(boxes, torch.tensor([[True, False, True]]), anchors, fg_iou_thresh=0.5).tolist() == [
+        [2, -1]
+    ]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 600))
@@ -187,8 +189,8 @@ def test_matching_in_parts_is_matching_at_once(seed: int, block: int) -> None:
     valid = torch.rand(3, 9, generator=draws) < 0.7
     grid = torch.cartesian_prod(torch.arange(0, 40, 8), torch.arange(0, 40, 8)).float()
     anchors = torch.cat((grid, grid + 8), 1)
-    found = match_each(boxes, valid, anchors, foreground_iou=0.1, block=block)
-    assert torch.equal(found, match_each(boxes, valid, anchors, foreground_iou=0.1))
+    found = match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1, block=block)
+    assert torch.equal(found, match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1))
     for picture in range(3):
         overlaps = [valid[picture, m] and bool(box_iou(boxes[picture, m, None], anchors).any()) for m in range(9)]
         taken = {int(slot) for slot in found[picture]} - {BACKGROUND}
@@ -201,15 +203,15 @@ def test_positives_are_no_hard_negatives() -> None:
     logits = torch.randn(1, 4, 3, dtype=torch.float64)
     target = torch.tensor([[2, 0, 1, 0]])
     expected = nn.functional.cross_entropy(logits[0], target[0], reduction="sum")
-    torch.testing.assert_close(mined_cross_entropy(logits, target), expected)
-    nothing = mined_cross_entropy(logits, torch.zeros_like(target))
+    torch.testing.assert_close(hard_negative_cross_entropy(logits, target), expected)
+    nothing = hard_negative_cross_entropy(logits, torch.zeros_like(target))
     assert nothing == 0
 
 
 def test_among_equal_negatives_the_first_are_learned_from() -> None:
     logits = torch.zeros(1, 9, 2, requires_grad=True)
     target = torch.tensor([[0, 0, 0, 0, 0, 1, 0, 0, 0]])
-    mined_cross_entropy(logits, target).backward()
+    hard_negative_cross_entropy(logits, target).backward()
     assert logits.grad is not None
     assert (logits.grad[0].abs().sum(1) > 0).tolist() == [True] * 3 + [False] * 2 + [True] + [False] * 3
 
@@ -218,7 +220,7 @@ def test_padding_and_infinities_leave_the_gradients_finite(models: dict[str, SSD
     raw = raw_of(models[LITE], LITE, 2, spread=1e4)
     batch = in_float64(make_batch((1, 0), (320, 320), CLASSES))
     batch.boxes[~batch.valid] = 0.0
-    with NoHostWaits():
+    with ForbidHostSync():
         loss = sum(models[LITE].loss(raw, batch).values(), torch.zeros(()))
         loss.backward()
     assert raw.logits.grad is not None
@@ -228,12 +230,12 @@ def test_padding_and_infinities_leave_the_gradients_finite(models: dict[str, SSD
         assert gradient[0].any()
 
 
-def outputs_of(oracle: Any, model: SSD, images: Tensor, anchors: Tensor) -> Raw:
+def outputs_of(oracle: Any, model: SSD, images: Tensor, anchors: Tensor) -> SSDOutputs:
     kind = anchors.dtype if next(oracle.parameters()).dtype == torch.float32 else torch.float64
     pixels = torch.stack([oracle.transform.normalize(image) for image in images.to(kind) / 255])
-    torch.testing.assert_close(model.pixels(images), pixels, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(model.normalize(images), pixels, rtol=1e-6, atol=1e-4)
     found = oracle.head(list(oracle.backbone(pixels).values()))
-    return Raw(found["cls_logits"], found["bbox_regression"], anchors)
+    return SSDOutputs(found["cls_logits"], found["bbox_regression"], anchors)
 
 
 def test_gradients_of_all_weights_of_ssdlite_are_those_of_torchvision() -> None:
@@ -270,9 +272,9 @@ def test_detections_are_those_of_torchvision(
 ) -> None:  # fmt: skip
     model, oracle, side = models[name], empty_oracles[name], SIDES[name]
     assert oracle.nms_thresh == model.iou_threshold
-    assert oracle.topk_candidates == model.per_class
+    assert oracle.topk_candidates == model.pre_nms_top_n_per_class
     raw = raw_of(model, name, 2, spread=2.0)
-    raw = Raw(raw.logits.detach(), raw.deltas.detach(), raw.anchors)
+    raw = SSDOutputs(raw.logits.detach(), raw.deltas.detach(), raw.anchors)
     monkeypatch.setattr(model, "per_class", per_class)
     contents = [(side, side), (side // 2, side - 31)]
     for key, value in {"topk_candidates": per_class, "score_thresh": score_threshold}.items():
@@ -326,10 +328,10 @@ def test_torchvisions_coco_weights_load_and_predict_the_same(
 def test_torchvisions_files_are_recognised(name: str, tmp_path: Path, empty_oracles: dict[str, Any]) -> None:
     state = {key: torch.zeros(tensor.shape) for key, tensor in empty_oracles[name].state_dict().items()}
     torch.save(state, tmp_path / "detector.pth")
-    assert architecture_of(tmp_path / "detector.pth") == name
+    assert detect_architecture(tmp_path / "detector.pth") == name
     if name == SSD300:
         torch.save(vgg_state(), tmp_path / "vgg.pth")
-        assert architecture_of(tmp_path / "vgg.pth") == name
+        assert detect_architecture(tmp_path / "vgg.pth") == name
 
 
 def vgg_state() -> dict[str, Tensor]:
@@ -379,14 +381,14 @@ def test_a_batch_of_one_picture_can_be_trained_on(norm: str) -> None:
     assert torch.equal(last.get_buffer("running_mean"), before)
     oracle = oracle_of(LITE).train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        oracle.backbone(model.pixels(batch.images))
+        oracle.backbone(model.normalize(batch.images))
 
 
 @pytest.mark.parametrize("groups", [1, 64])
 def test_gradients_of_maps_of_one_place_in_bf16(groups: int) -> None:
     """With nn.Conv2d most of these gradients are whatever memory held."""
     torch.manual_seed(0)
-    layer = Halving(64, 64, groups=groups, bias=False).bfloat16()
+    layer = StridedConv2d(64, 64, groups=groups, bias=False).bfloat16()
     for height in (1, 2, 3):
         kept = [torch.full((64 * 64 * 9,), torch.nan) for _ in range(8)]
         del kept  # the memory that comes next
@@ -438,18 +440,21 @@ def test_canvas_and_anchors_of_a_run(index: Index) -> None:
     assert "0.5 times" in reasons["anchor_sizes"]
     config, _ = derived(index, model=SSD300)
     assert config.data.canvas == (80, 80)
-    assert config.model.trainable_stages == 5
+    assert config.model.trainable_backbone_layers == 5
     with pytest.raises(ConfigError, match="multiples of 20 for ssd300_vgg16") as caught:
         derived(index, model=SSD300, canvas=(310, 300))
     with pytest.raises(ConfigError, match="multiples of 32"):
-        check_canvas(from_fields({"model": LITE, "canvas": (300, 300)}))
+        check_image_size(from_fields({"model": LITE, "canvas": (300, 300)}))
     assert list(caught.value.choices) == ["320", "300"]
 
 
 def test_the_canvas_of_large_square_pictures_is_torchvisions() -> None:
     for name, side in SIDES.items():
         row = MODELS[name]
-        assert best_canvas(np.full((9, 2), 900, np.int32), row.canvas_side, row.canvas_multiple)[0] == (side, side)
+        assert best_image_size(np.full((9, 2), 900, np.int32), row.default_image_size, row.size_divisor)[0] == (
+            side,
+            side,
+        )
 
 
 def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
@@ -457,7 +462,7 @@ def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
     path = tmp_path / "some.pth"
     for tail in ("half", "full"):
         torch.save(build(settings_of(LITE, tail=tail), CLASSES).state_dict(), path)
-        assert tail_of(read(path).tensors) == tail
+        assert detect_tail(read_weights(path).tensors) == tail
     assert derived(index, model=LITE, canvas=(32, 32), weights=str(path))[0].model.tail == "full"
     assert derived(index, model=LITE, canvas=(32, 32), weights="imagenet")[0].model.tail == "full"
     with pytest.raises(ConfigError, match="--tail half does not fit"):
@@ -465,13 +470,13 @@ def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
 
 
 def test_class_layers_have_classes_and_background_of_every_anchor(models: dict[str, SSD]) -> None:
-    layers = models[LITE].class_layers()
-    assert [layer.anchors for layer in layers] == [6] * 6
-    assert [layer.anchors for layer in models[SSD300].class_layers()] == [4, 6, 6, 6, 4, 4]
+    layers = models[LITE].class_heads()
+    assert [layer.num_anchors for layer in layers] == [6] * 6
+    assert [layer.num_anchors for layer in models[SSD300].class_heads()] == [4, 6, 6, 6, 4, 4]
     for name, model in models.items():
-        for layer in model.class_layers():
+        for layer in model.class_heads():
             weight = model.get_parameter(f"{layer.name}.weight")
-            assert weight.shape[0] == layer.anchors * (CLASSES + 1), name
+            assert weight.shape[0] == layer.num_anchors * (CLASSES + 1), name
 
 
 @pytest.mark.slow
@@ -502,17 +507,17 @@ def test_the_onnx_file_finds_what_the_model_finds(name: str, canvas: tuple[int, 
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
-        for layer in model.class_layers():
+        for layer in model.class_heads():
             model.get_parameter(f"{layer.name}.weight").mul_(10)
         model.train()(torch.from_numpy(images))
     model.eval()
-    card = Card(settings=chosen, class_names=NAMES, canvas=canvas, resize="letterbox")
+    card = ModelMetadata(settings=chosen, class_names=NAMES, canvas=canvas, resize="letterbox")
     path = tmp_path / "it.onnx"
-    path.write_bytes(graph.build(model, card, score_threshold=0.05, iou_threshold=model.iou_threshold))
+    path.write_bytes(graph.build_onnx(model, card, score_threshold=0.05, iou_threshold=model.iou_threshold))
     inside = np.array([canvas, canvas, (50, 60), canvas], np.int32)
-    found, _ = parity.measure(
-        model, OnnxModel(path, threads=1), images, inside, list("abcd"),
-        score_threshold=0.05, iou_threshold=model.iou_threshold, slots=100,
+    found, _ = parity.compare_outputs(
+        model, OnnxModel(path, num_threads=1), images, inside, list("abcd"),
+        score_threshold=0.05, iou_threshold=model.iou_threshold, max_detections=100,
     )  # fmt: skip
-    parity.require(found, path)
-    assert found.boxes > 40
+    parity.require_parity(found, path)
+    assert found.num_boxes > 40

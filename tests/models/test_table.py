@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.recipes import RECIPES
 from stoker.models import MODELS, build
-from stoker.models.architecture import Cost
+from stoker.models.architecture import ComputeCost
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
@@ -21,7 +21,7 @@ CHEAP = ("retinanet_tiny_fpn",)
 def canvas_of(name: str) -> tuple[int, int]:
     """The square that the row's numbers are of."""
     row = MODELS[name]
-    side = row.canvas_side // row.canvas_multiple * row.canvas_multiple
+    side = row.default_image_size // row.size_divisor * row.size_divisor
     return side, side
 
 
@@ -33,7 +33,7 @@ def trial_of(name: str) -> fakes.Trial:
         classes=CLASSES,
         slots=BOXES,
         canvas=canvas_of(name),
-        batch=recipe.run.batch,
+        batch=recipe.run.batch_size,
         optimizer=recipe.optim.optimizer,
         fused=recipe.optim.optimizer == "adamw",
         average=True,
@@ -46,16 +46,16 @@ def inference_gflop(name: str) -> float:
     model = build(settings_of(name), CLASSES).eval()
     batch = make_batch((0,), canvas_of(name), CLASSES)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        model.candidates(model(batch.images), batch.content, score_threshold=0.0)
+        model.candidates(model(batch.images), batch.resized_size, score_threshold=0.0)
     return counter.get_total_flops() / 1e9
 
 
-def cost_of(name: str) -> Cost:
+def cost_of(name: str) -> ComputeCost:
     """What the row has to say. Raises RuntimeError where the step does not run."""
     (step,) = fakes.run(trial_of(name))
     if step.error is not None or step.flop is None:
         raise RuntimeError(f"{name}: {step.error}")
-    return Cost(
+    return ComputeCost(
         gflop=float(f"{inference_gflop(name):.3g}"),
         training_gflop=float(f"{step.flop / 1e9:.3g}"),
         memory_gib=float(f"{step.peak / 2**30:.2g}"),
@@ -76,7 +76,7 @@ def test_a_row_without_its_cost_cannot_be_made():
     with pytest.raises(TypeError, match="cost"):
         type(MODELS["retinanet_tiny_fpn"])(**row)
     with pytest.raises(TypeError, match="memory_gib"):
-        Cost(gflop=1.0, training_gflop=3.0)  # type: ignore[call-arg]
+        ComputeCost(gflop=1.0, training_gflop=3.0)  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_fpn, fast
 
 from stoker.models import build, load_weights
 from stoker.models.table import MODELS
-from stoker.models.weights.load import TRAINED_WITHOUT_EPSILON, architecture_of
+from stoker.models.weights.load import ZERO_EPS_WEIGHTS, detect_architecture
 from tests.models.samples import settings_of
 
 R50, MOBILENET = "faster_rcnn_resnet50_fpn", "faster_rcnn_mobilenet_v3_large_fpn"
@@ -42,7 +42,7 @@ def test_the_coco_file_is_read_in_its_older_names_and_its_epsilon(tmp_path: Path
     assert not old.keys() >= expected.keys()
     file = tmp_path / "old.pth"
     torch.save(old, file)
-    assert architecture_of(file) == MOBILENET
+    assert detect_architecture(file) == MOBILENET
     settings = settings_of(MOBILENET, weights=str(file))
     model = build(settings, 2)
     said = load_weights(model, settings, class_names=("dog", "person"))
@@ -59,5 +59,5 @@ def test_the_coco_file_is_read_in_its_older_names_and_its_epsilon(tmp_path: Path
 
 
 def test_the_file_that_was_trained_without_epsilon_is_known() -> None:
-    assert MODELS[R50].urls["coco"].rpartition("/")[2] in TRAINED_WITHOUT_EPSILON
-    assert MODELS[MOBILENET].urls["coco"].rpartition("/")[2] not in TRAINED_WITHOUT_EPSILON
+    assert MODELS[R50].urls["coco"].rpartition("/")[2] in ZERO_EPS_WEIGHTS
+    assert MODELS[MOBILENET].urls["coco"].rpartition("/")[2] not in ZERO_EPS_WEIGHTS

@@ -21,9 +21,9 @@ from torchvision.models.detection._utils import overwrite_eps
 from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.errors import WeightsError
-from stoker.models import MODELS, architecture_of, build, load_weights
-from stoker.models.weights.hub import fetch
-from stoker.models.weights.model_file import Card
+from stoker.models import MODELS, build, detect_architecture, load_weights
+from stoker.models.weights.hub import fetch_weights
+from stoker.models.weights.model_file import ModelMetadata
 from tests.models.samples import settings_of
 
 CLASS_HEAD = ("head.classification_head.cls_logits.weight", "head.classification_head.cls_logits.bias")
@@ -74,7 +74,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
             nn.init.uniform_(module.running_mean)
     state = classifier.state_dict()
     torch.save({"model": {f"module.{k}": v for k, v in state.items()}} if wrapped else state, path)
-    assert architecture_of(path) == "ember_mobilenet_v2"  # the first on this body
+    assert detect_architecture(path) == "ember_mobilenet_v2"  # the first on this body
     settings = settings_of(MOBILENET, weights=str(path), norm=norm)
     model = build(settings, 3)
     heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}
@@ -90,7 +90,7 @@ def test_resnet50_and_old_files_are_understood(tmp_path: Path) -> None:
     path = tmp_path / "resnet.pth"
     classifier = resnet50(weights=None)
     torch.save(classifier.state_dict(), path, _use_new_zipfile_serialization=False)
-    assert architecture_of(path) == RESNET50
+    assert detect_architecture(path) == RESNET50
     settings = settings_of(RESNET50, weights=str(path))
     model = build(settings, 1)
     load_weights(model, settings, class_names=("a",))
@@ -138,7 +138,7 @@ def _freeze_norms(module: nn.Module) -> None:
 def test_other_classes_get_a_new_head(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
     path = tmp_path / "detector.pth"
     torch.save(coco_state, path)
-    assert architecture_of(path) == RESNET50
+    assert detect_architecture(path) == RESNET50
     settings = settings_of(RESNET50, weights=str(path))
     model = build(settings, 2)
     before = model.state_dict()[CLASS_HEAD[0]].clone()
@@ -158,9 +158,9 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
     path = tmp_path / "best.safetensors"
     settings = settings_of(TINY)
     trained = build(settings, 3)
-    card = Card(settings=settings, class_names=("cat", "dog", "owl"), canvas=(64, 64), resize="letterbox")
+    card = ModelMetadata(settings=settings, class_names=("cat", "dog", "owl"), canvas=(64, 64), resize="letterbox")
     save(trained, path, card.header() if with_header else None)
-    assert architecture_of(path) == TINY
+    assert detect_architecture(path) == TINY
     settings = settings_of(TINY, weights=str(path))
     model = build(settings, 3)
     _, head = load_weights(model, settings, class_names=("owl", "cat", "dog"))
@@ -206,7 +206,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     with torch.device("meta"):  # names and shapes alone
         other = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None)
     torch.save(other.state_dict(), tmp_path / "other.pth")
-    assert architecture_of(tmp_path / "other.pth") is None
+    assert detect_architecture(tmp_path / "other.pth") is None
 
     cut = tmp_path / "cut.pth"
     cut.write_bytes(mobilenet.read_bytes()[:100_000])
@@ -264,18 +264,18 @@ def address() -> Iterator[str]:
 
 def test_a_download_is_checked_and_kept(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"some-{hashlib.sha256(Server.content).hexdigest()[:8]}.pth"
-    path, where = fetch(f"{address}/a/{name}")
+    path, where = fetch_weights(f"{address}/a/{name}")
     assert path == tmp_path / "torch" / "hub" / "checkpoints" / name
     assert path.read_bytes() == Server.content
     assert where == f"downloaded to {path.parent}"
-    assert fetch(f"{address}/a/{name}") == (path, f"found in {path.parent}")
+    assert fetch_weights(f"{address}/a/{name}") == (path, f"found in {path.parent}")
     assert len(Server.asked) == 1
 
     own = tmp_path / "own"
     monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(own))
-    assert fetch(f"{address}/a/{name}")[0] == path  # torch's cache is still looked into
+    assert fetch_weights(f"{address}/a/{name}")[0] == path  # torch's cache is still looked into
     path.unlink()
-    assert fetch(f"{address}/a/{name}")[0] == own / name
+    assert fetch_weights(f"{address}/a/{name}")[0] == own / name
     assert [p.name for p in own.iterdir()] == [name]
 
 
@@ -285,7 +285,7 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(address: str, tmp_
     host = "http://127.0.0.1:9" if fault == "refused" else address
     url = f"{host}/{fault}/some-{digest}.pth"
     with pytest.raises(WeightsError) as caught:
-        fetch(url)
+        fetch_weights(url)
     message = str(caught.value)
     folder = tmp_path / "torch" / "hub" / "checkpoints"
     for part in (url, f"some-{digest}.pth", str(folder), "STOKER_WEIGHTS_DIR", "--weights none", "--weights FILE"):

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from stoker import load
 from stoker.config.settings import from_fields
 from stoker.errors import ConfigError, StorageError, UsageError, WeightsError
-from stoker.models import architecture_of, build, load_weights
-from stoker.models.weights.hub import local
-from stoker.models.weights.model_file import Card
+from stoker.models import build, detect_architecture, load_weights
+from stoker.models.weights.hub import local_path
+from stoker.models.weights.model_file import ModelMetadata
 from stoker.storage.store import open_store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from stoker.training.run_selection import with_absolute_paths
 from tests.models.samples import settings_of
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server, web_server
@@ -46,14 +46,14 @@ def put(servers: dict[str, Server], place: Place, name: str, data: bytes) -> str
     if place.address.startswith("http:"):
         servers["http"].objects.put("", name, data)
     else:
-        open_store(parse(place.address)).write(name, data)
+        open_store(parse_uri(place.address)).write(name, data)
     return f"{place.address}/{name}"
 
 
 def saved(tmp_path: Path, seed: int) -> bytes:
     torch.manual_seed(seed)
     model = build(settings_of(TINY), 2)
-    card = Card(settings=settings_of(TINY), class_names=("cat", "dog"), canvas=(64, 64), resize="letterbox")
+    card = ModelMetadata(settings=settings_of(TINY), class_names=("cat", "dog"), canvas=(64, 64), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "best.safetensors", card.header())
     return (tmp_path / "best.safetensors").read_bytes()
@@ -65,14 +65,14 @@ def test_weights_are_fetched_once_and_again_when_they_change(
     first, second = saved(tmp_path, 1), saved(tmp_path, 2)
     assert len(first) == len(second), "only the version tells them apart"
     address = put(servers, place[0], "a/best.safetensors", first)
-    path = local(address)
+    path = local_path(address)
     assert path.parent == folder
     assert path.read_bytes() == first
-    place[1].seen.clear()
-    assert local(address) == path
-    assert {seen.method for seen in place[1].seen} == {"HEAD"}, "nothing is fetched again"
+    place[1].observe.clear()
+    assert local_path(address) == path
+    assert {seen.method for seen in place[1].observe} == {"HEAD"}, "nothing is fetched again"
     put(servers, place[0], "a/best.safetensors", second)
-    assert local(address).read_bytes() == second
+    assert local_path(address).read_bytes() == second
     assert len(list(folder.iterdir())) == 2, "no temporary file stays"
 
 
@@ -80,7 +80,7 @@ def test_weights_that_a_training_starts_from(
     servers: dict[str, Server], place: tuple[Place, Proxy], tmp_path: Path, folder: Path
 ) -> None:
     address = put(servers, place[0], "best.safetensors", saved(tmp_path, 3))
-    assert architecture_of(address) == TINY
+    assert detect_architecture(address) == TINY
     models = [build(settings_of(TINY), 2) for _ in range(2)]
     for model, weights in zip(models, (address, str(tmp_path / "best.safetensors")), strict=True):
         said = load_weights(model, settings_of(TINY, weights=weights), class_names=("cat", "dog"))
@@ -99,14 +99,14 @@ def test_a_download_that_breaks_leaves_nothing(
         address = put(servers, place, "best.pth", bytes(100_000))
         proxy.conditions = Conditions(plan=lambda _n, method, _p: "truncate" if method == "GET" else None)
         with pytest.raises(StorageError) as raised:
-            local(address)
+            local_path(address)
     assert address in str(raised.value)
     assert list(folder.iterdir()) == []
 
 
 def test_what_is_not_there_is_named(place: tuple[Place, Proxy], folder: Path) -> None:
     with pytest.raises(WeightsError, match="no such object") as raised:
-        local(f"{place[0].address}/none.pth")
+        local_path(f"{place[0].address}/none.pth")
     assert f"{place[0].address}/none.pth" in str(raised.value)
     assert not folder.exists()
 

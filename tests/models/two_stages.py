@@ -16,11 +16,11 @@ from torchvision.models.detection.backbone_utils import mobilenet_backbone, resn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 
-from stoker.data.batch import Batch, Draw
+from stoker.data.batch import Batch, RandSlot
 from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
-from stoker.models.layers.sampling import lots
+from stoker.models.layers.sampling import random_keys
 from tests.models.samples import make_batch, settings_of
 
 
@@ -52,7 +52,7 @@ def settled(name: str, classes: int, canvas: tuple[int, int], *, norm: str = "fr
 def oracle_of(model: FasterRCNN) -> Oracle:
     """The oracle of a model. Turns the model into float64, too."""
     settings = model.settings
-    norm: Any = FrozenBatchNorm2d if settings.norm == "frozen" else nn.BatchNorm2d
+    norm: Any = FrozenBatchNorm2d if settings.backbone_norm == "frozen" else nn.BatchNorm2d
     options: dict[str, Any] = {}
     if settings.model == "faster_rcnn_mobilenet_v3_large_fpn":
         backbone = mobilenet_backbone(
@@ -89,7 +89,7 @@ def oracle_of(model: FasterRCNN) -> Oracle:
 class Sampler(NamedTuple):
     """In the place of torchvision's BalancedPositiveNegativeSampler: least lots first instead of randperm's."""
 
-    lots: list[Tensor]
+    random_keys: list[Tensor]
     slots: int
     positives: int
 
@@ -111,18 +111,18 @@ def oracle_losses(oracle: Oracle, model: FasterRCNN, batch: Batch) -> dict[str, 
         for boxes, labels, valid in zip(batch.boxes, batch.labels, batch.valid, strict=True)
     ]
     images, features, anchors = _features(oracle, model, batch)
-    draw = batch.draw[:, Draw.SAMPLE]
-    sampled = rpn.SAMPLED, rpn.SAMPLED_POSITIVE
-    oracle.rpn.fg_bg_sampler = Sampler(list(lots(draw, sum(anchors), purpose=0)), *sampled)
+    draw = batch.rand[:, RandSlot.SAMPLE]
+    sampled = rpn.SAMPLES_PER_IMAGE, rpn.MAX_POSITIVES_PER_IMAGE
+    oracle.rpn.fg_bg_sampler = Sampler(list(random_keys(draw, sum(anchors), stream=0)), *sampled)
     boxes, first = oracle.rpn(images, features, targets)
     # Ours has as many slots for proposals as there can be, then one for each slot of a box.
     slots = min(2000, sum(min(2000, count) for count in anchors))
-    every = lots(draw, slots + batch.boxes.shape[1], purpose=1)
+    every = random_keys(draw, slots + batch.boxes.shape[1], stream=1)
     own = [
         torch.cat((some[: len(found)], some[slots:][valid]))
         for some, found, valid in zip(every, boxes, batch.valid, strict=True)
     ]
-    oracle.roi_heads.fg_bg_sampler = Sampler(own, roi_heads.SAMPLED, roi_heads.SAMPLED_POSITIVE)
+    oracle.roi_heads.fg_bg_sampler = Sampler(own, roi_heads.SAMPLES_PER_IMAGE, roi_heads.MAX_POSITIVES_PER_IMAGE)
     _, second = oracle.roi_heads(features, boxes, images.image_sizes, targets)
     return {**first, **second}
 
@@ -131,14 +131,14 @@ def oracle_detections(oracle: Oracle, model: FasterRCNN, batch: Batch) -> list[d
     images, features, _ = _features(oracle, model, batch)
     boxes, _ = oracle.rpn(images, features)
     found, _ = oracle.roi_heads(features, boxes, images.image_sizes)
-    sizes = [tuple(size.tolist()) for size in batch.size]
+    sizes = [tuple(size.tolist()) for size in batch.original_size]
     return oracle.transform.postprocess(found, images.image_sizes, sizes)
 
 
 def _features(oracle: Oracle, model: FasterRCNN, batch: Batch) -> tuple[ImageList, dict[str, Tensor], list[int]]:
     """(pictures, features by level, number of anchors of each level)."""
-    pixels = model.pixels(batch.images)
+    pixels = model.normalize(batch.images)
     features = oracle.backbone(pixels)
     each = oracle.rpn.anchor_generator.num_anchors_per_location()[0]
     counts = [some.shape[2] * some.shape[3] * each for some in features.values()]
-    return ImageList(pixels, [tuple(content.tolist()) for content in batch.content]), features, counts
+    return ImageList(pixels, [tuple(content.tolist()) for content in batch.resized_size]), features, counts

@@ -24,8 +24,8 @@ def sample(t: float, **more: object) -> DeviceSample:
 
 
 def alerts_of(rule: str, *lines: object) -> list[Alert]:
-    told = Alerts([parse_rule(rule)], started_s=0.0)
-    return [alert for line in lines for alert in told.see(line)]
+    told = Alerts([parse_rule(rule)], start_t=0.0)
+    return [alert for line in lines for alert in told.observe(line)]
 
 
 def test_a_rule_is_about_the_mean_over_its_duration() -> None:
@@ -57,7 +57,7 @@ def test_what_nobody_measured_holds_never() -> None:
 
 
 def test_the_driver_is_asked_before_the_ledger_whether_the_device_is_idle() -> None:
-    busy = [sample(float(t), gpus=[GpuSample(index=0, utilisation=0.9)]) for t in range(1, 20)]
+    busy = [sample(float(t), gpus=[GpuSample(index=0, utilization=0.9)]) for t in range(1, 20)]
     waits = [window(t + 0.5, compute=0.1) for t in range(1, 20)]
     both = [line for pair in zip(busy, waits, strict=True) for line in pair]
     assert not alerts_of("idle > 50% for 10s", *both)
@@ -82,7 +82,7 @@ def test_events_are_told_each_time() -> None:
 def test_what_is_understood_means_what_it_says(name: str, compare: str, number: float, minutes: int) -> None:
     text = f"{name}{compare}{number:.6f}" + (f" for {minutes} min" if minutes else "")
     rule = parse_rule(text)
-    assert (rule.name, rule.compare, rule.for_s) == (name, compare, 60.0 * minutes)
+    assert (rule.name, rule.compare, rule.duration_s) == (name, compare, 60.0 * minutes)
     assert rule.threshold == pytest.approx(number, abs=1e-6)
 
 

@@ -20,7 +20,7 @@ from stoker.errors import ConfigError
 from stoker.monitor import prometheus, trackers
 from stoker.monitor.follow import Follower
 from stoker.monitor.monitor import monitoring
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
@@ -95,7 +95,7 @@ def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stopped = threading.Event()
     told = folder.path / "told.json"
-    options = Monitoring(
+    options = MonitoringOptions(
         alert=("input_wait > 50%",), alert_command=f"cat > '{told}'; echo \"$STOKER_ALERT\" >> '{told}'",
         alert_webhook=f"http://127.0.0.1:{server.server_port}/services/secret", alert_exit=True,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_what_cannot_be_told_is_a_warning_without_the_secret(
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.TRIES", 1)
     command = "echo broken >&2; exit 3"
-    options = Monitoring(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
+    options = MonitoringOptions(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
     with monitoring(folder, options, stop=never):
         folder.append(STEPS, window(1.0))
     warnings = [event.text for event in events(folder, "warning")]
@@ -135,7 +135,7 @@ def test_a_command_that_lasts_too_long_is_ended_and_not_quoted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.COMMAND_S", 0.1)
-    with monitoring(folder, Monitoring(alert=("on failed",), alert_command="sleep 9 # secret"), stop=never):
+    with monitoring(folder, MonitoringOptions(alert=("on failed",), alert_command="sleep 9 # secret"), stop=never):
         folder.event("failed")
     (warning,) = events(folder, "warning")
     assert "was ended after" in warning.text
@@ -143,7 +143,7 @@ def test_a_command_that_lasts_too_long_is_ended_and_not_quoted(
 
 
 def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
-    with monitoring(folder, Monitoring(alert=("on warning",), alert_command="exit 3"), stop=never):
+    with monitoring(folder, MonitoringOptions(alert=("on warning",), alert_command="exit 3"), stop=never):
         folder.event("warning", "the first")
         while len(events(folder, "warning")) < 2:
             pass
@@ -152,12 +152,12 @@ def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
 
 
 def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
-    with monitoring(folder, Monitoring(metrics_port=0, alert=("img_per_s < 5",)), stop=never):
+    with monitoring(folder, MonitoringOptions(metrics_port=0, alert=("img_per_s < 5",)), stop=never):
         (note,) = events(folder, "note")
         folder.append(STEPS, window(1.0))
         folder.append(STEPS, window(2.0))
-        gpu = GpuSample(index=3, utilisation=0.5, temperature_c=60)
-        folder.append(DEVICES, DeviceSample(t=2.5, attempt=2, gpus=[gpu], cpu=[0.2, 0.4]))
+        gpu = GpuSample(index=3, utilization=0.5, temperature_c=60)
+        folder.append(DEVICES, DeviceSample(t=2.5, attempt=2, gpus=[gpu], cpu_core_utilization=[0.2, 0.4]))
         folder.event("evaluated", metrics={"ap": 0.25, "classes": ["a"]})
         address = f"http://127.0.0.1:{note.data['port']}/metrics"
         while "stoker_score" not in (page := urllib.request.urlopen(address, timeout=10).read().decode()):
@@ -180,8 +180,8 @@ def test_every_number_of_the_dashboard_is_one_that_is_served() -> None:
     known = {
         "phase_seconds_total", "steps_total", "pictures_total", "skipped_steps_total", "events_total", "step", "loss",
         "last_step_timestamp_seconds", "pictures_per_second", "score", "alert_firing",
-        *prometheus._OF_WINDOW, *(f"host_{name}" for name in prometheus._OF_HOST),
-        *(f"gpu_{name}" for name in prometheus._OF_GPU),
+        *prometheus._STEP_METRICS, *(f"host_{name}" for name in prometheus._HOST_METRICS),
+        *(f"gpu_{name}" for name in prometheus._GPU_METRICS),
     }  # fmt: skip
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text())
     asked = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
@@ -192,7 +192,7 @@ def test_every_number_of_the_dashboard_is_one_that_is_served() -> None:
 
 def test_json_lines_are_what_cloud_logging_reads(folder: RunFolder) -> None:
     out = io.StringIO()
-    with monitoring(folder, Monitoring(), stop=never, log="json", log_file=out):
+    with monitoring(folder, MonitoringOptions(), stop=never, log="json", log_file=out):
         for t in range(1, 90):
             folder.append(STEPS, window(float(t)))
         folder.event("warning", "something\nodd")
@@ -212,7 +212,7 @@ def test_a_stream_that_goes_away_ends_the_log_and_not_the_run(folder: RunFolder)
         def write(self, _: str, /) -> int:
             raise BrokenPipeError("gone")
 
-    with monitoring(folder, Monitoring(), stop=never, log="json", log_file=Closed()):
+    with monitoring(folder, MonitoringOptions(), stop=never, log="json", log_file=Closed()):
         folder.append(STEPS, window(1.0))
     (warning,) = events(folder, "warning")
     assert warning.text == "monitoring (the log) ends here: BrokenPipeError: gone"
@@ -221,23 +221,23 @@ def test_a_stream_that_goes_away_ends_the_log_and_not_the_run(folder: RunFolder)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (Monitoring(alert_command="true"), "no alert to act on"),
-        (Monitoring(alert=("on failed",), alert_webhook="slack"), "not one of the web"),
-        (Monitoring(metrics_port=70000), "no port"),
-        (Monitoring(alert=("what",)), "cannot be understood"),
+        (MonitoringOptions(alert_command="true"), "no alert to act on"),
+        (MonitoringOptions(alert=("on failed",), alert_webhook="slack"), "not one of the web"),
+        (MonitoringOptions(metrics_port=70000), "no port"),
+        (MonitoringOptions(alert=("what",)), "cannot be understood"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_starts(
-    folder: RunFolder, options: Monitoring, said: str
+    folder: RunFolder, options: MonitoringOptions, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said), monitoring(folder, options, stop=never):
         raise AssertionError("started")
 
 
 def test_a_port_that_is_taken_is_said(folder: RunFolder) -> None:
-    with monitoring(folder, Monitoring(metrics_port=0), stop=never):
+    with monitoring(folder, MonitoringOptions(metrics_port=0), stop=never):
         (note,) = events(folder, "note")
-        taken = Monitoring(metrics_port=note.data["port"])
+        taken = MonitoringOptions(metrics_port=note.data["port"])
         with pytest.raises(ConfigError, match="cannot be used"), monitoring(folder, taken, stop=never):
             raise AssertionError("started")
 
@@ -249,7 +249,7 @@ def test_mlflow_keeps_what_a_run_says_over_its_attempts(folder: RunFolder, monke
     for attempt in (2, 3):
         again = RunFolder(folder.path, attempt)
         again.event("started")
-        with monitoring(again, Monitoring(track=("mlflow",)), stop=never):
+        with monitoring(again, MonitoringOptions(track=("mlflow",)), stop=never):
             again.append(STEPS, window(float(attempt), attempt=attempt, step=attempt))
         again.close()
     client = mlflow.tracking.MlflowClient()
@@ -266,7 +266,7 @@ def test_wandb_takes_what_a_run_says(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(folder.path))
     folder.event("started")
-    with monitoring(folder, Monitoring(track=("wandb",)), stop=never):
+    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never):
         folder.append(STEPS, window(1.0))
     assert not events(folder, "warning")
     assert re.search(r"time/input_wait 0.75\b", capfd.readouterr().err)  # its own summary
@@ -278,7 +278,7 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with (
         pytest.raises(ConfigError, match=r"pip install 'stoker\[wandb\]'"),
-        monitoring(folder, Monitoring(track=("wandb",)), stop=never),
+        monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never),
     ):
         raise AssertionError("started")
 
@@ -295,7 +295,7 @@ def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, monkeypatch: pytest
             raise ConnectionError(f"failed={failed}")
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Broken)
-    with monitoring(folder, Monitoring(track=("wandb",)), stop=never):
+    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never):
         folder.append(STEPS, window(1.0))
         folder.event("failed")
     said = [event.text for event in events(folder, "warning")]

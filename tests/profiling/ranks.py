@@ -44,7 +44,7 @@ def main(run: str, how: str) -> None:
             model.register_comm_hook(None, slow_exchange)
         dist.barrier()
         for number in range(STEPS):
-            with m.step(pictures=8):
+            with m.step(num_images=8):
                 if how == "slow rank" and dist.get_rank() == 1:
                     time.sleep(SLEEP_S)
                 if how == "crash" and dist.get_rank() == 1 and number == STEPS // 2:

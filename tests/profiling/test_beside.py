@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from stoker.profiling.telemetry.timeouts import Beside
+from stoker.profiling.telemetry.timeouts import TimeoutWorker
 
 
 def test_answers_come_until_one_hangs_and_again_after_it() -> None:
@@ -18,14 +18,14 @@ def test_answers_come_until_one_hangs_and_again_after_it() -> None:
             go.wait()
         return len(asked)
 
-    beside = Beside(lambda: question, name="test")
-    assert beside.ask(60) == 1
-    assert beside.ask(0.001) is None
-    assert beside.ask(0.001) is None
+    beside = TimeoutWorker(lambda: question, name="test")
+    assert beside.call(60) == 1
+    assert beside.call(0.001) is None
+    assert beside.call(0.001) is None
     assert len(asked) == 2
-    assert not beside.end(0.001), "a thread that hangs is left behind"
+    assert not beside.stop(0.001), "a thread that hangs is left behind"
     go.set()
-    assert beside.end(60)
+    assert beside.stop(60)
 
 
 def test_a_late_answer_is_not_taken_for_a_new_one() -> None:
@@ -36,20 +36,20 @@ def test_a_late_answer_is_not_taken_for_a_new_one() -> None:
         go.wait()
         return next(answers)
 
-    beside = Beside(lambda: question, name="test")
-    assert beside.ask(0.001) is None
+    beside = TimeoutWorker(lambda: question, name="test")
+    assert beside.call(0.001) is None
     go.set()
-    while (answer := beside.ask(60)) is None:
+    while (answer := beside.call(60)) is None:
         late.wait(0.001)
     assert answer == "new"
-    assert beside.end(60)
+    assert beside.stop(60)
 
 
 def test_what_it_raises_travels() -> None:
     def make() -> None:
         raise ZeroDivisionError("no driver")
 
-    beside = Beside(make, name="test")  # type: ignore[arg-type]
+    beside = TimeoutWorker(make, name="test")  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError, match="no driver"):
-        beside.ask(60)
-    assert beside.end(60)
+        beside.call(60)
+    assert beside.stop(60)

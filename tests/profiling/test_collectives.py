@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.profiling.collectives import watch_collectives
+from stoker.profiling.collectives import patch_collectives
 
 SLOW_S = 0.05
 
@@ -38,10 +38,10 @@ class Waits:
 def waits(group: None) -> Iterator[Waits]:  # noqa: ARG001
     waits = Waits()
     before = (dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward)
-    replaced = watch_collectives(waits.begins, lambda: waits.ours)
+    replaced = patch_collectives(waits.begins, lambda: waits.ours)
     yield waits
     for one in reversed(replaced):
-        one.put_back()
+        one.restore()
     assert (dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward) == before
 
 

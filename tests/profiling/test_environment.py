@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from stoker.profiling.telemetry import environment, platform_info
-from stoker.profiling.telemetry.environment import container, describe, machine_type, masked, masked_words
+from stoker.profiling.telemetry.environment import (
+    describe,
+    detect_container,
+    detect_machine_type,
+    mask_argv,
+    mask_secrets,
+)
 
 HIDDEN = "hunter2"
 
@@ -25,7 +31,7 @@ def test_it_is_json_and_says_what_a_run_ran_on(tmp_path: Path) -> None:
     assert told["cpu"]
     assert "gpus" in told["gpu"]
     assert told["storage"] == {}
-    assert describe(folders={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
+    assert describe(dirs={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
     if sys.platform == "linux":
         assert told["handles_limit"] is None or told["handles_limit"] > 2
         assert told["swap_bytes"] is not None
@@ -83,7 +89,7 @@ def test_variables_that_matter_are_told_and_secrets_never() -> None:
     ],
 )
 def test_only_passwords_are_masked(text: str, shown: str) -> None:
-    assert masked(text) == shown
+    assert mask_secrets(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -96,14 +102,14 @@ def test_only_passwords_are_masked(text: str, shown: str) -> None:
     ],
 )
 def test_what_stands_behind_a_secret_flag_is_masked(command: str, shown: str) -> None:
-    assert " ".join(masked_words(command.split())) == shown
+    assert " ".join(mask_argv(command.split())) == shown
 
 
 def test_containers_show(tmp_path: Path) -> None:
-    assert container({}, tmp_path) is None
+    assert detect_container({}, tmp_path) is None
     (tmp_path / ".dockerenv").touch()
-    assert container({}, tmp_path) == "docker"
-    assert container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
+    assert detect_container({}, tmp_path) == "docker"
+    assert detect_container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
 
 
 def test_without_torch_it_tells_the_rest() -> None:
@@ -116,9 +122,9 @@ def test_without_torch_it_tells_the_rest() -> None:
 
 
 def test_the_machine_is_called_as_told_or_as_its_firmware_says(tmp_path: Path) -> None:
-    assert machine_type({}, tmp_path) is None
+    assert detect_machine_type({}, tmp_path) is None
     firmware = tmp_path / "sys/class/dmi/id"
     firmware.mkdir(parents=True)
     (firmware / "product_name").write_text("g4dn.xlarge\n")
-    assert machine_type({}, tmp_path) == "g4dn.xlarge"
-    assert machine_type({"STOKER_MACHINE_TYPE": " n1-standard-8 "}, tmp_path) == "n1-standard-8"
+    assert detect_machine_type({}, tmp_path) == "g4dn.xlarge"
+    assert detect_machine_type({"STOKER_MACHINE_TYPE": " n1-standard-8 "}, tmp_path) == "n1-standard-8"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from stoker.profiling.telemetry import gpu as gpu_module
-from stoker.profiling.telemetry.gpu import FIRST_NAMESPACE, SELDOM, Gpus
-from stoker.profiling.telemetry.nvml import ASK_AGAIN_AFTER, Gpu
+from stoker.profiling.telemetry.gpu import INITIAL_PID_NAMESPACE_INODE, SLOW_SAMPLE_EVERY, GpuSampler
+from stoker.profiling.telemetry.nvml import RETRY_AFTER_SAMPLES, Gpu
 from stoker.runs.schemas import GpuSample
 from tests.nvml import Scene, driver_library
 
@@ -161,7 +161,7 @@ def test_a_machine_without_a_driver_has_a_reason(tmp_path: Path) -> None:
 
 
 def test_in_this_process_it_never_raises() -> None:
-    gpus = Gpus({"CUDA_VISIBLE_DEVICES": ""})
+    gpus = GpuSampler({"CUDA_VISIBLE_DEVICES": ""})
     assert gpus.sample() == []
     assert gpus.reason
 
@@ -210,9 +210,9 @@ def scene_of(tmp_path: Path, gpu: str = "0", **values: object) -> Scene:
 def test_everything_that_a_new_gpu_says_has_its_unit(driver: Path, tmp_path: Path) -> None:
     (first, _, _), (second, _, _) = samples(driver, scene_of(tmp_path, **FULL), 2)
     expected = GpuSample(
-        index=0, utilisation=0.97, memory_used_bytes=100, memory_total_bytes=1000, power_w=500.0, power_limit_w=700.0,
+        index=0, utilization=0.97, memory_used_bytes=100, memory_total_bytes=1000, power_w=500.0, power_limit_w=700.0,
         sm_clock_mhz=1755, temperature_c=70, throttle_reasons=8, sm_clock_max_mhz=1980, memory_clock_mhz=3201,
-        memory_utilisation=0.4, pcie_generation=4, pcie_generation_max=5, pcie_width=8, pcie_width_max=16,
+        memory_utilization=0.4, pcie_generation=4, pcie_generation_max=5, pcie_width=8, pcie_width_max=16,
         ecc_corrected=3, ecc_uncorrected=1, mig=False, vgpu=True, energy_j=5000.0,
     )  # fmt: skip
     assert first == [expected], "the counters need two samples"
@@ -224,25 +224,25 @@ def test_everything_that_a_new_gpu_says_has_its_unit(driver: Path, tmp_path: Pat
 
 
 def test_what_is_not_supported_is_not_asked_again_for_long(driver: Path, tmp_path: Path) -> None:
-    told = samples(driver, scene_of(tmp_path, utilisation=5), ASK_AGAIN_AFTER + 2)
-    first, later = told[0][1], [calls for _, calls, _ in told[1:ASK_AGAIN_AFTER]]
+    told = samples(driver, scene_of(tmp_path, utilisation=5), RETRY_AFTER_SAMPLES + 2)
+    first, later = told[0][1], [calls for _, calls, _ in told[1:RETRY_AFTER_SAMPLES]]
     assert len(set(first)) > 15
     assert {name for calls in later for name in calls} == {"nvmlDeviceGetUtilizationRates"}
-    assert len(set(told[ASK_AGAIN_AFTER][1])) > 10, "a setting may have changed"
+    assert len(set(told[RETRY_AFTER_SAMPLES][1])) > 10, "a setting may have changed"
 
 
 def test_what_costs_more_is_asked_seldom_and_stands_in_between(driver: Path, tmp_path: Path) -> None:
-    told = samples(driver, scene_of(tmp_path, **FULL), 2 * SELDOM)
+    told = samples(driver, scene_of(tmp_path, **FULL), 2 * SLOW_SAMPLE_EVERY)
     for name in ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetMigMode"):
-        assert [number for number, (_, calls, _) in enumerate(told) if name in calls] == [0, SELDOM]
-    assert [gpus[0].ecc_corrected for gpus, _, _ in told] == [3] * 2 * SELDOM
-    assert max(len(calls) for _, calls, _ in told[1:SELDOM]) <= 15
+        assert [number for number, (_, calls, _) in enumerate(told) if name in calls] == [0, SLOW_SAMPLE_EVERY]
+    assert [gpus[0].ecc_corrected for gpus, _, _ in told] == [3] * 2 * SLOW_SAMPLE_EVERY
+    assert max(len(calls) for _, calls, _ in told[1:SLOW_SAMPLE_EVERY]) <= 15
 
 
 def test_older_gpus_have_a_sample_of_their_pcie_traffic_now_and_then(driver: Path, tmp_path: Path) -> None:
     scene = scene_of(tmp_path, utilisation=5, pcie_sent_kb=20, pcie_received_kb=3000)
-    told = [gpus[0] for gpus, _, _ in samples(driver, scene, SELDOM + 1)]
-    assert [gpu.pcie_received_bytes_s for gpu in told] == [3e6, *[None] * (SELDOM - 1), 3e6]
+    told = [gpus[0] for gpus, _, _ in samples(driver, scene, SLOW_SAMPLE_EVERY + 1)]
+    assert [gpu.pcie_received_bytes_s for gpu in told] == [3e6, *[None] * (SLOW_SAMPLE_EVERY - 1), 3e6]
     assert told[0].pcie_sent_bytes_s == 20_000
 
 
@@ -253,12 +253,12 @@ def test_a_slice_has_its_own_memory_and_counters_and_the_rest_of_the_whole(drive
     assert (told.mig, told.memory_total_bytes, told.memory_used_bytes) == (True, 40, 4)
     assert told.sm_active == 0.5
     assert told.pcie_received_bytes_s is None
-    assert (told.utilisation, told.memory_utilisation) == (None, None), "the driver has none of a slice"
+    assert (told.utilization, told.memory_utilization) == (None, None), "the driver has none of a slice"
     assert (told.sm_clock_mhz, told.power_w, told.index) == (1755, 500.0, 0)
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/ns/pid").exists() or Path("/proc/self/ns/pid").stat().st_ino != FIRST_NAMESPACE,
+    not Path("/proc/self/ns/pid").exists() or Path("/proc/self/ns/pid").stat().st_ino != INITIAL_PID_NAMESPACE_INODE,
     reason="process numbers are a container's here",
 )
 def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> None:
@@ -279,5 +279,5 @@ def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> No
 
 def test_in_a_container_nobody_can_tell_whose_processes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_module, "FIRST_NAMESPACE", 1)
-    assert not gpu_module._sees_every_process()
-    assert gpu_module._others(Gpu(0, None), None) is None
+    assert not gpu_module._in_host_pid_namespace()
+    assert gpu_module._count_other_processes(Gpu(0, None), None) is None

@@ -14,7 +14,7 @@ import pytest
 from stoker.hardware.cgroup import Cgroup
 from stoker.profiling.telemetry import host as host_module
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.host import Host, HostSample
+from stoker.profiling.telemetry.host import HostSample, HostSampler
 from stoker.profiling.telemetry.machine import pressure_s
 from stoker.runs.schemas import DeviceSample
 
@@ -47,7 +47,7 @@ def test_shares_are_of_the_time_since_the_sample_before(proc: Path, tmp_path: Pa
     stat.parent.mkdir()
     (tmp_path / "mount/cgroup.controllers").write_text("cpu")
     stat.write_text("throttled_usec 5000000\n")
-    host = Host(proc=proc, cgroup=cgroup, now=lambda: next(clock))
+    host = HostSampler(proc=proc, cgroup=cgroup, now=lambda: next(clock))
 
     press(proc, "cpu", 500_000)
     press(proc, "memory", 9_000_000)
@@ -63,7 +63,7 @@ def test_shares_are_of_the_time_since_the_sample_before(proc: Path, tmp_path: Pa
 
 
 def test_missing_is_none(tmp_path: Path) -> None:
-    host = Host(proc=tmp_path, cgroup=Cgroup(tmp_path, tmp_path / "membership"))
+    host = HostSampler(proc=tmp_path, cgroup=Cgroup(tmp_path, tmp_path / "membership"))
     sample = host.sample()
     told = {name for name, value in vars(sample).items() if value is not None}
     assert sample.rss_bytes is not None, "psutil knows it where there is no /proc"
@@ -95,7 +95,7 @@ def test_memory_is_of_what_is_tighter(limit: str, told: tuple[int, ...], proc: P
         "memory.stat": "file 420000\ninactive_file 200000\nshmem 10000\n", "memory.events": "oom_kill 3",
     }.items():  # fmt: skip
         (mount / name).write_text(text)
-    host = Host(proc=proc, cgroup=Cgroup(mount, tmp_path / "membership"))
+    host = HostSampler(proc=proc, cgroup=Cgroup(mount, tmp_path / "membership"))
     (mount / "memory.events").write_text("oom 9\noom_kill 5\n")
     sample = host.sample()
     assert (
@@ -109,7 +109,7 @@ def test_a_folder_that_does_not_answer_costs_its_number_only(tmp_path: Path, mon
     answers = threading.Event()
     monkeypatch.setattr(machine, "free_bytes", lambda _: answers.wait() and 7)
     monkeypatch.setattr(host_module, "FOLDER_WITHIN_S", 0.001)
-    host = Host(folder=tmp_path)
+    host = HostSampler(run_dir=tmp_path)
     sample = host.sample()
     host.close()
     answers.set()
@@ -118,28 +118,30 @@ def test_a_folder_that_does_not_answer_costs_its_number_only(tmp_path: Path, mon
 
 
 def test_free_bytes_are_those_of_the_runs_folder(tmp_path: Path) -> None:
-    with contextlib.closing(Host(folder=tmp_path)) as host:
+    with contextlib.closing(HostSampler(run_dir=tmp_path)) as host:
         free = host.sample().disk_free_bytes
     assert free is not None
     assert free <= shutil.disk_usage(tmp_path).total
-    assert Host().sample().disk_free_bytes is None
+    assert HostSampler().sample().disk_free_bytes is None
 
 
 def test_no_time_between_samples_is_none_not_a_division_by_zero(proc: Path) -> None:
-    host = Host(proc=proc, now=lambda: 7.0)
+    host = HostSampler(proc=proc, now=lambda: 7.0)
     assert host.sample().psi_cpu is None
     assert host.sample().process_cpu is None
 
 
 def test_this_machine_is_seen_at_work() -> None:
-    host = Host()
+    host = HostSampler()
     total = 0
     sample = host.sample()
-    while not (sample.cpu and sample.process_cpu):  # ticks of the kernel are 10 ms: work until one was counted
+    while not (
+        sample.cpu_core_utilization and sample.process_cpu
+    ):  # ticks of the kernel are 10 ms: work until one was counted
         total += sum(range(200_000))
         sample = host.sample()
-    assert len(sample.cpu) == os.cpu_count()
-    assert all(0 <= share <= 1 for share in sample.cpu)
+    assert len(sample.cpu_core_utilization) == os.cpu_count()
+    assert all(0 <= share <= 1 for share in sample.cpu_core_utilization)
     assert sample.memory_limit_bytes is not None
     assert sample.memory_used_bytes is not None
     assert 0 < sample.memory_used_bytes <= sample.memory_limit_bytes
@@ -151,7 +153,7 @@ def test_of_another_process_its_own_work_is_told() -> None:
         "print('done', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        host = Host(pid=process.pid, now=iter((0.0, 1.0)).__next__)
+        host = HostSampler(pid=process.pid, now=iter((0.0, 1.0)).__next__)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"work\n")

@@ -76,7 +76,7 @@ def test_a_training_is_measured(tmp_path: Path) -> None:
     assert (found.steps, found.step, found.pictures) == (STEPS_DONE, STEPS_DONE, pictures)
     logged = [line for line in read_lines(tmp_path / "good", STEPS, StepWindow) if line.losses]
     assert logged
-    assert all(line.rate == pytest.approx(0.1) and line.grad_norm for line in logged)
+    assert all(line.lr == pytest.approx(0.1) and line.grad_norm for line in logged)
 
     with pytest.raises(ValueError, match="tired"):
         train("bad", 5)

@@ -10,7 +10,7 @@ import torch._dynamo.callback
 
 import stoker
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.measure.torch_hooks import LateClock
+from stoker.profiling.measure.torch_hooks import LazyDeviceClock
 from stoker.runs.totals import totals
 
 
@@ -84,11 +84,11 @@ class Device:
 
 
 def test_a_device_that_comes_later_has_its_own_clock_from_then_on() -> None:
-    clock, now_s = LateClock(), 0.0
-    ledger = Ledger(clock, started_s=0.0, now=lambda: now_s)
+    clock, now_s = LazyDeviceClock(), 0.0
+    ledger = Ledger(clock, start_s=0.0, now=lambda: now_s)
     with ledger.compute():
         now_s = 3.0
-    clock.follow(Device(lambda: now_s))  # type: ignore[arg-type]
+    clock.use_device(Device(lambda: now_s))  # type: ignore[arg-type]
     now_s = 4.0
     with ledger.compute():
         now_s = 9.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.kernel_log import KernelLine, kernel_lines
+from stoker.profiling.telemetry.kernel_log import KernelLine, read_kernel_lines
 
 RECORDS = [
     b"6,339,5000000,-;usb 1-1: new device\n SUBSYSTEM=usb\n",
@@ -26,12 +26,17 @@ def test_telling_lines_come_with_their_time() -> None:
     for record in RECORDS:
         os.write(writer, record)
     try:
-        lines = kernel_lines(6.15, log=Path(f"/proc/self/fd/{reader}"))
+        lines = read_kernel_lines(6.15, log=Path(f"/proc/self/fd/{reader}"))
     finally:
         os.close(reader)
         os.close(writer)
     assert lines is not None
-    assert [(line.at_s, line.kind) for line in lines] == [(6.2, "oom"), (6.3, "oom"), (7.0, "xid"), (8.0, "crash")]
+    assert [(line.monotonic_s, line.kind) for line in lines] == [
+        (6.2, "oom"),
+        (6.3, "oom"),
+        (7.0, "xid"),
+        (8.0, "crash"),
+    ]
     assert lines[1].text.startswith("Memory cgroup out of memory: Killed process 4242 (python)")
     assert lines[3] == KernelLine(
         8.0, "crash", "python[77]: segfault at 0 ip 00007f sp 00007f error 4 in libfoo.so[7f]"
@@ -39,9 +44,9 @@ def test_telling_lines_come_with_their_time() -> None:
 
 
 def test_where_it_may_not_be_read_nothing_is_known(tmp_path: Path) -> None:
-    assert kernel_lines(log=tmp_path / "absent") is None
+    assert read_kernel_lines(log=tmp_path / "absent") is None
 
 
 def test_this_machines_log_is_read_to_its_end_or_refused() -> None:
-    lines = kernel_lines()
-    assert lines is None or all(0 <= line.at_s <= time.monotonic() + 60 for line in lines)
+    lines = read_kernel_lines()
+    assert lines is None or all(0 <= line.monotonic_s <= time.monotonic() + 60 for line in lines)

@@ -6,16 +6,16 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.kernels import NAME_LENGTH, Kind, Moment, window
+from stoker.profiling.kernels import MAX_NAME_LENGTH, Kind, TraceEvent, summarize_window
 from stoker.runs.schemas import TraceWindow
 
 
-def course(*rows: tuple[Kind, str, float, float] | tuple[Kind, str, float, float, int]) -> list[Moment]:
-    return [Moment(*row) for row in rows]
+def course(*rows: tuple[Kind, str, float, float] | tuple[Kind, str, float, float, int]) -> list[TraceEvent]:
+    return [TraceEvent(*row) for row in rows]
 
 
-def line(moments: list[Moment], since_s: float = 0.0) -> TraceWindow:
-    found = window(moments, since_s=since_s, began_t=1000.0, attempt=1, step=54, steps=4)
+def line(moments: list[TraceEvent], since_s: float = 0.0) -> TraceWindow:
+    found = summarize_window(moments, issue_start_s=since_s, unix_time_zero=1000.0, attempt=1, step=54, steps=4)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def test_busy_is_the_union_of_kernels_and_copies_and_each_has_what_it_does_alone
     assert [(share.name, share.count, share.total_s) for share in found.kernels][:2] == [
         ("conv", 2, 8), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1, 5),
     ]  # fmt: skip
-    assert [(gap.took_s, gap.host) for gap in found.gaps] == [(2, "")]
+    assert [(gap.duration_s, gap.host_op) for gap in found.gaps] == [(2, "")]
 
 
 def test_the_window_begins_where_the_device_ends_what_was_issued_before_it() -> None:
@@ -47,7 +47,7 @@ def test_the_window_begins_where_the_device_ends_what_was_issued_before_it() -> 
         )
     )  # fmt: skip
     assert (found.wall_s, found.busy_s, found.launches, found.t) == (4, 2, 1, 1009)
-    assert [gap.took_s for gap in found.gaps] == [2]
+    assert [gap.duration_s for gap in found.gaps] == [2]
 
 
 def test_a_gap_names_what_the_host_was_in_for_most_of_it() -> None:
@@ -59,7 +59,7 @@ def test_a_gap_names_what_the_host_was_in_for_most_of_it() -> None:
             ("op", "aten::index", 17, 2),
         )
     )  # fmt: skip
-    assert [(gap.took_s, gap.host) for gap in found.gaps] == [
+    assert [(gap.duration_s, gap.host_op) for gap in found.gaps] == [
         (10, "cudaStreamSynchronize"), (4, ""), (2, "aten::index"),
     ]  # fmt: skip
 
@@ -71,21 +71,21 @@ def test_tensor_cores_are_known_by_the_names_of_their_kernels() -> None:
           "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>"]  # fmt: skip
     off = ["void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "volta_sgemm_128x64_nn",
            "void cudnn::bn_fw_tr_1C11_singleread", "implicit_convolve_sgemm<float, float, 1024, 5, 5>"]  # fmt: skip
-    found = line([Moment("kernel", name, n, 1) for n, name in enumerate(on + off)])
-    assert found.tensor_core_share == len(on) / len(on + off)
-    assert line(course(("copy", "Memcpy DtoH", 0, 1))).tensor_core_share is None
+    found = line([TraceEvent("kernel", name, n, 1) for n, name in enumerate(on + off)])
+    assert found.tensor_core_fraction == len(on) / len(on + off)
+    assert line(course(("copy", "Memcpy DtoH", 0, 1))).tensor_core_fraction is None
 
 
 def test_without_work_of_the_device_there_is_no_line() -> None:
     host = course(("op", "aten::conv2d", 0, 3))
-    assert window(host, since_s=0, began_t=1, attempt=1, step=4, steps=4) is None
+    assert summarize_window(host, issue_start_s=0, unix_time_zero=1, attempt=1, step=4, steps=4) is None
 
 
 def test_a_line_stays_short() -> None:
-    moments = [Moment("kernel", "void " + "x" * 500 + str(n % 50), 2 * n, 1) for n in range(5_000)]
+    moments = [TraceEvent("kernel", "void " + "x" * 500 + str(n % 50), 2 * n, 1) for n in range(5_000)]
     found = line(moments)
     assert (len(found.kernels), len(found.gaps), found.launches) == (10, 10, 5_000)
-    assert max(len(share.name) for share in found.kernels) == NAME_LENGTH
+    assert max(len(share.name) for share in found.kernels) == MAX_NAME_LENGTH
     assert len(json.dumps([share.name for share in found.kernels])) < 3_000
 
 
@@ -96,8 +96,8 @@ hosts = st.lists(st.tuples(st.sampled_from(["aten::a", "aten::b"]), st.integers(
 
 @given(works, hosts)
 def test_an_oracle_says_the_same_second_by_second(done: list[tuple], said: list[tuple]) -> None:
-    device = [Moment("copy" if n.startswith("Memcpy") else "kernel", n, s, t) for n, s, t in done]
-    host = [Moment("op", *row) for row in said]
+    device = [TraceEvent("copy" if n.startswith("Memcpy") else "kernel", n, s, t) for n, s, t in done]
+    host = [TraceEvent("op", *row) for row in said]
     found = line([*host, *device])
     end = int(max(moment.end_s for moment in device))
     on = [{m.name for m in device if m.start_s <= second < m.end_s} for second in range(end)]
@@ -106,5 +106,5 @@ def test_an_oracle_says_the_same_second_by_second(done: list[tuple], said: list[
     assert found.comm_s == sum(names == {"ncclDevKernel_AllReduce"} for names in on)
     assert found.copy_s == sum(names == {"Memcpy HtoD"} for names in on)
     idle = [len(list(run)) for nothing, run in itertools.groupby(on, key=lambda names: not names) if nothing]
-    assert [gap.took_s for gap in found.gaps] == sorted(idle, reverse=True)[:10]
-    assert {gap.host for gap in found.gaps} <= {"", "aten::a", "aten::b"}
+    assert [gap.duration_s for gap in found.gaps] == sorted(idle, reverse=True)[:10]
+    assert {gap.host_op for gap in found.gaps} <= {"", "aten::a", "aten::b"}

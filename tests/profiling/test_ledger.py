@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.profiling.ledger import SAYABLE, Account, Ledger
+from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker.runs.records import INPUT_STAGES, PHASES
 
 
@@ -64,7 +64,7 @@ class World:
         return at_s * (1 + self.fast) + self.offset_s
 
     def ledger(self, *, started_s: float = 0.0, devices: int = 1) -> Ledger:
-        return Ledger(self, started_s=started_s, now=self.now, devices=devices)
+        return Ledger(self, start_s=started_s, now=self.now, devices=devices)
 
 
 class HostClock:
@@ -73,7 +73,7 @@ class HostClock:
     on_host = True
 
 
-def rounded(account: Account | None) -> dict[str, float]:
+def rounded(account: TimeBreakdown | None) -> dict[str, float]:
     assert account is not None
     return {name: pytest.approx(seconds) for name, seconds in account.phases.items()}
 
@@ -102,9 +102,9 @@ def test_what_the_device_waits_for_the_copy_of_its_pictures_is_h2d() -> None:
         with ledger.phase("input_wait"):
             world.host(waits_s)
             if copy_s:
-                ledger.copy_awaited()
+                ledger.begin_h2d_wait()
                 world.device(copy_s)
-            ledger.split([(world.now_s, "decode")])
+            ledger.split_input_wait([(world.now_s, "decode")])
         with ledger.compute():
             world.device(10)
     world.host(40)
@@ -255,7 +255,7 @@ class Heard:
 
 def test_a_profiler_is_told_of_phases_and_steps_as_they_nest() -> None:
     heard = Heard()
-    ledger = Ledger(HostClock(), started_s=time.perf_counter(), ranges=heard)
+    ledger = Ledger(HostClock(), start_s=time.perf_counter(), ranges=heard)
     with ledger.phase("input_wait"):
         pass
     with contextlib.suppress(MemoryError), ledger.compute(), ledger.phase("comm"):
@@ -341,7 +341,7 @@ def test_marks_are_bounded_when_the_device_lags_without_end_and_steps_are_counte
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("name", sorted(SAYABLE - {"host"}))
+@pytest.mark.parametrize("name", sorted(HOST_PHASES - {"host"}))
 def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: bool) -> None:
     """Fifty steps, and the same with 0.3 s more in one phase: inside the step, between steps, and learnt afterwards."""
 
@@ -393,7 +393,7 @@ def test_what_is_kept_between_windows_is_bounded() -> None:
 
 def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
     started_s = time.perf_counter()
-    ledger = Ledger(HostClock(), started_s=started_s)
+    ledger = Ledger(HostClock(), start_s=started_s)
     accounts = []
     for step in range(2_000):
         with ledger.phase("input_wait"):
@@ -508,7 +508,7 @@ class Thread:
         self.cpu_s = 5.0
         """Before the ledger was made."""
         self.ledger = Ledger(
-            self.world, started_s=0.0, now=self.world.now, otherwise="host", thread_now=lambda: self.cpu_s
+            self.world, start_s=0.0, now=self.world.now, default_phase="host", thread_now=lambda: self.cpu_s
         )
 
     def works(self, seconds: float) -> None:
@@ -537,8 +537,8 @@ def test_a_thread_that_works_is_told_from_one_that_waits(on_host: bool, step: st
     second = thread.ledger.finish()
     assert first is not None
     assert second is not None
-    assert first.cpu == {"startup": 1, "input_wait": 0.5, "eval": 4, step: 2, "checkpoint": 0.25}
-    assert second.cpu == {"checkpoint": 0.125, "host": 16}
+    assert first.thread_cpu_s == {"startup": 1, "input_wait": 0.5, "eval": 4, step: 2, "checkpoint": 0.25}
+    assert second.thread_cpu_s == {"checkpoint": 0.125, "host": 16}
 
 
 def test_work_done_again_on_a_cpu_and_what_is_learnt_afterwards() -> None:
@@ -549,10 +549,10 @@ def test_work_done_again_on_a_cpu_and_what_is_learnt_afterwards() -> None:
     account = thread.ledger.finish()
     assert account is not None
     assert account.phases == {"recovery": 2, "compile": 2}
-    assert account.cpu == {"recovery": 4}
+    assert account.thread_cpu_s == {"recovery": 4}
 
 
-said = st.sampled_from(sorted(SAYABLE))
+said = st.sampled_from(sorted(HOST_PHASES))
 turns = st.recursive(
     st.lists(st.tuples(st.sampled_from(["works", "sleeps", "window"]), st.integers(0, 6)), max_size=4),
     lambda inside: st.lists(st.tuples(said, inside), max_size=5),
@@ -596,7 +596,7 @@ def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_t
 
 
 def test_the_real_clock_of_a_thread_stands_still_while_it_waits() -> None:
-    ledger = Ledger(HostClock(), started_s=time.perf_counter())
+    ledger = Ledger(HostClock(), start_s=time.perf_counter())
     before_s = time.thread_time()
     with ledger.phase("checkpoint"):
         time.sleep(0.05)
@@ -605,9 +605,9 @@ def test_the_real_clock_of_a_thread_stands_still_while_it_waits() -> None:
             pass
     account = ledger.finish()
     assert account is not None
-    assert account.cpu["checkpoint"] < 0.025
-    assert account.cpu["eval"] > 0.025
-    assert sum(account.cpu.values()) <= time.thread_time() - before_s + account.cpu["startup"]
+    assert account.thread_cpu_s["checkpoint"] < 0.025
+    assert account.thread_cpu_s["eval"] > 0.025
+    assert sum(account.thread_cpu_s.values()) <= time.thread_time() - before_s + account.thread_cpu_s["startup"]
 
 
 # --- the property -------------------------------------------------------------------------------------------------
@@ -617,12 +617,12 @@ simple = st.one_of(
     st.tuples(st.just("host"), seconds),
     st.tuples(st.just("device"), seconds),
     st.tuples(st.just("window"), seconds),
-    st.tuples(st.just("charge"), st.sampled_from(sorted(SAYABLE)), seconds, seconds),
+    st.tuples(st.just("charge"), st.sampled_from(sorted(HOST_PHASES)), seconds, seconds),
 )
 
 
 def within_step(children: st.SearchStrategy[list]) -> st.SearchStrategy[tuple]:
-    return st.tuples(st.just("phase"), st.sampled_from(sorted(SAYABLE)), children)
+    return st.tuples(st.just("phase"), st.sampled_from(sorted(HOST_PHASES)), children)
 
 
 in_phases = st.recursive(
@@ -652,7 +652,7 @@ class Oracle:
         self.taken: set[int] = set()
         """Seconds that the device was not at a step, although its marks say so."""
         self.spoke = False
-        self.accounts: list[Account] = []
+        self.accounts: list[TimeBreakdown] = []
 
     def run(self, program: list[tuple]) -> None:
         for what, *rest in program:
@@ -781,13 +781,13 @@ def test_a_wait_is_split_and_what_the_device_computed_meanwhile_is_in_no_part() 
         world.device(3)
     with ledger.phase("input_wait"):
         world.host(9)
-        ledger.split([(2, "queue"), (6, "fetch"), (9, "decode")])
+        ledger.split_input_wait([(2, "queue"), (6, "fetch"), (9, "decode")])
     with ledger.phase("eval"):
         world.host(1)
     account = ledger.finish()
     assert account is not None
     assert account.phases == {"compute": 4, "input_wait": 6, "eval": 1}
-    assert account.input == {"fetch": 2, "decode": 3, "queue": 1}  # the last second: what no part covers
+    assert account.input_wait_stages == {"fetch": 2, "decode": 3, "queue": 1}  # the last second: what no part covers
 
 
 def test_a_wait_that_nobody_splits_is_queue() -> None:
@@ -797,15 +797,15 @@ def test_a_wait_that_nobody_splits_is_queue() -> None:
         world.host(3)
     account = ledger.finish()
     assert account is not None
-    assert account.input == {"queue": 6}
+    assert account.input_wait_stages == {"queue": 6}
 
 
 def test_only_a_wait_for_input_has_stages() -> None:
     ledger = World().ledger()
     with ledger.phase("eval"), pytest.raises(RuntimeError, match="belongs into the phase input_wait"):
-        ledger.split([(1.0, "fetch")])
+        ledger.split_input_wait([(1.0, "fetch")])
     with ledger.phase("input_wait"), pytest.raises(ValueError, match="is not a stage"):
-        ledger.split([(1.0, "coffee")])
+        ledger.split_input_wait([(1.0, "coffee")])
 
 
 parts = st.lists(st.tuples(st.floats(0, 3), st.sampled_from(INPUT_STAGES)), max_size=6)
@@ -827,7 +827,7 @@ def test_the_stages_add_up_to_the_wait_to_the_last_bit(course: list[tuple], devi
             began_s = world.now()
             world.host(waits_s)
             ends = [(began_s + sum(took_s for took_s, _ in made_of[: n + 1]), s) for n, (_, s) in enumerate(made_of)]
-            ledger.split(ends)
+            ledger.split_input_wait(ends)
         if closes:
             accounts.append(ledger.window(0.0))
     world.host(10)

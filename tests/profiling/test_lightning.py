@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.errors import PreflightError
 from stoker.profiling.callbacks import lightning
-from stoker.profiling.callbacks.session import base_classes
+from stoker.profiling.callbacks.session import load_base_classes
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import totals
@@ -35,7 +35,7 @@ class SlowData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def test_a_framework_that_is_not_there_is_named() -> None:
     with pytest.raises(PreflightError) as caught:
-        base_classes({"nowhere_to_be_found": "Callback"}, what="Nowhere", install="nowhere")
+        load_base_classes({"nowhere_to_be_found": "Callback"}, framework="Nowhere", install="nowhere")
     assert "pip install nowhere" in str(caught.value)
     with pytest.raises(AttributeError, match="StokerCallback"):
         lightning.Callback  # noqa: B018
@@ -88,7 +88,7 @@ def test_a_fit_is_measured(tmp_path: Path) -> None:
     assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
     assert (found.steps, found.pictures) == (SAMPLES // BATCH, 2 * SAMPLES)
     lines = list(read_lines(tmp_path / "good", STEPS, StepWindow))
-    assert any("total" in line.losses and line.rate == pytest.approx(0.1) for line in lines)
+    assert any("total" in line.losses and line.lr == pytest.approx(0.1) for line in lines)
 
     tired_at = 3
     with pytest.raises(ValueError, match="tired"):

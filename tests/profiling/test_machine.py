@@ -9,10 +9,10 @@ import pytest
 from stoker.profiling.telemetry.machine import (
     core_ticks,
     disk_bytes,
+    disk_usage,
     free_bytes,
-    memory,
     network_bytes,
-    room,
+    read_meminfo,
 )
 
 DISKS = """   7       0 loop0 1 0 1000 0 1 0 1000 0 0 0 0 0 0 0 0 0 0
@@ -63,13 +63,13 @@ def test_the_kernels_files_and_psutil_agree(tmp_path: Path) -> None:
     tick = os.sysconf("SC_CLK_TCK")
     for (_, our_ticks), (_, their_s) in zip(ours, theirs, strict=True):
         assert our_ticks / tick == pytest.approx(their_s, rel=0.02, abs=5)
-    assert memory(Path("/proc"))["MemTotal"] == psutil.virtual_memory().total
-    assert memory(tmp_path) == {}
+    assert read_meminfo(Path("/proc"))["MemTotal"] == psutil.virtual_memory().total
+    assert read_meminfo(tmp_path) == {}
 
 
 def test_room_of_a_file_system(tmp_path: Path) -> None:
-    told = room(str(tmp_path))
+    told = disk_usage(str(tmp_path))
     assert told is not None
     assert 0 < told[0] < told[1]
-    assert room(str(tmp_path / "absent")) is None
+    assert disk_usage(str(tmp_path / "absent")) is None
     assert free_bytes(tmp_path / "absent") is None

@@ -15,9 +15,9 @@ import torch
 
 import stoker
 from stoker.errors import ConfigError, DataError, UsageError
-from stoker.monitor.options import Monitoring
+from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.measure.measure import PHASES
-from stoker.report.explain import gather
+from stoker.report.explain import explain_run
 from stoker.runs.records import (
     CONFIG,
     EVENTS,
@@ -64,7 +64,7 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
     assert all(found.phases[name] >= least_s for name, least_s in floors.items())
     assert set(found.phases) == {*floors, "startup", "host"}
     assert (found.steps, found.step, found.pictures) == (10, 10, 40)
-    assert (m.step_count, m.picture_count, m.path) == (10, 40, run)
+    assert (m.step_count, m.image_count, m.path) == (10, 40, run)
     assert [event.kind for event in events(run)] == ["started", "finished"]
     assert (run / FINDINGS).exists()
 
@@ -91,30 +91,30 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
 
 def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
     with stoker.measure(run) as m:
-        assert gather(run).state == "live"
+        assert explain_run(run).state == "live"
         for _ in m.data(pairs(20, wait_s=0.02)):
             with m.step():
                 pass
-    why = gather(run)
+    why = explain_run(run)
     assert why.state == "finished"
     assert {row.phase: row.device_s for row in why.phases}["input_wait"] >= 0.4
-    assert why.productive_share is not None
+    assert why.productive_fraction is not None
 
 
 def test_lines_come_while_it_runs(run: Path) -> None:
     with stoker.measure(run) as m:
         deadline_s = time.monotonic() + 60
         while not windows(run) and time.monotonic() < deadline_s:
-            with m.step(pictures=2):
+            with m.step(num_images=2):
                 time.sleep(0.05)
         (line,) = windows(run)
         assert line.wall_s >= 1
-        assert line.pictures == 2 * line.steps == 2 * line.step
+        assert line.num_images == 2 * line.window_steps == 2 * line.step
 
 
 def test_batches_come_through_as_they_are(run: Path) -> None:
     source = [object(), object(), object()]
-    with stoker.measure(run, pictures=1) as m:
+    with stoker.measure(run, num_images=1) as m:
         data = m.data(source)
         assert len(data) == 3
         assert list(data) == list(data) == source
@@ -182,7 +182,7 @@ def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
             m.log(loss=torch.zeros(2))
     (line,) = (window for window in windows(run) if window.losses)
     assert line.losses == {"total": 2.0, "boxes": 1.0}
-    assert (line.rate, line.grad_norm) == (0.1, 2.0)
+    assert (line.lr, line.grad_norm) == (0.1, 2.0)
     (warning,) = [event for event in events(run) if event.kind == "warning"]
     assert warning.text == warning.data["not_finite"] == "loss is nan"
 
@@ -212,9 +212,9 @@ def test_how_it_ends_is_on_record(run: Path, error: BaseException, code: int | N
 
 def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
     for first_step in (None, None, 2):
-        with stoker.measure(run, first_step=first_step, price=2.5) as m:
+        with stoker.measure(run, first_step=first_step, price_per_device_hour=2.5) as m:
             for _ in range(3):
-                with m.step(pictures=1):
+                with m.step(num_images=1):
                     time.sleep(0.01)
     assert [(event.kind, event.attempt) for event in events(run)][::2] == [
         ("started", 1),
@@ -222,7 +222,7 @@ def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
         ("resumed", 3),
     ]
     assert events(run)[0].data == {"measured": True, "ranks": 1, "price": 2.5}
-    last = {line.attempt: line for line in windows(run) if line.steps}
+    last = {line.attempt: line for line in windows(run) if line.window_steps}
     assert [last[attempt].step for attempt in (1, 2, 3)] == [3, 6, 5]
     assert "recovery" not in last[2].phases
     assert last[3].phases["recovery"] >= 0.03
@@ -283,7 +283,7 @@ def test_a_fault_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path) -
 
     with stoker.measure(run) as m:
         m._ledger.window = broken  # type: ignore[assignment]
-        m._window_s -= 10
+        m._window_start_s -= 10
         with pytest.warns(RuntimeWarning, match="nothing is recorded from here on: OSError: the driver"):
             list(m.data(pairs(3)))
         for _ in m.data(pairs(3)):
@@ -318,7 +318,7 @@ def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path
 
 def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
     told = run.parent / "told"
-    monitor = Monitoring(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
+    monitor = MonitoringOptions(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
     with stoker.measure(run, monitor=monitor) as m:
         with m.step():
             m.log(loss=9.0)
@@ -334,7 +334,7 @@ def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
     assert [json.loads(line + "}")["rule"] for line in told.read_text().split("}")[:-1]] == ["loss > 5", "on finished"]
     with (
         pytest.raises(ConfigError, match="cannot be understood"),
-        stoker.measure(run, monitor=Monitoring(alert=("x",))),
+        stoker.measure(run, monitor=MonitoringOptions(alert=("x",))),
     ):
         raise AssertionError("entered")
     with stoker.measure(run):
@@ -387,13 +387,13 @@ def test_a_killed_loop_reads_as_a_dead_run(run: Path) -> None:
     deadline_s = time.monotonic() + 60
     while job.poll() is None and time.monotonic() < deadline_s and not ((run / STEPS).exists() and windows(run)):
         time.sleep(0.02)
-    assert gather(run).state == "live"
+    assert explain_run(run).state == "live"
     job.kill()
     job.communicate()
-    why = gather(run)
+    why = explain_run(run)
     assert why.state == "dead"
     assert why.steps > 0
-    assert why.productive_share is not None
+    assert why.productive_fraction is not None
 
 
 FORGOTTEN = """

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.measure.logged_scalars import Logged, count_pictures
+from stoker.profiling.measure.logged_scalars import ScalarLogger, count_images
 
 
 class SlowStream:
@@ -49,7 +49,7 @@ def on_device(value: float) -> torch.Tensor:
 
 
 def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
-    logged, device = Logged(), SlowStream()
+    logged, device = ScalarLogger(), SlowStream()
     for value in (1.0, 3.0):
         logged.add({"loss": on_device(value), "rate": 0.5})
     assert logged.take(device) == ({}, 0.5, None, {})  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
 
 
 def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
-    logged, device = Logged(), SlowStream()
+    logged, device = ScalarLogger(), SlowStream()
     loss = on_device(1.0)
     logged.add({"loss": loss})
     loss.zero_()
@@ -71,17 +71,17 @@ def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
 
 
 def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
-    logged, device = Logged(), SlowStream()
+    logged, device = ScalarLogger(), SlowStream()
     device.torch_device = torch.device("cuda:1")
     for expected in ({"elsewhere"}, set()):
         logged.add({"loss": on_device(1.0)})
         reading = logged.take(device, wait=True)  # type: ignore[arg-type]
-        assert set(reading.odd) == expected
-        assert 'device="cuda:0"' in reading.odd.get("elsewhere", 'device="cuda:0"')
+        assert set(reading.warnings) == expected
+        assert 'device="cuda:0"' in reading.warnings.get("elsewhere", 'device="cuda:0"')
 
 
 def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
-    logged, device = Logged(), SlowStream()
+    logged, device = ScalarLogger(), SlowStream()
     for value in range(100):
         logged.add({"loss": on_device(value)})
         assert logged.take(None).losses == {}
@@ -90,12 +90,12 @@ def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
 
 @given(st.lists(st.floats(width=32), min_size=1))
 def test_means_are_over_the_finite_values(values: list[float]) -> None:
-    logged = Logged()
+    logged = ScalarLogger()
     for value in values:
         logged.add({"loss": torch.tensor(value), "grad_norm": value})
     finite = [value for value in values if math.isfinite(value)]
     reading = logged.take(None)
-    assert ("not_finite" in reading.odd) is (len(finite) < len(values))
+    assert ("not_finite" in reading.warnings) is (len(finite) < len(values))
     if finite:
         assert reading.losses["total"] == pytest.approx(sum(finite) / len(finite), rel=1e-5)
         assert reading.grad_norm == reading.losses["total"]
@@ -127,4 +127,4 @@ Pair = namedtuple("Pair", "pictures boxes")
     ],
 )
 def test_a_batch_is_as_long_as_its_first_column(batch: object, pictures: int | None) -> None:
-    assert count_pictures(batch) == pictures
+    assert count_images(batch) == pictures

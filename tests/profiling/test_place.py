@@ -8,12 +8,12 @@ import pytest
 
 from stoker.profiling.telemetry import platform_info
 from stoker.profiling.telemetry.platform_info import (
-    board,
-    cloud,
-    huge_pages,
-    numa_nodes,
-    sockets,
-    storage,
+    count_cpu_sockets,
+    count_numa_nodes,
+    describe_storage,
+    detect_cloud,
+    huge_page_mode,
+    system_vendor,
 )
 
 MOUNTS = """22 1 8:2 / / rw,relatime - ext4 /dev/sda2 rw
@@ -65,21 +65,21 @@ def test_a_folder_lies_on_the_innermost_mount(
     links.mkdir(parents=True)
     (links / "8:2").symlink_to(tmp_path / "devices/sda/sda2")  # a partition, inside the folder of its disk
     (links / "259:3").symlink_to(tmp_path / "devices/nvme0n1/p3")
-    assert storage(folder, tmp_path) == {"kind": kind, "network": network, "rotational": rotational}
+    assert describe_storage(folder, tmp_path) == {"kind": kind, "network": network, "rotational": rotational}
 
 
 def test_this_machines_storage_shows(tmp_path: Path) -> None:
     if not Path("/proc/self/mountinfo").exists():
         pytest.skip("this system has no /proc")
-    assert storage(tmp_path)["kind"]
-    assert storage("/proc") == {"kind": "proc", "network": False, "rotational": None}
+    assert describe_storage(tmp_path)["kind"]
+    assert describe_storage("/proc") == {"kind": "proc", "network": False, "rotational": None}
 
 
 def test_a_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     monkeypatch.setattr(platform_info, "ANSWER_WITHIN_S", 0.001)
     monkeypatch.setattr(os.path, "realpath", lambda _: go.wait() and "/")
-    assert storage("/net/gone") == {"kind": None, "network": None, "rotational": None}
+    assert describe_storage("/net/gone") == {"kind": None, "network": None, "rotational": None}
     go.set()
 
 
@@ -97,15 +97,15 @@ def test_a_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mo
 )
 def test_clouds_are_known_by_their_firmware(files: dict[str, str], whose: str | None, tmp_path: Path) -> None:
     put(tmp_path, **{f"sys__class__dmi__id__{name}": text + "\n" for name, text in files.items()})
-    assert cloud(tmp_path) == whose
+    assert detect_cloud(tmp_path) == whose
     words = [files[name] for name in ("sys_vendor", "product_name") if name in files]
-    assert board(tmp_path) == (" ".join(words) or None)
+    assert system_vendor(tmp_path) == (" ".join(words) or None)
 
 
 def test_processors_and_huge_pages(tmp_path: Path) -> None:
-    assert (sockets(tmp_path), numa_nodes(tmp_path), huge_pages(tmp_path)) == (None, None, None)
+    assert (count_cpu_sockets(tmp_path), count_numa_nodes(tmp_path), huge_page_mode(tmp_path)) == (None, None, None)
     for core in range(4):
         put(tmp_path, **{f"sys__devices__system__cpu__cpu{core}__topology__physical_package_id": f"{core // 2}\n"})
     put(tmp_path, sys__devices__system__node__node0__x="", sys__devices__system__node__node1__x="")
     put(tmp_path, sys__kernel__mm__transparent_hugepage__enabled="always [madvise] never\n")
-    assert (sockets(tmp_path), numa_nodes(tmp_path), huge_pages(tmp_path)) == (2, 2, "madvise")
+    assert (count_cpu_sockets(tmp_path), count_numa_nodes(tmp_path), huge_page_mode(tmp_path)) == (2, 2, "madvise")

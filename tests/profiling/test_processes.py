@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.platform_info import storage
-from stoker.profiling.telemetry.processes import THREADS_A_SAMPLE, Processes, tree, tree_rss_by_psutil
+from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.processes import (
+    THREADS_PER_SAMPLE,
+    ProcessTreeSampler,
+    list_process_tree,
+    tree_rss_by_psutil,
+)
 from stoker.profiling.telemetry.procfs import read
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
@@ -43,24 +48,24 @@ def test_a_tree_of_files_is_summed(tmp_path: Path) -> None:
     put(tmp_path, 10, threads={10: 0, 11: 0}, children="20 30 99", times="100 20 3 4", pages=5, io=(100, 50, 10))
     put(tmp_path, 20, threads={20: 0}, times="1000 0 0 0", pages=7, io=(1, 2, 0))
     put(tmp_path, 30, threads={30: 0}, pages=11)
-    told = Processes(10, tmp_path).sample(0.0)
+    told = ProcessTreeSampler(10, tmp_path).sample(0.0)
     assert told.cpu_s == 1127 / os.sysconf("SC_CLK_TCK")
     assert told.rss_bytes == (5 + 7 + 11) * os.sysconf("SC_PAGE_SIZE")
     assert told.threads == 4
     assert (told.read_bytes, told.written_bytes) == (101, 42), "what was deleted before it was written does not count"
     assert told.threads_running is None, "this kernel keeps no such times"
-    assert tree(10, tmp_path) == [10, 20, 30, 99]
+    assert list_process_tree(10, tmp_path) == [10, 20, 30, 99]
 
 
 def test_of_a_process_that_is_gone_nothing_is_known(tmp_path: Path) -> None:
     (tmp_path / "stat").write_text("cpu 1 1")
-    told = Processes(10, tmp_path).sample(0.0)
+    told = ProcessTreeSampler(10, tmp_path).sample(0.0)
     assert all(getattr(told, name) is None for name in told.__dataclass_fields__)
 
 
 def test_threads_that_run_are_a_mean_over_the_time_between(tmp_path: Path) -> None:
     put(tmp_path, 10, threads={10: 10**9, 11: 5 * 10**9})
-    processes = Processes(10, tmp_path)
+    processes = ProcessTreeSampler(10, tmp_path)
     assert processes.sample(100.0).threads_running is None
     put(tmp_path, 10, threads={10: 2 * 10**9, 11: 5 * 10**9, 12: 10**9})
     assert processes.sample(102.0).threads_running == 1.0
@@ -70,25 +75,25 @@ def test_the_fullest_process_has_its_own_limit(tmp_path: Path) -> None:
     put(tmp_path, 10, threads={10: 1}, children="20", handles=3)
     put(tmp_path, 20, threads={20: 1})
     # a folder of this file system has a size of its own, as /proc's had none before Linux 6.2
-    told = Processes(10, tmp_path).sample(0.0)
-    assert told.handles is not None
-    assert told.handles_limit in (10, 20)
+    told = ProcessTreeSampler(10, tmp_path).sample(0.0)
+    assert told.open_fds is not None
+    assert told.max_fds in (10, 20)
 
 
-@pytest.mark.parametrize("threads", [1, THREADS_A_SAMPLE, 10 * THREADS_A_SAMPLE])
+@pytest.mark.parametrize("threads", [1, THREADS_PER_SAMPLE, 10 * THREADS_PER_SAMPLE])
 def test_the_price_of_a_sample_does_not_grow_with_the_threads(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 1, threads=dict.fromkeys(range(1, threads + 1), 1))
-    processes = Processes(1, tmp_path)
+    processes = ProcessTreeSampler(1, tmp_path)
     walks: list[float] = []
-    walk = Processes._walk
-    monkeypatch.setattr(Processes, "_walk", lambda self, now_s: (walks.append(now_s), walk(self, now_s)))
+    walk = ProcessTreeSampler._walk
+    monkeypatch.setattr(ProcessTreeSampler, "_walk", lambda self, now_s: (walks.append(now_s), walk(self, now_s)))
     samples = 40
     for number in range(samples):
         processes.sample(float(number))
-    assert len(walks) * threads <= samples * THREADS_A_SAMPLE
-    assert len(walks) == samples // max(1, threads // THREADS_A_SAMPLE), "and no less often than that allows"
+    assert len(walks) * threads <= samples * THREADS_PER_SAMPLE
+    assert len(walks) == samples // max(1, threads // THREADS_PER_SAMPLE), "and no less often than that allows"
 
 
 @contextmanager
@@ -105,9 +110,9 @@ def test_memory_of_grandchildren_counts() -> None:
     """A child that only starts a grandchild, which holds 64 MiB and says so."""
     grandchild = "import sys; held = b'x' * 2**26; print('ready', flush=True); sys.stdin.read()"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    before, others_before = Processes(os.getpid()).sample(0.0).rss_bytes, tree_rss_by_psutil(os.getpid())
+    before, others_before = ProcessTreeSampler(os.getpid()).sample(0.0).rss_bytes, tree_rss_by_psutil(os.getpid())
     with started(child):
-        during, others_during = Processes(os.getpid()).sample(0.0).rss_bytes, tree_rss_by_psutil(os.getpid())
+        during, others_during = ProcessTreeSampler(os.getpid()).sample(0.0).rss_bytes, tree_rss_by_psutil(os.getpid())
     assert before is not None
     assert during is not None
     assert during - before > 2**26
@@ -125,7 +130,7 @@ def test_bytes_of_a_child_that_ended_stay_counted(tmp_path: Path) -> None:
         f"subprocess.run([sys.executable, '-c', {write!r}]); print('written', flush=True); sys.stdin.read()"
     )
     with started(code) as process:
-        processes = Processes(process.pid)
+        processes = ProcessTreeSampler(process.pid)
         before = processes.sample(0.0)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -135,7 +140,7 @@ def test_bytes_of_a_child_that_ended_stay_counted(tmp_path: Path) -> None:
         after = processes.sample(1.0)
     if before.written_bytes is None or after.written_bytes is None:
         pytest.skip("this kernel keeps no account of storage")
-    if storage(tmp_path)["kind"] in ("tmpfs", "ramfs"):
+    if describe_storage(tmp_path)["kind"] in ("tmpfs", "ramfs"):
         pytest.skip("the temporary folder is in memory")
     assert after.written_bytes - before.written_bytes >= 2**20
 
@@ -155,10 +160,10 @@ def test_open_files_of_a_real_process() -> None:
         "held = [os.open('/dev/null', os.O_RDONLY) for _ in range(200)]; print('ready', flush=True); sys.stdin.read()"
     )
     with started(hold) as process:
-        told = Processes(process.pid).sample(0.0)
-        of_all = Processes(os.getpid()).sample(0.0)
-    assert told.handles is not None
-    assert 200 < told.handles < 220
-    assert told.handles_limit == 500
-    assert of_all.handles is not None
-    assert of_all.handles >= told.handles, "of the fullest, which need not be the first"
+        told = ProcessTreeSampler(process.pid).sample(0.0)
+        of_all = ProcessTreeSampler(os.getpid()).sample(0.0)
+    assert told.open_fds is not None
+    assert 200 < told.open_fds < 220
+    assert told.max_fds == 500
+    assert of_all.open_fds is not None
+    assert of_all.open_fds >= told.open_fds, "of the fullest, which need not be the first"

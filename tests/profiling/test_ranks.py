@@ -59,7 +59,7 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert (found.devices, found.steps, found.pictures) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
     for folder in (run, other):
         lines = list(read_lines(folder, STEPS, StepWindow))
-        assert sum(line.steps for line in lines) == ranks.STEPS
+        assert sum(line.window_steps for line in lines) == ranks.STEPS
         assert all(line.attempt == 1 and line.devices == 1 for line in lines)
         assert sum(sum(line.phases.values()) for line in lines) == pytest.approx(sum(line.wall_s for line in lines))
     assert [event.kind for event in read_lines(run, EVENTS, Event)] == ["started", "finished"]
@@ -70,7 +70,7 @@ def test_a_slow_link_is_an_exchange_in_both_and_the_group_may_come_late(run: Pat
         assert job.returncode == 0, job.stderr
     for folder in (run, run / RANKS / "0001"):
         assert seconds(folder, "comm") >= 0.9 * ranks.STEPS * ranks.SLEEP_S
-        assert sum(line.steps for line in read_lines(folder, STEPS, StepWindow)) == ranks.STEPS
+        assert sum(line.window_steps for line in read_lines(folder, STEPS, StepWindow)) == ranks.STEPS
 
 
 def test_the_rank_that_failed_is_named_not_the_one_that_it_took_along(run: Path) -> None:

@@ -20,13 +20,13 @@ from torch.autograd.profiler import profile
 from stoker.hardware.device import Device
 from stoker.profiling import trace
 from stoker.profiling.trace import (
-    BUDGET,
+    BUDGET_FRACTION,
     EVERY_S,
     FIRST_STEP,
-    KEPT,
-    STEPS,
+    MAX_CHROME_TRACES,
+    WINDOW_STEPS,
     Tracer,
-    moments,
+    read_events,
 )
 from stoker.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
 from stoker.runs.schemas import TraceWindow
@@ -59,12 +59,12 @@ class Run:
             work()
             self.now_s += took_s
             self.step += 1
-            self.tracer.between_steps(self.step)
+            self.tracer.after_step(self.step)
 
     def settle(self) -> None:
         """Lets the thread that makes a line end, as it does long before the next window."""
-        if self.tracer._digesting is not None:
-            self.tracer._digesting.join()
+        if self.tracer._writer is not None:
+            self.tracer._writer.join()
 
 
 class Cupti:
@@ -77,7 +77,7 @@ class Cupti:
 
     def __init__(self, *, use_device: str, acc_events: bool) -> None:
         assert (use_device, acc_events) == ("cuda", False)
-        Cupti.made += 1
+        Cupti.device_batch += 1
         if self.broken == "start":
             raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
         self.began_ns = time.time_ns()
@@ -130,13 +130,13 @@ def lines(run: Run) -> list[TraceWindow]:
 
 def test_a_window_is_taken_when_training_is_steady_and_again_after_minutes(gpu: Run) -> None:
     gpu.steps(FIRST_STEP, 0.1)
-    assert Cupti.made == 0, "not in the first minute"
+    assert Cupti.device_batch == 0, "not in the first minute"
     gpu.steps(700, 0.1)
     (line,) = lines(gpu)
-    assert (line.attempt, line.step, line.steps, line.launches) == (2, 600 + STEPS + 1, STEPS, 4)
+    assert (line.attempt, line.step, line.window_steps, line.launches) == (2, 600 + WINDOW_STEPS + 1, WINDOW_STEPS, 4)
     assert line.busy_s == pytest.approx(0.012)
-    assert sorted(gap.took_s for gap in line.gaps)[:3] == [pytest.approx(0.001)] * 3
-    assert line.tensor_core_share == 1
+    assert sorted(gap.duration_s for gap in line.gaps)[:3] == [pytest.approx(0.001)] * 3
+    assert line.tensor_core_fraction == 1
     gpu.steps(int(2 * EVERY_S / 0.1), 0.1, gpu.settle)
     assert len(lines(gpu)) == 3
     assert gpu.said == []
@@ -146,14 +146,14 @@ def test_windows_that_cost_more_come_less_often(gpu: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(Cupti, "costs_s", 3.0)
     gpu.steps(100_000, 0.1, gpu.settle)
     assert gpu.now_s > 10_000
-    assert 3 * Cupti.made <= BUDGET * gpu.now_s + 3
-    assert Cupti.made >= 0.8 * BUDGET * gpu.now_s / 3
-    assert gpu.phases == {"idle": pytest.approx(3 * Cupti.made)}
+    assert 3 * Cupti.device_batch <= BUDGET_FRACTION * gpu.now_s + 3
+    assert Cupti.device_batch >= 0.8 * BUDGET_FRACTION * gpu.now_s / 3
+    assert gpu.phases == {"idle": pytest.approx(3 * Cupti.device_batch)}
 
 
 def test_what_is_no_step_is_in_no_window(gpu: Run) -> None:
     gpu.steps(601, 0.1)
-    assert Cupti.made == 1
+    assert Cupti.device_batch == 1
     gpu.tracer.abandon()
     gpu.steps(100, 0.1)
     assert lines(gpu) == []
@@ -168,7 +168,7 @@ def test_a_profiler_that_fails_is_said_once_and_training_goes_on(
     monkeypatch.setattr(Cupti, "broken", broken)
     gpu.steps(20_000, 0.1, gpu.settle)
     ((kind, text),) = gpu.said
-    assert (kind, Cupti.made) == ("warning", 1)
+    assert (kind, Cupti.device_batch) == ("warning", 1)
     assert "CUPTI_ERROR" in text
 
 
@@ -177,14 +177,14 @@ def test_a_profiler_that_sees_no_kernel_is_said(gpu: Run, monkeypatch: pytest.Mo
     gpu.steps(20_000, 0.1, gpu.settle)
     assert lines(gpu) == []
     assert [kind for kind, _ in gpu.said] == ["warning"]
-    assert Cupti.made == 1
+    assert Cupti.device_batch == 1
 
 
 def test_nsight_keeps_its_place(gpu: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
     run = Run(gpu.folder.path, GPU)
     run.steps(2_000, 0.1)
-    assert Cupti.made == 0
+    assert Cupti.device_batch == 0
 
 
 def work() -> None:
@@ -196,8 +196,8 @@ def test_a_cpu_is_traced_only_when_asked_and_only_as_a_chrome_trace(tmp_path: Pa
     run = Run(tmp_path, CPU)
     run.steps(1_000, 0.1)
     assert not (tmp_path / TRACE_FILES).exists()
-    run.tracer.ask()
-    run.steps(STEPS + 2, 0.1, work)
+    run.tracer.request()
+    run.steps(WINDOW_STEPS + 2, 0.1, work)
     run.tracer.close()
     (path,) = (tmp_path / TRACE_FILES).iterdir()
     names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
@@ -209,23 +209,23 @@ def test_a_cpu_is_traced_only_when_asked_and_only_as_a_chrome_trace(tmp_path: Pa
 
 def test_chrome_traces_of_a_run_begin_when_it_is_steady_and_go_on_within_the_budget(tmp_path: Path) -> None:
     run = Run(tmp_path, CPU, chrome=True)
-    run.steps(FIRST_STEP + STEPS + 1, 0.1)
+    run.steps(FIRST_STEP + WINDOW_STEPS + 1, 0.1)
     run.settle()
     assert len(list((tmp_path / TRACE_FILES).iterdir())) == 1
-    run.steps(int(EVERY_S / 0.1) + STEPS + 1, 0.1)
+    run.steps(int(EVERY_S / 0.1) + WINDOW_STEPS + 1, 0.1)
     run.tracer.close()
     assert len(list((tmp_path / TRACE_FILES).iterdir())) == 2
 
 
 def test_chrome_traces_are_bounded(tmp_path: Path) -> None:
     run = Run(tmp_path, CPU)
-    for _ in range(KEPT + 3):
-        run.tracer.ask()
-        run.steps(STEPS + 2, 0.1)
+    for _ in range(MAX_CHROME_TRACES + 3):
+        run.tracer.request()
+        run.steps(WINDOW_STEPS + 2, 0.1)
         run.settle()
     run.tracer.close()
     kept = sorted(path.name for path in (tmp_path / TRACE_FILES).iterdir())
-    assert len(kept) == KEPT
+    assert len(kept) == MAX_CHROME_TRACES
     assert kept[-1] == f"attempt-2-step-{run.step:08d}.json.gz"
 
 
@@ -234,7 +234,7 @@ def test_what_torch_records_can_be_read() -> None:
     base_ns = time.time_ns()
     with profile(acc_events=False) as profiler:
         work()
-    found = moments(profiler, base_ns)
+    found = read_events(profiler, base_ns)
     assert {"aten::conv2d", "aten::convolution_backward"} <= {moment.name for moment in found}
     assert {moment.kind for moment in found} == {"op"}
     assert all(0 <= moment.start_s < 60 for moment in found), "Unix time"

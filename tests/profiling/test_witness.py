@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stoker.profiling.telemetry import sampler
 from stoker.profiling.telemetry.nvml import Gpu
-from stoker.profiling.telemetry.sampler import Witness, next_due
+from stoker.profiling.telemetry.sampler import TelemetrySampler, next_due
 from stoker.runs.records import DEVICES, EVENTS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample
 from tests.nvml import Scene, driver_library
@@ -46,7 +46,7 @@ class Watched(RunFolder):
 
 def test_it_writes_lines_until_it_is_stopped(tmp_path: Path) -> None:
     run = Watched(tmp_path)
-    with Witness(run, interval_s=0.01) as watching:
+    with TelemetrySampler(run, interval_s=0.01) as watching:
         run.wait_for(5)
     samples = list(read_lines(tmp_path, DEVICES, DeviceSample))
     assert len(samples) == run.lines >= 5
@@ -61,7 +61,7 @@ def test_it_writes_lines_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_it_stops_in_the_middle_of_a_long_interval(tmp_path: Path) -> None:
     """A stop that waited for the interval would run into the test's time limit."""
-    watching = Witness(RunFolder(tmp_path, 1), interval_s=100_000)
+    watching = TelemetrySampler(RunFolder(tmp_path, 1), interval_s=100_000)
     watching.start()
     watching.stop(timeout_s=100_000)
     assert not watching._thread.is_alive()
@@ -81,7 +81,7 @@ def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sampler, "Host", Broken)
     run = Watched(tmp_path)
-    with Witness(run, interval_s=0.001):
+    with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(1)
     events = list(read_lines(tmp_path, EVENTS, Event))
     assert [(event.kind, event.text) for event in events] == [
@@ -102,7 +102,7 @@ def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(sampler, "Gpus", Losing)
     run = Watched(tmp_path)
-    with Witness(run, interval_s=0.001):
+    with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(6)
     texts = [event.text for event in read_lines(tmp_path, EVENTS, Event)]
     assert texts == ["telemetry: GPU 0 does not answer any more"]
@@ -206,7 +206,7 @@ def test_a_driver_that_hangs_costs_the_gpus_numbers_only(driver: Path, tmp_path:
         lines, _ = until(tmp_path, lambda lines, _: len(lines) >= before + 3)
         assert lines[-1].rss_bytes, "the host goes on"
         scene.say("0", hang__nvmlDeviceGetUtilizationRates=0)
-        until(tmp_path, lambda lines, events: len(events) == 2 and lines[-1].gpus[0].utilisation == 0.5)
+        until(tmp_path, lambda lines, events: len(events) == 2 and lines[-1].gpus[0].utilization == 0.5)
         scene.say("*", hang__nvmlDeviceGetUtilizationRates=1)
         until(tmp_path, lambda _, events: len(events) == 3)
     assert ended == [False, ["driver"]], "what hangs is left behind, and holds up no end"

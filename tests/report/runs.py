@@ -38,9 +38,9 @@ def write_run(
     folder = RunFolder(path, 1)
     folder.event("started")
     for number in range(1, windows + 1):
-        folder.append(STEPS, StepWindow(t=start_t + number * wall_s, attempt=1, step=100 * number, steps=100,
-                                        pictures=pictures, wall_s=wall_s, devices=devices, phases=phases,
-                                        input=stages or {}))  # fmt: skip
+        folder.append(STEPS, StepWindow(t=start_t + number * wall_s, attempt=1, step=100 * number, window_steps=100,
+                                        num_images=pictures, wall_s=wall_s, devices=devices, phases=phases,
+                                        input_wait_stages=stages or {}))  # fmt: skip
     for number in range(samples):
         gpus = [GpuSample(index=index, **gpu) for index in range(devices)] if gpu is not None else []
         folder.append(DEVICES, DeviceSample(t=start_t + number + 0.5, attempt=1, gpus=gpus, **(sample or {})))

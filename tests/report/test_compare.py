@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.report.compare import Comparison, compare, flat
+from stoker.report.compare import Comparison, compare, flatten_environment
 from stoker.report.compare_terminal import print_comparison
 from tests.report.runs import write_run
 
@@ -27,7 +27,7 @@ def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nthreads = 4\n", ap=0.3)
     found = compare(run, run)
     assert found.statement == ["Nothing that is recorded differs."]
-    assert (found.settings, found.environment, found.gone, found.new) == ([], [], [], [])
+    assert (found.settings, found.environment, found.removed_causes, found.added_causes) == ([], [], [], [])
     assert all(row.before_s == row.after_s for row in found.phases)
 
 
@@ -69,9 +69,9 @@ variables.NCCL_DEBUG  n/a     INFO
 """
     )
     found = compare("a", "b")
-    assert found.prices == pytest.approx((2.0, 1.24))
+    assert found.costs == pytest.approx((2.0, 1.24))
     backwards = compare("b", "a")
-    assert (backwards.new, backwards.gone) == (["input_bound"], [])
+    assert (backwards.added_causes, backwards.removed_causes) == (["input_bound"], [])
     assert backwards.statement[0] == "The second took 1.61 times as much time per step: 6.2 s → 10 s."
 
 
@@ -79,7 +79,7 @@ def test_another_batch_is_compared_by_pictures(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", phases={"compute": 100.0}, pictures=800)
     b = write_run(tmp_path / "b", phases={"compute": 150.0}, pictures=1600)
     found = compare(a, b)
-    assert found.per == "1,000 pictures"
+    assert found.unit == "1,000 pictures"
     assert found.total_s == pytest.approx((125.0, 93.75))
     assert "25 % less time per 1,000 pictures" in found.statement[0]
 
@@ -115,11 +115,11 @@ def test_the_json_holds_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_another_in_every_run_is_not_compared() -> None:
-    told = flat(MACHINE)
+    told = flatten_environment(MACHINE)
     assert told["gpu"] == "2 × Tesla T4"
     assert told["memory_limit_bytes"] == "16.0 GiB"
     assert "GPU-1" not in str(told)
-    assert flat({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
+    assert flatten_environment({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
     assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(told)
 
 

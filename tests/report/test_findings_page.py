@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from stoker.report.advice import advise
-from stoker.report.html import OURS, SECTIONS, render
-from stoker.report.run_report import Report, collect
+from stoker.report.html import NATIVE_RUN_SECTIONS, SECTIONS, render
+from stoker.report.run_report import RunReport, collect
 from stoker.runs.records import PROBES, RunFolder
 from stoker.runs.schemas import Evidence, Finding, Probe
 from tests.report.runs import write_run
@@ -16,14 +16,14 @@ from tests.report.runs import write_run
 
 def finding(severity: str, command: str) -> Finding:
     return Finding(cause="x", severity=severity, title=f"An {severity} finding", fix="put --cache disk behind it",
-                   evidence=[Evidence(text="a number", place="steps.jsonl: phases")], command=command,
-                   confidence=0.8, lost_device_s=9.0, verified="refuted by x")  # fmt: skip
+                   evidence=[Evidence(text="a number", source="steps.jsonl: phases")], command=command,
+                   confidence=0.8, lost_device_s=9.0, probe_result="refuted by x")  # fmt: skip
 
 
-def with_findings(run: Path, *findings: Finding) -> Report:
+def with_findings(run: Path, *findings: Finding) -> RunReport:
     report = collect(run)
-    report.why = msgspec.structs.replace(report.why, findings=list(findings))
-    report.advice = advise(report.why, [], None, [])
+    report.explanation = msgspec.structs.replace(report.explanation, findings=list(findings))
+    report.advice = advise(report.explanation, [], None, [])
     return report
 
 
@@ -47,7 +47,7 @@ def test_experiments_are_on_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", settings="[run]\n")
     assert "Experiments" not in render(collect(run))
     folder = RunFolder(run, 1)
-    folder.append(PROBES, Probe(t=1.0, attempt=1, what="cached_batch", steps=40, before_img_per_s=10.0,
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="cached_batch", steps=40, before_img_per_s=10.0,
                                 after_img_per_s=18.0, ratio=1.8, ratio_low=1.7, ratio_high=1.9))  # fmt: skip
     folder.close()
     page = render(collect(run))
@@ -68,7 +68,7 @@ def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
     page = render(collect(run))
     linked = re.findall(r'href="#(\w+)"', page.partition("</nav>")[0].partition("<nav")[2])
     assert linked == re.findall(r'<section id="(\w+)"', page)
-    assert set(linked) == {name for name, _ in SECTIONS} - OURS
+    assert set(linked) == {name for name, _ in SECTIONS} - NATIVE_RUN_SECTIONS
     assert f"that stoker {words}" in page
     for absent in ("evaluation.json", "config.toml", "<dt>AP</dt>", "scored"):
         assert absent not in page.partition("<script")[0]

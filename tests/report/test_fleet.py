@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.diagnosis import rules
-from stoker.diagnosis.rules import Records
+from stoker.diagnosis.rules import RunRecords
 from stoker.errors import UsageError
 from stoker.report import runs_summary as fleet_module
-from stoker.report.explain import gather
-from stoker.report.html import render_fleet, write_fleet
+from stoker.report.explain import explain_run
+from stoker.report.html import render_runs_summary, write_runs_summary
 from stoker.report.page import runs_summary as fleet_page
-from stoker.report.runs_summary import WORST, Fleet, survey
-from stoker.report.runs_summary_terminal import print_fleet
+from stoker.report.runs_summary import MAX_WORST_RUNS, RunsSummary, summarize_runs
+from stoker.report.runs_summary_terminal import print_runs_summary
 from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
 from stoker.runs.schemas import Finding
 from tests import browser
@@ -25,15 +25,15 @@ from tests.report.runs import START_T, write_run
 T4 = {"hostname": "node-1", "machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
 
 
-def shown(fleet: Fleet) -> str:
+def shown(fleet: RunsSummary) -> str:
     file = io.StringIO()
-    print_fleet(fleet, file)
+    print_runs_summary(fleet, file)
     return file.getvalue()
 
 
-def only(seen: Records) -> list[Finding]:
+def only(seen: RunRecords) -> list[Finding]:
     """Findings whose words no catalogue changes: one for the time of `input_wait`, and what ended a run."""
-    died = [(seen.totals.device_s, "no_last_word", "It died", None)] if seen.ended is not None else []
+    died = [(seen.totals.device_s, "no_last_word", "It died", None)] if seen.termination is not None else []
     waited_s = seen.totals.phases.get("input_wait", 0.0)
     lost = [(waited_s, "input_bound", "It waits", waited_s)] if waited_s else []
     return [Finding(cause=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
@@ -51,7 +51,7 @@ def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("runs/bad").mkdir()
     Path("runs/bad", EVENTS).write_text('{"t": "yesterday"}\n')
     Path("runs/notes").mkdir()
-    text, _, unread = shown(survey("runs")).partition("could not be read\nruns/")
+    text, _, unread = shown(summarize_runs("runs")).partition("could not be read\nruns/")
     assert unread.startswith("bad: A line of the run's records is not what this stoker writes (Event).")
     assert (
         text
@@ -117,8 +117,8 @@ def test_the_sums_are_those_of_the_runs(
     for number, (phases, windows, devices, price, day) in enumerate(runs):
         write_run(folder / ("deep/" * number) / str(number), phases=phases, windows=windows, devices=devices,
                   start_t=START_T + day * 86400, settings=f"[run]\nprice = {price}\n")  # fmt: skip
-    whys = [gather(path.parent) for path in folder.rglob(EVENTS)]
-    fleet = survey(folder)
+    whys = [explain_run(path.parent) for path in folder.rglob(EVENTS)]
+    fleet = summarize_runs(folder)
     assert fleet.runs == len(whys) == len(runs)
     device_s = sum(why.device_s for why in whys)
     for of in (fleet.months, fleet.hosts, fleet.phases):
@@ -130,18 +130,18 @@ def test_the_sums_are_those_of_the_runs(
     for row in fleet.findings:
         mine = [one.lost_device_s or 0.0 for why in whys for one in why.findings if one.cause == row.name]
         assert (row.device_s, row.runs) == (pytest.approx(sum(mine)), len(mine))
-    assert fleet.money.low == pytest.approx(sum(why.device_s * why.price / 3600 for why in whys))
-    assert sum(row.money.low for row in fleet.months) == pytest.approx(fleet.money.low)
+    assert fleet.cost.low == pytest.approx(sum(why.device_s * why.price_per_device_hour / 3600 for why in whys))
+    assert sum(row.cost.low for row in fleet.months) == pytest.approx(fleet.cost.low)
     assert (fleet.device_s, fleet.measured_s) == (pytest.approx(device_s), pytest.approx(device_s))
-    assert msgspec.json.decode(msgspec.json.encode(fleet), type=Fleet) == fleet
+    assert msgspec.json.decode(msgspec.json.encode(fleet), type=RunsSummary) == fleet
 
 
 def test_only_the_worst_ten_are_kept_in_order(tmp_path: Path) -> None:
-    for number in range(WORST + 5):
+    for number in range(MAX_WORST_RUNS + 5):
         write_run(tmp_path / f"{number:02d}", phases={"compute": 1.0, "idle": 10.0 + number % 12})
-    fleet = survey(tmp_path)
-    lost = [row.lost_s for row in fleet.worst]
-    assert len(lost) == WORST
+    fleet = summarize_runs(tmp_path)
+    lost = [row.lost_s for row in fleet.worst_runs]
+    assert len(lost) == MAX_WORST_RUNS
     assert (
         lost
         == sorted(lost, reverse=True)
@@ -168,12 +168,12 @@ def test_a_damaged_run_is_read_or_named_and_never_hides_the_others(tmp_path: Pat
     run = write_run(tmp_path / "hurt", phases={"compute": 1.0})
     name, content = DAMAGE[how]
     (run / name).write_bytes(content)
-    fleet = survey(tmp_path)
-    assert fleet.runs + fleet.damaged_runs == 2
+    fleet = summarize_runs(tmp_path)
+    assert fleet.runs + fleet.num_unreadable == 2
     assert fleet.device_s in (2000.0, 2002.0)
-    if fleet.damaged:
-        assert fleet.damaged[0].run.endswith("hurt")
-        assert fleet.damaged[0].error
+    if fleet.unreadable:
+        assert fleet.unreadable[0].run.endswith("hurt")
+        assert fleet.unreadable[0].error
         assert fleet.device_s == 2000.0
     assert shown(fleet)
 
@@ -190,9 +190,9 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
         return real(path)
 
     monkeypatch.setattr(fleet_module.os, "scandir", scandir)
-    fleet = survey(tmp_path)
+    fleet = summarize_runs(tmp_path)
     assert fleet.runs == 1
-    assert [one.run for one in fleet.damaged] == [str(tmp_path / "shut")]
+    assert [one.run for one in fleet.unreadable] == [str(tmp_path / "shut")]
 
 
 def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     folder = RunFolder(run, 1)
     folder.event("finished", "exit code 0", watched={"output": "read"})
     folder.close()
-    fleet = survey(tmp_path)
+    fleet = summarize_runs(tmp_path)
     assert (fleet.device_s, fleet.measured_s, fleet.compute_s) == (1200.0, 200.0, 200.0)
-    assert fleet.productive_share == 1.0
+    assert fleet.productive_fraction == 1.0
     assert [row.name for row in fleet.phases] == ["compute"]
-    assert [row.productive_share for row in (*fleet.months, *fleet.hosts)] == [1.0, 1.0]
-    assert fleet.worst == []
+    assert [row.productive_fraction for row in (*fleet.months, *fleet.hosts)] == [1.0, 1.0]
+    assert fleet.worst_runs == []
     assert "device-hours more were watched from outside" in shown(fleet)
 
 
@@ -216,7 +216,7 @@ def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Pat
         write_run(tmp_path / name)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     seen: list[int] = []
-    survey(tmp_path, progress=seen.append)
+    summarize_runs(tmp_path, on_progress=seen.append)
     assert seen == [1, 2]
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
@@ -226,25 +226,25 @@ def test_what_lies_in_a_run_is_no_other_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / RANKS / "0001").mkdir(parents=True)
     (run / RANKS / "0001" / STEPS).write_bytes((run / STEPS).read_bytes())
-    fleet = survey(tmp_path)
-    assert (fleet.runs, fleet.device_s) == (1, gather(run).device_s)
+    fleet = summarize_runs(tmp_path)
+    assert (fleet.runs, fleet.device_s) == (1, explain_run(run).device_s)
     assert sum(row.device_s for row in fleet.months) == pytest.approx(fleet.device_s)
 
 
 def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:
-    assert survey(write_run(tmp_path / "run")).runs == 1
+    assert summarize_runs(write_run(tmp_path / "run")).runs == 1
     (tmp_path / "empty" / "deep").mkdir(parents=True)
     for folder in ("empty", "nothing"):
         with pytest.raises(UsageError, match=folder):
-            survey(tmp_path / folder)
+            summarize_runs(tmp_path / folder)
 
 
 def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
     write_run(tmp_path / "a", environment={**T4, "hostname": evil}, phases={"compute": 60.0, "input_wait": 40.0})
     write_run(tmp_path / "<b>", end=None)
-    fleet = survey(tmp_path)
-    page = render_fleet(fleet)
+    fleet = summarize_runs(tmp_path)
+    page = render_runs_summary(fleet)
     assert evil not in page
     assert "&lt;script&gt;alert" in page
     assert "<b></td>" not in page
@@ -252,16 +252,18 @@ def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> Non
     for name, _ in fleet_page.SECTIONS:
         assert f'id="{name}"' in page
     assert "list prices" in page
-    place = write_fleet(fleet)
+    place = write_runs_summary(fleet)
     assert place == tmp_path / "runs-report.html"
-    assert write_fleet(fleet, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
+    assert write_runs_summary(fleet, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
         place.stat().st_size, abs=100
     )
 
 
 def test_the_page_of_runs_without_time(tmp_path: Path) -> None:
     write_run(tmp_path / "a", windows=0, end=None)
-    assert "No time is recorded." in render_fleet(survey(tmp_path)) or "no_last_word" in render_fleet(survey(tmp_path))
+    assert "No time is recorded." in render_runs_summary(
+        summarize_runs(tmp_path)
+    ) or "no_last_word" in render_runs_summary(summarize_runs(tmp_path))
 
 
 @pytest.mark.slow
@@ -272,7 +274,7 @@ def test_a_browser_shows_the_page_without_error_request_or_overflow(tmp_path: Pa
         write_run(tmp_path / f"team-{number % 3}/a-run-with-quite-a-long-name-{number}", start_t=START_T + 9e5 * number,
                   phases={"compute": 600.0, "input_wait": wait, "eval": 20.0}, environment=T4,
                   end=None if number % 5 == 0 else "finished")  # fmt: skip
-    path = write_fleet(survey(tmp_path), tmp_path / "page.html")
+    path = write_runs_summary(summarize_runs(tmp_path), tmp_path / "page.html")
     with browser.browser() as tab:
         for width, dark in ((1280, False), (390, True)):
             tab.open(path, width=width, dark=dark, mobile=width < 600)

@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnosis.output import OUTPUT_BYTES
+from stoker.diagnosis.output import MAX_OUTPUT_BYTES
 from stoker.errors import UsageError
-from stoker.report.foreign_log import LogWhy, explain_log, print_log_why
+from stoker.report.foreign_log import LogExplanation, explain_log, print_log_explanation
 
 
-def shown(found: LogWhy) -> str:
+def shown(found: LogExplanation) -> str:
     file = io.StringIO()
-    print_log_why(found, file)
+    print_log_explanation(found, file)
     return file.getvalue()
 
 
@@ -64,12 +64,12 @@ def test_what_other_logs_end_with(tmp_path: Path, text: str, cause: str) -> None
 def test_any_bytes_will_do_and_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     last = b"RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
-    log.write_bytes((b"\xff\x00\x1b[2J" * 200 + b"\n") * (OUTPUT_BYTES // 1000) + last)
+    log.write_bytes((b"\xff\x00\x1b[2J" * 200 + b"\n") * (MAX_OUTPUT_BYTES // 1000) + last)
     found = explain_log(log)
     assert found.findings
     assert any("1.0 MiB" in one for one in found.not_known)
     assert "\x1b" not in shown(found)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=LogWhy) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=LogExplanation) == found
 
 
 def test_a_log_that_is_not_there(tmp_path: Path) -> None:

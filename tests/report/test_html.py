@@ -19,13 +19,13 @@ from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation
-from stoker.evaluation.evaluate import appraise, ground_truth, score_with_matches
+from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
 from stoker.evaluation.metrics import Detections
 from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
-from stoker.report.page.markup import Markup, tag, text
-from stoker.report.run_report import Report, collect
-from stoker.report.series import MOST_PARTS, MOST_POINTS
+from stoker.report.page.markup import Markup, escape, tag
+from stoker.report.run_report import RunReport, collect
+from stoker.report.series import MAX_BARS, MAX_POINTS
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -74,20 +74,20 @@ def drawn_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 @pytest.fixture(scope="module")
 def evaluation(drawn_index: Index) -> Evaluation:
     """Most boxes found, some shifted, some of another class, some of nothing, some not at all."""
-    rows = drawn_index.rows("val")
+    rows = drawn_index.image_indices("val")
     truth = ground_truth(drawn_index, rows)
     chance = np.random.default_rng(1)
-    kept = chance.random(len(truth.row)) < 0.8
+    kept = chance.random(len(truth.image_index)) < 0.8
     boxes = np.concatenate([truth.boxes[kept] + chance.normal(0, 2, (kept.sum(), 4)), [[1, 1, 9, 9]] * len(rows)])
     labels = np.where(chance.random(kept.sum()) < 0.7, truth.label[kept], chance.integers(0, 3, kept.sum()))
     found = Detections(
-        row=np.concatenate([truth.row[kept], rows]),
+        image_index=np.concatenate([truth.image_index[kept], rows]),
         boxes=boxes.astype(np.float32),
         score=chance.uniform(0.3, 1, len(boxes)).astype(np.float32),
         label=np.concatenate([labels, np.zeros(len(rows), np.int64)]),
-        pictures=rows,
+        image_indices=rows,
     )
-    return appraise(score_with_matches(truth, found), truth, found, drawn_index, step=100)
+    return build_evaluation(compute_coco_result(truth, found), truth, found, drawn_index, step=100)
 
 
 def make_run(
@@ -109,26 +109,34 @@ def make_run(
                     t=t + n,
                     attempt=attempt,
                     step=n,
-                    steps=1,
-                    pictures=8,
+                    window_steps=1,
+                    num_images=8,
                     wall_s=1.0,
                     devices=1,
                     phases=phases,
                     losses={"box": 1 / n, EVIL: 2 / n, "total": 3 / n},
-                    rate=0.1,
+                    lr=0.1,
                     grad_norm=float(n),
                     memory_peak_bytes=2**30,
                 ),
             )
-            gpu = GpuSample(index=0, utilisation=0.5, memory_used_bytes=2**33, memory_total_bytes=2**34, power_w=300.0)
+            gpu = GpuSample(index=0, utilization=0.5, memory_used_bytes=2**33, memory_total_bytes=2**34, power_w=300.0)
             folder.append(
                 DEVICES,
-                DeviceSample(t=t + n, attempt=attempt, gpus=[gpu], cpu=[0.5, 1.0], rss_bytes=2**30, psi_cpu=0.25),
+                DeviceSample(
+                    t=t + n, attempt=attempt, gpus=[gpu], cpu_core_utilization=[0.5, 1.0], rss_bytes=2**30, psi_cpu=0.25
+                ),
             )
         folder.append(
             "quarantine.jsonl",
             Quarantined(
-                t=t, attempt=attempt, row=3, path=f"a/{EVIL}", error="it is <empty>", position=4, replaced_by=5
+                t=t,
+                attempt=attempt,
+                image_index=3,
+                path=f"a/{EVIL}",
+                error="it is <empty>",
+                sample_position=4,
+                replaced_by=5,
             ),
         )
         if evaluation is not None:
@@ -210,7 +218,7 @@ def test_restarts_are_marked(page: str) -> None:
 
 def test_what_comes_from_data_is_text(page: str) -> None:
     assert EVIL not in page
-    assert text(EVIL) in page
+    assert escape(EVIL) in page
     assert "a &lt;fast&gt; one" in page
     assert "it is &lt;empty&gt;" in page
     data = page.partition('id="charts">')[2].partition("</script>")[0]
@@ -220,7 +228,7 @@ def test_what_comes_from_data_is_text(page: str) -> None:
 
 @given(st.text())
 def test_no_text_opens_or_ends_anything(value: str) -> None:
-    assert not set(text(value)) & set("<>\"'")
+    assert not set(escape(value)) & set("<>\"'")
     assert re.fullmatch(r'<b title="[^"<>]*">[^<>]*</b>', tag("b", value, title=value), re.DOTALL)
     assert tag("i", Markup("<b>x</b>")) == "<i><b>x</b></i>"
 
@@ -269,14 +277,14 @@ def test_texts_can_be_read_in_light_and_dark(page: str) -> None:
     for colours in (light, dark):
         texts = ("--text", "--muted", "--link", "--good", "--bad", "--warn")
         pairs = [(name, back) for name in texts for back in ("--panel", "--back")]
-        pairs += [("--on", f"--c{n}") for n in range(charts_module.COLOURS)]
+        pairs += [("--on", f"--c{n}") for n in range(charts_module.NUM_COLORS)]
         for front, back in pairs:
             high, low = sorted((luminance(colours[front]), luminance(colours[back])), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
 
 
 def test_every_phase_has_a_colour() -> None:
-    assert set(charts_module.PHASE_COLOURS) == set(PHASES)
+    assert set(charts_module.PHASE_COLORS) == set(PHASES)
 
 
 # --- every kind of run --------------------------------------------------------------------------------------------
@@ -302,7 +310,7 @@ def test_a_failed_run_says_why_and_how_it_goes_on(tmp_path: Path) -> None:
     report = collect(make_run(tmp_path / "a", end="failed"))
     first = report.advice[0]
     assert (first.title, first.fix) == ("The run failed: It ended.", "do it better")
-    assert "so it is" in first.because
+    assert "so it is" in first.reason
     assert first.command == f"stoker train --resume {tmp_path / 'a'}"
 
 
@@ -358,7 +366,7 @@ def test_settings_that_are_damaged_are_an_error_that_names_the_file(tmp_path: Pa
     (path / CONFIG).write_text(content, encoding="latin-1")
     with pytest.raises(UsageError, match="settings are damaged") as caught:
         collect(path)
-    assert caught.value.place == str(path / CONFIG)
+    assert caught.value.location == str(path / CONFIG)
 
 
 def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
@@ -367,12 +375,12 @@ def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
     folder.event("started")
     t = json.loads((tmp_path / EVENTS).read_text())["t"]
     for n, (wall_s, phase) in enumerate(((8.0, "startup"), (1.0, "compute"), (1.0, "compute"))):
-        folder.append(STEPS, StepWindow(t=t + n, attempt=1, step=n, steps=n and 1, pictures=0, wall_s=wall_s,
+        folder.append(STEPS, StepWindow(t=t + n, attempt=1, step=n, window_steps=n and 1, num_images=0, wall_s=wall_s,
                                         devices=1, phases={phase: wall_s}))  # fmt: skip
     folder.close()
     report = collect(tmp_path)
     assert report.start_t == pytest.approx(t - 8)
-    assert report.phases.parts["startup"] == [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert report.phases.fractions["startup"] == [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
 def test_evaluations_that_were_lost_and_made_again_count_once(tmp_path: Path, evaluation: Evaluation) -> None:
@@ -383,7 +391,7 @@ def test_evaluations_that_were_lost_and_made_again_count_once(tmp_path: Path, ev
             file.write(json.dumps({"t": 1e9, "attempt": attempt, "kind": "evaluated", "step": step,
                                    "data": {"metrics": metrics}}) + "\n")  # fmt: skip
     report = collect(path)
-    assert [(one.step, one.metrics.ap) for one in report.scored] == [(10, 0.1), (20, 0.3), (30, 0.4)]
+    assert [(one.step, one.metrics.ap) for one in report.eval_history] == [(10, 0.1), (20, 0.3), (30, 0.4)]
     assert report.best is not None
     assert report.best.step == 30
 
@@ -438,8 +446,8 @@ def test_the_command_writes_the_page_and_prints_its_place(
     assert command() == f"{run / 'report.html'}\n"
     assert command("--out", str(tmp_path / "new" / "x.html")) == f"{tmp_path / 'new' / 'x.html'}\n"
     assert (tmp_path / "new" / "x.html").read_text().startswith("<!doctype html>")
-    report = msgspec.json.decode(command("--json", "--price", "36"), type=Report)
-    assert report.why.price == 36
+    report = msgspec.json.decode(command("--json", "--price", "36"), type=RunReport)
+    assert report.explanation.price_per_device_hour == 36
     assert report.evaluation is not None
     assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "for", "price"]
 
@@ -469,13 +477,13 @@ def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:
         t=0,
         attempt=1,
         step=0,
-        steps=9,
-        pictures=72,
+        window_steps=9,
+        num_images=72,
         wall_s=1.0,
         devices=1,
         phases={"compute": 1.0},
         losses={"total": 1.0},
-        rate=0.1,
+        lr=0.1,
     )
     start = collect(path).start_t or 0.0
     with (path / STEPS).open("ab") as file:
@@ -484,8 +492,8 @@ def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:
             file.write(encode(line) + b"\n")
     folder.close()
     report = collect(path)
-    assert all(len(series.x) <= MOST_POINTS for series in report.curves.values())
-    assert len(report.phases.x) <= MOST_PARTS
+    assert all(len(series.x) <= MAX_POINTS for series in report.curves.values())
+    assert len(report.phases.x) <= MAX_BARS
     assert len(own(render(report))) < 600_000
 
 

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.evaluation.document import PictureEvaluation, TrueBox
-from stoker.report.page.images import MOST_BYTES, picture
+from stoker.evaluation.document import GroundTruthBox, ImageEvaluation
+from stoker.report.page.images import MAX_JPEG_BYTES, render_image
 
 
-def one_picture(path: Path, span: tuple[int, int] | None = None) -> PictureEvaluation:
-    return PictureEvaluation(
-        row=0,
+def one_picture(path: Path, span: tuple[int, int] | None = None) -> ImageEvaluation:
+    return ImageEvaluation(
+        image_index=0,
         path=str(path),
-        span=span,
+        byte_range=span,
         size=(900, 1200),
         f1=0.5,
-        right=0,
-        wrong=0,
-        not_found=1,
-        true_boxes=[TrueBox(box=(-50, 90, 1300, 450), label=0, crowd=False, found=False)],
-        found_boxes=[],
+        tp=0,
+        fp=0,
+        fn=1,
+        gt_boxes=[GroundTruthBox(box=(-50, 90, 1300, 450), label=0, crowd=False, detected=False)],
+        detections=[],
     )
 
 
@@ -34,10 +34,10 @@ def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     (tmp_path / "box").write_bytes(b"before" + file.getvalue() + b"behind")
-    drawn = picture(one_picture(tmp_path / "box" / "noise.jpg", (6, len(file.getvalue()))), ["cat"])
+    drawn = render_image(one_picture(tmp_path / "box" / "noise.jpg", (6, len(file.getvalue()))), ["cat"])
     data = re.search(r"base64,([^\"]+)", drawn)
     assert data is not None
-    assert len(data[1]) * 3 / 4 <= MOST_BYTES
+    assert len(data[1]) * 3 / 4 <= MAX_JPEG_BYTES
     assert 'viewBox="0 0 480 360"' in drawn
     assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
 
@@ -61,10 +61,10 @@ def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
     one = msgspec.structs.replace(
         one_picture(tmp_path / "turned.jpg"),
         size=said,
-        true_boxes=[TrueBox(box=(50, 10, 90, 30) if said == (60, 100) else (10, 50, 30, 90), label=0, crowd=False,
-                            found=False)],
+        gt_boxes=[GroundTruthBox(box=(50, 10, 90, 30) if said == (60, 100) else (10, 50, 30, 90), label=0, crowd=False,
+                            detected=False)],
     )  # fmt: skip
-    drawn = picture(one, ["cat"])
+    drawn = render_image(one, ["cat"])
     assert plane in drawn
     assert f'<rect {box} class="box missed"/>' in drawn
     data = re.search(r"base64,([^\"]+)", drawn)
@@ -77,14 +77,14 @@ def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
 def test_the_lines_on_a_small_picture_are_not_enlarged_with_it(tmp_path: Path) -> None:
     Image.new("RGB", (32, 24)).save(tmp_path / "small.png")
     one = msgspec.structs.replace(one_picture(tmp_path / "small.png"), size=(24, 32))
-    drawn = picture(one, ["cat"])
+    drawn = render_image(one, ["cat"])
     assert 'viewBox="0 0 480 360"' in drawn
     assert 'width="480" height="360"' in drawn
 
 
 def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:
-    shown = picture(one_picture(tmp_path / "gone.jpg"), ["cat"])
+    shown = render_image(one_picture(tmp_path / "gone.jpg"), ["cat"])
     assert "The picture cannot be shown: No such file or directory" in shown
     assert "F1 0.50" in shown
     (tmp_path / "bad.jpg").write_bytes(b"no picture")
-    assert "cannot be shown: The picture cannot be decoded." in picture(one_picture(tmp_path / "bad.jpg"), ["cat"])
+    assert "cannot be shown: The picture cannot be decoded." in render_image(one_picture(tmp_path / "bad.jpg"), ["cat"])

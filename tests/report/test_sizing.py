@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from stoker.report.explain import gather
-from stoker.report.sizing import RULES, Load, advise, load_of
+from stoker.report.explain import explain_run
+from stoker.report.sizing import RULES, ResourceUsage, advise_sizing, read_resource_usage
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 from stoker.runs.totals import totals
 from tests.report.runs import GIB, write_run
 
-BASE = Load(devices=1, shares={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
-SPEAKS: dict[str, Load] = {
+BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
+SPEAKS: dict[str, ResourceUsage] = {
     "more_cores": dataclasses.replace(
         BASE, shares={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch=0.1
     ),
@@ -24,13 +24,13 @@ SPEAKS: dict[str, Load] = {
     "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, memory=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
     "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
     "fewer_gpus": dataclasses.replace(BASE, devices=8, shares={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
-    "spot": dataclasses.replace(BASE, save_every_s=300.0, start_s=60.0),
+    "spot": dataclasses.replace(BASE, checkpoint_interval_s=300.0, start_s=60.0),
 }
 """Kind → numbers at which its rule speaks."""
 
 
-def kinds(load: Load) -> set[str]:
-    return {one.kind for one in advise(load)}
+def kinds(load: ResourceUsage) -> set[str]:
+    return {one.kind for one in advise_sizing(load)}
 
 
 def test_every_rule_has_a_load_at_which_it_speaks() -> None:
@@ -39,9 +39,9 @@ def test_every_rule_has_a_load_at_which_it_speaks() -> None:
 
 @pytest.mark.parametrize("kind", SPEAKS)
 def test_a_rule_speaks_with_numbers_that_can_be_looked_up(kind: str) -> None:
-    said = next(one for one in advise(SPEAKS[kind]) if one.kind == kind)
+    said = next(one for one in advise_sizing(SPEAKS[kind]) if one.kind == kind)
     assert said.evidence
-    assert any(evidence.place.partition(":")[0].endswith(".jsonl") for evidence in said.evidence)
+    assert any(evidence.source.partition(":")[0].endswith(".jsonl") for evidence in said.evidence)
     assert said.fix
 
 
@@ -58,7 +58,7 @@ def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str
 
 def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> None:
     assert kinds(BASE) == set()
-    assert kinds(Load(devices=0, shares={})) == set()
+    assert kinds(ResourceUsage(devices=0, phase_fractions={})) == set()
     well = dataclasses.replace(BASE, sm_active=0.7, memory=0.8, cores=16.0, used_cores=6.0, fetch=0.2)
     assert kinds(well) == set()
 
@@ -71,7 +71,7 @@ def test_the_opposites_are_never_said_together() -> None:
 
 def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
     """Half of the time is waiting, so twice the cores would be as fast as the device."""
-    (said,) = (one for one in advise(SPEAKS["more_cores"]) if one.kind == "more_cores")
+    (said,) = (one for one in advise_sizing(SPEAKS["more_cores"]) if one.kind == "more_cores")
     assert "About 8 cores (4 → 8 for each device)" in said.fix
 
 
@@ -81,7 +81,7 @@ def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
 ])  # fmt: skip
 def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
     load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, memory=memory)
-    (said,) = advise(load)
+    (said,) = advise_sizing(load)
     assert slice_ in said.fix
     assert ("MIG" in said.fix) == ("MIG" in slice_)
 
@@ -95,15 +95,15 @@ def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     for t in (1e9 - 5.0, 1e9 + 500.0):  # before the first step and after the last
         folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=0.0, gpus=[GpuSample(index=0, sm_active=0.0)]))
     folder.close()
-    load = load_of(run, totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
+    load = read_resource_usage(run, totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (load.used_cores, load.cores, load.sm_active) == pytest.approx((3.9, 4.0, 0.3))
-    assert (load.memory, load.fetch, load.gpu_name) == (0.2, 0.0, "Tesla T4")
-    assert [one.kind for one in gather(run).advice] == ["more_cores", "smaller_gpu"]
+    assert (load.gpu_memory_fraction, load.fetch_fraction, load.gpu_name) == (0.2, 0.0, "Tesla T4")
+    assert [one.kind for one in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
 
 
 def test_few_samples_say_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cores": 4.0}, gpu={"sm_active": 0.1})
-    load = load_of(run, totals(run), {})
+    load = read_resource_usage(run, totals(run), {})
     assert (load.used_cores, load.sm_active, load.cores) == (None, None, None)
 
 
@@ -111,5 +111,5 @@ def test_devices_that_do_not_train_are_not_counted(tmp_path: Path) -> None:
     """A sample shows all GPUs of a machine where the run uses one."""
     run = write_run(tmp_path / "run", samples=60, devices=2, gpu={"sm_active": 0.1})
     one = dataclasses.replace(totals(run), devices=1)
-    assert load_of(run, one, {}).sm_active is None
-    assert load_of(run, totals(run), {}).sm_active == pytest.approx(0.1)
+    assert read_resource_usage(run, one, {}).sm_active is None
+    assert read_resource_usage(run, totals(run), {}).sm_active == pytest.approx(0.1)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.report.explain import gather
-from stoker.report.idle_estimate import estimate
+from stoker.report.explain import explain_run
+from stoker.report.idle_estimate import estimate_idle
 from stoker.runs.records import STEPS, TRACES, RunFolder
 from stoker.runs.schemas import StepWindow, TraceWindow
 from stoker.runs.totals import totals
@@ -18,32 +18,32 @@ def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float =
     folder.event("started")
     for number in range(1, 11):
         phases = {"compute": 10 * (1 - wait), "input_wait": 10 * wait}
-        folder.append(STEPS, StepWindow(t=1000.0 + 10 * number, attempt=1, step=number, steps=1, pictures=8,
+        folder.append(STEPS, StepWindow(t=1000.0 + 10 * number, attempt=1, step=number, window_steps=1, num_images=8,
                                         wall_s=10.0, devices=1, phases=phases))  # fmt: skip
     for t, wall_s, busy_s in traces:
-        folder.append(TRACES, TraceWindow(t=1000 + t, attempt=1, step=1, steps=4, wall_s=wall_s, busy_s=busy_s))
+        folder.append(TRACES, TraceWindow(t=1000 + t, attempt=1, step=1, window_steps=4, wall_s=wall_s, busy_s=busy_s))
     folder.close()
     return path
 
 
 def test_without_a_trace_nothing_is_estimated(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [])
-    assert estimate(run, totals(run)) is None
-    assert gather(run).stillness is None
+    assert estimate_idle(run, totals(run)) is None
+    assert explain_run(run).idle_estimate is None
 
 
 def test_the_estimate_is_what_is_left_of_compute(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(25.0, 2.0, 1.5), (75.0, 2.0, 1.5)])
-    found = estimate(run, totals(run))
+    found = estimate_idle(run, totals(run))
     assert found is not None
-    assert (found.of_compute, found.device_s) == pytest.approx((0.25, 25.0))
+    assert (found.compute_fraction, found.device_s) == pytest.approx((0.25, 25.0))
     assert (found.windows, found.steps) == (2, 8)
 
 
 def test_what_the_ledger_has_charged_already_is_not_counted_again(tmp_path: Path) -> None:
     """A device that waits 40 % for input and works the rest did not stand still inside its steps."""
     run = write(tmp_path / "run", [(25.0, 2.0, 1.2)], wait=0.4)
-    found = estimate(run, totals(run))
+    found = estimate_idle(run, totals(run))
     assert found is not None
     assert found.device_s == pytest.approx(0.0, abs=1e-9)
 
@@ -52,42 +52,42 @@ def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: P
     """Input was slow later on; the trace was before."""
     run = write(tmp_path / "run", [(25.0, 2.0, 2.0)])
     folder = RunFolder(run, 1)
-    folder.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, steps=1, pictures=8, wall_s=900.0, devices=1,
+    folder.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, window_steps=1, num_images=8, wall_s=900.0, devices=1,
                                     phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
     folder.close()
     half = write(tmp_path / "half", [(25.0, 2.0, 1.0)], wait=0.0)
     for path, wanted in ((run, 0.0), (half, 0.5)):
-        found = estimate(path, totals(path))
+        found = estimate_idle(path, totals(path))
         assert found is not None
-        assert found.of_compute == pytest.approx(wanted)
+        assert found.compute_fraction == pytest.approx(wanted)
     slow = RunFolder(half, 1)
-    slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, steps=1, pictures=8, wall_s=900.0, devices=1,
+    slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, window_steps=1, num_images=8, wall_s=900.0, devices=1,
                                   phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
     slow.close()
-    again = estimate(half, totals(half))
+    again = estimate_idle(half, totals(half))
     assert again is not None
-    assert again.of_compute == pytest.approx(0.5)
+    assert again.compute_fraction == pytest.approx(0.5)
 
 
 def test_it_is_between_nothing_and_all_of_compute(tmp_path: Path) -> None:
     for number, (busy_s, wanted) in enumerate(((0.0, 1.0), (9.0, 0.0))):
         run = write(tmp_path / str(number), [(25.0, 2.0, busy_s)], wait=0.5)
-        found = estimate(run, totals(run))
+        found = estimate_idle(run, totals(run))
         assert found is not None
-        assert found.of_compute == wanted
+        assert found.compute_fraction == wanted
 
 
 def test_a_trace_of_a_window_that_was_never_written_is_compared_with_the_whole(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(500.0, 2.0, 1.0)], wait=0.25)
-    found = estimate(run, totals(run))
+    found = estimate_idle(run, totals(run))
     assert found is not None
-    assert found.of_compute == pytest.approx(1 - 0.5 / 0.75)
+    assert found.compute_fraction == pytest.approx(1 - 0.5 / 0.75)
 
 
 def test_it_changes_no_sum(tmp_path: Path) -> None:
-    plain, traced = gather(write(tmp_path / "a", [])), gather(write(tmp_path / "b", [(25.0, 2.0, 0.5)]))
+    plain, traced = explain_run(write(tmp_path / "a", [])), explain_run(write(tmp_path / "b", [(25.0, 2.0, 0.5)]))
     assert plain.phases == traced.phases
-    assert plain.productive_share == traced.productive_share
-    names = [name for name, _ in traced.lines()]
+    assert plain.productive_fraction == traced.productive_fraction
+    names = [name for name, _ in traced.rows()]
     assert names[:2] == ["compute", "  stood still, estimated"]
-    assert names[0:1] + names[2:] == [name for name, _ in plain.lines()]
+    assert names[0:1] + names[2:] == [name for name, _ in plain.rows()]

@@ -14,9 +14,9 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
 from stoker.data.images.decode import thumbnail
-from stoker.evaluation.metrics import TWELVE, ClassMetrics, Detections, Metrics, no_detections
-from stoker.inference.draw import Shown
-from stoker.report.tensorboard import FOLDER, PICTURE_SIDE, Board
+from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Detections, Metrics, empty_detections
+from stoker.inference.draw import ImageWithBoxes
+from stoker.report.tensorboard import FOLDER, MAX_IMAGE_SIDE, Board
 from stoker.runs.schemas import StepWindow
 
 
@@ -60,7 +60,7 @@ def window(step: int, **changes: Any) -> StepWindow:
 
 
 def metrics() -> Metrics:
-    numbers: dict[str, Any] = {name: 0.5 for name in TWELVE} | {"ap_small": None}
+    numbers: dict[str, Any] = {name: 0.5 for name in COCO_SUMMARY} | {"ap_small": None}
     classes = [
         ClassMetrics(name="car", ap=0.25, ap50=0.5, boxes=3),
         ClassMetrics(name="bus", ap=None, ap50=None, boxes=0),
@@ -70,7 +70,7 @@ def metrics() -> Metrics:
 
 def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
     board = Board(tmp_path)
-    board.window(window(20, grad_norm=2.5, memory_peak_bytes=3 * 2**29, skipped=1))
+    board.add_window(window(20, grad_norm=2.5, memory_peak_bytes=3 * 2**29, skipped=1))
     board.close()
     assert curves(tmp_path) == {
         "loss/total": [(20, 1.5)], "loss/box": [(20, 0.5)], "train/rate": [(20, 0.01)], "train/grad_norm": [(20, 2.5)],
@@ -82,11 +82,11 @@ def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
 
 def test_what_is_not_known_has_no_point(tmp_path: Path) -> None:
     board = Board(tmp_path)
-    board.window(window(20, losses={}, rate=None, wall_s=0.0))
-    board.metrics(20, metrics())
+    board.add_window(window(20, losses={}, rate=None, wall_s=0.0))
+    board.add_metrics(20, metrics())
     board.close()
     shown = curves(tmp_path)
-    assert set(shown) == {"train/skipped_steps", "eval_class_ap/car"} | {f"eval/{n}" for n in TWELVE} - {
+    assert set(shown) == {"train/skipped_steps", "eval_class_ap/car"} | {f"eval/{n}" for n in COCO_SUMMARY} - {
         "eval/ap_small"
     }
     assert shown["eval_class_ap/car"] == [(20, 0.25)]
@@ -95,11 +95,11 @@ def test_what_is_not_known_has_no_point(tmp_path: Path) -> None:
 def test_a_resumed_run_continues_its_curves_without_a_fork(tmp_path: Path) -> None:
     first = Board(tmp_path)
     for step in (10, 20, 30, 40):
-        first.window(window(step, losses={"total": 1.0}))
+        first.add_window(window(step, losses={"total": 1.0}))
     first.close()
     second = Board(tmp_path, purge_step=20)
     for step in (30, 40, 50):
-        second.window(window(step, losses={"total": 2.0}))
+        second.add_window(window(step, losses={"total": 2.0}))
     second.close()
     assert len(list((tmp_path / FOLDER).iterdir())) == 2
     assert curves(tmp_path)["loss/total"] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
@@ -107,9 +107,9 @@ def test_a_resumed_run_continues_its_curves_without_a_fork(tmp_path: Path) -> No
 
 def boxes(*corners: tuple[float, ...]) -> Detections:
     count = len(corners)
-    return Detections(row=np.zeros(count, np.int64), boxes=np.array(corners, np.float32).reshape(-1, 4),
+    return Detections(image_index=np.zeros(count, np.int64), boxes=np.array(corners, np.float32).reshape(-1, 4),
                       score=np.ones(count, np.float32), label=np.zeros(count, np.int64),
-                      pictures=np.zeros(1, np.int64))  # fmt: skip
+                      image_indices=np.zeros(1, np.int64))  # fmt: skip
 
 
 def read(path: Path) -> Callable[[int], tuple[np.ndarray, tuple[int, int]]]:
@@ -120,16 +120,18 @@ def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) ->
     path = tmp_path / "large.png"
     Image.new("RGB", (2048, 1024), "white").save(path)
     board = Board(tmp_path)
-    shown = Shown(path=path, picture=read(path), truth=boxes((400, 400, 1600, 900)), found=no_detections([0]))
-    board.pictures(7, [shown], ["car"])
+    shown = ImageWithBoxes(
+        path=path, load_image=read(path), gt=boxes((400, 400, 1600, 900)), detections=empty_detections([0])
+    )
+    board.add_images(7, [shown], ["car"])
     board.close()
     (event,) = [event for event in events(tmp_path) if event.summary.value]
     (value,) = event.summary.value
     picture = Image.open(io.BytesIO(value.image.encoded_image_string))
-    assert (event.step, value.tag, value.image.width) == (7, "pictures/0", 2 * PICTURE_SIDE + 4)
-    assert picture.size == (2 * PICTURE_SIDE + 4, PICTURE_SIDE // 2)
+    assert (event.step, value.tag, value.image.width) == (7, "pictures/0", 2 * MAX_IMAGE_SIDE + 4)
+    assert picture.size == (2 * MAX_IMAGE_SIDE + 4, MAX_IMAGE_SIDE // 2)
     pixels = np.asarray(picture).astype(int)
-    left, right = pixels[:, :PICTURE_SIDE], pixels[:, PICTURE_SIDE + 4 :]
+    left, right = pixels[:, :MAX_IMAGE_SIDE], pixels[:, MAX_IMAGE_SIDE + 4 :]
     assert right.min() > 240
     assert left[162, 100].min() < 100  # the left edge of the box, at 400 / 4
     assert left[162, 200].min() > 240  # inside it
@@ -139,8 +141,8 @@ def test_a_picture_that_cannot_be_read_is_said_and_the_rest_is_written(tmp_path:
     said: list[str] = []
     gone = tmp_path / "gone.jpg"
     board = Board(tmp_path, on_error=said.append)
-    board.pictures(7, [Shown(path=gone, picture=read(gone), truth=boxes(), found=boxes())], [])
-    board.window(window(20))
+    board.add_images(7, [ImageWithBoxes(path=gone, load_image=read(gone), gt=boxes(), detections=boxes())], [])
+    board.add_window(window(20))
     board.close()
     assert len(said) == 1
     assert "does not show" in said[0]
@@ -153,7 +155,7 @@ def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path)
     said: list[str] = []
     board = Board(tmp_path, on_error=said.append)
     for step in range(5000):
-        board.window(window(step))
+        board.add_window(window(step))
     board.close()
     board.close()
     assert len(said) == 1
@@ -167,9 +169,9 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
     pipe = tmp_path / "hangs.png"
     os.mkfifo(pipe)
     board = Board(tmp_path, on_error=lambda _: None)
-    board.pictures(1, [Shown(path=pipe, picture=read(pipe), truth=boxes(), found=boxes())], [])
+    board.add_images(1, [ImageWithBoxes(path=pipe, load_image=read(pipe), gt=boxes(), detections=boxes())], [])
     for step in range(100):
-        board.window(window(step))
+        board.add_window(window(step))
     assert board.dropped >= 89
     pipe.write_bytes(b"no picture")  # goes on when the thread reads
     board.close()
@@ -188,7 +190,7 @@ def test_a_disk_that_fills_up_ends_the_board_not_the_training(tmp_path: Path, mo
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         board = Board(tmp_path, on_error=said.append)
         for step in range(200):
-            board.window(window(step))
+            board.add_window(window(step))
         board.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

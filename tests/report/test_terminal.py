@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.evaluation.metrics import TWELVE, ClassMetrics, Metrics
+from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Metrics
 from stoker.report import format as fmt
-from stoker.report.console import can_move
+from stoker.report.console import supports_cursor
 from stoker.report.terminal import Screen, print_metrics
 from stoker.runs.schemas import StepWindow
 
@@ -26,7 +26,7 @@ def window(**changes: object) -> StepWindow:
 
 
 def metrics(**changes: object) -> Metrics:
-    numbers: dict[str, object] = {name: n / 100 + 0.3 for n, name in enumerate(TWELVE)}
+    numbers: dict[str, object] = {name: n / 100 + 0.3 for n, name in enumerate(COCO_SUMMARY)}
     classes = [
         ClassMetrics(name="car", ap=0.25, ap50=0.5, boxes=1200),
         ClassMetrics(name="bus", ap=0.5, ap50=0.75, boxes=31),
@@ -68,7 +68,7 @@ def test_plain_lines_of_a_run() -> None:
                 ("canvas", (320, 320), "pictures are 320 × 240"),
             ]
         )
-        screen.progress(window(), done=0.1334, total_steps=9000, eta_s=755.0, memory=(11 * 2**30, 140 * 2**30))
+        screen.progress(window(), fraction_done=0.1334, total_steps=9000, eta_s=755.0, memory=(11 * 2**30, 140 * 2**30))
         screen.warning("3 pictures cannot be read")
         screen.evaluated(1200, metrics())
         screen.note("AP50 0.310")
@@ -95,7 +95,7 @@ def test_plain_progress_leaves_out_what_is_not_known() -> None:
     file = io.StringIO()
     bare = window(losses={}, rate=None, wall_s=0.0, skipped=1)
     with plain(file) as screen:
-        screen.progress(bare, done=0.5, total_steps=None, eta_s=None, memory=None)
+        screen.progress(bare, fraction_done=0.5, total_steps=None, eta_s=None, memory=None)
     assert file.getvalue() == "step 1,200 (50 %) · 1 step skipped\n"
 
 
@@ -104,7 +104,7 @@ def test_plain_progress_comes_at_most_every_ten_seconds_and_events_at_once() -> 
     with plain(file, clock) as screen:
         for second in range(25):
             clock.now = float(second)
-            screen.progress(window(step=second), done=0, total_steps=None, eta_s=None, memory=None)
+            screen.progress(window(step=second), fraction_done=0, total_steps=None, eta_s=None, memory=None)
             if second == 5:
                 screen.note("saved")
     assert [line.split(" (")[0] for line in file.getvalue().splitlines()] == ["step 0", "saved", "step 10", "step 20"]
@@ -118,7 +118,9 @@ def test_plain_lines_have_no_control_characters_whatever_the_names(monkeypatch: 
         screen.note(evil)
         screen.warning(evil)
         screen.settings([(evil, evil, evil)])
-        screen.progress(window(losses={"total": 1.0, evil: 1.0}), done=0, total_steps=None, eta_s=None, memory=None)
+        screen.progress(
+            window(losses={"total": 1.0, evil: 1.0}), fraction_done=0, total_steps=None, eta_s=None, memory=None
+        )
         screen.note(evil)
     print_metrics(metrics(per_class=[ClassMetrics(name=evil, ap=0.1, ap50=0.1, boxes=1)]), file)
     text = file.getvalue()
@@ -143,7 +145,7 @@ def test_moving_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     file, screen = moving(monkeypatch)
     assert screen.is_live
     with screen:
-        screen.progress(window(), done=0.5, total_steps=2400, eta_s=8.0, memory=(2**30, 2**34))
+        screen.progress(window(), fraction_done=0.5, total_steps=2400, eta_s=8.0, memory=(2**30, 2**34))
         lines = [line.rstrip() for line in visible(file.getvalue()).splitlines()]
         assert lines == [
             "step 1,200/2,400  ━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━  50 %  ETA 8 s",
@@ -161,7 +163,7 @@ def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.Monke
 
     def run() -> None:
         with screen:
-            screen.progress(window(), done=0.5, total_steps=2400, eta_s=8.0, memory=None)
+            screen.progress(window(), fraction_done=0.5, total_steps=2400, eta_s=8.0, memory=None)
             assert "\x1b[?25h" not in file.getvalue()
             raise ZeroDivisionError
 
@@ -182,7 +184,7 @@ def test_no_color_takes_the_colours_away(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     file, screen = moving(monkeypatch, TERM="dumb")
     with screen:
-        screen.progress(window(), done=0.5, total_steps=2400, eta_s=8.0, memory=None)
+        screen.progress(window(), fraction_done=0.5, total_steps=2400, eta_s=8.0, memory=None)
     assert not screen.is_live
     assert "\x1b" not in file.getvalue()
     assert file.getvalue().startswith("step 1,200/2,400 (50 %)")
@@ -190,7 +192,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_file_is_not_a_terminal(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
-        assert not can_move(file)
+        assert not supports_cursor(file)
 
 
 def test_settings_that_a_person_set_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_after_a_training_whose_reader_has_left_printing_goes_on() -> None:
         with Screen(file) as screen:
             os.close(reads)
             screen.note("nobody reads this")
-        assert isinstance(screen.lost, BrokenPipeError)
+        assert isinstance(screen.last_error, BrokenPipeError)
         print("nor this, which raises nothing", file=file, flush=True)
 
 
@@ -281,9 +283,9 @@ tram     n/a    n/a      0
     (fmt.number(999.7), "1,000"), (fmt.number(12345.6), "12,346"), (fmt.number(float("nan")), "nan"),
     (fmt.number(float("inf")), "inf"), (fmt.number(1.5e-7), "1.5e-07"),
     (fmt.count(None), "n/a"), (fmt.count(118287), "118,287"), (fmt.metric(0.8314), "0.831"), (fmt.metric(None), "n/a"),
-    (fmt.share(None), "n/a"), (fmt.share(0), "0 %"), (fmt.share(1e-6), "<0.01 %"), (fmt.share(0.0004), "0.04 %"),
-    (fmt.share(0.042), "4.2 %"), (fmt.share(0.0996), "10 %"), (fmt.share(0.614), "61 %"),
-    (fmt.share(0.9997), "99.9 %"), (fmt.share(1), "100 %"),
+    (fmt.percentage(None), "n/a"), (fmt.percentage(0), "0 %"), (fmt.percentage(1e-6), "<0.01 %"), (fmt.percentage(0.0004), "0.04 %"),
+    (fmt.percentage(0.042), "4.2 %"), (fmt.percentage(0.0996), "10 %"), (fmt.percentage(0.614), "61 %"),
+    (fmt.percentage(0.9997), "99.9 %"), (fmt.percentage(1), "100 %"),
     (fmt.duration(None), "n/a"), (fmt.duration(0), "0 s"), (fmt.duration(0.00002), "<0.001 s"),
     (fmt.duration(0.254), "0.25 s"), (fmt.duration(8.12), "8.1 s"), (fmt.duration(9.97), "10 s"),
     (fmt.duration(59.6), "1 min 00 s"), (fmt.duration(185), "3 min 05 s"), (fmt.duration(3599.7), "1 h 00 min"),
@@ -291,8 +293,8 @@ tram     n/a    n/a      0
     (fmt.size(None), "n/a"), (fmt.size(512), "512 B"), (fmt.size(1536), "1.5 KiB"), (fmt.size(2**20 - 1), "1.0 MiB"),
     (fmt.size(10.2 * 2**30), "10.2 GiB"), (fmt.size(5 * 2**40), "5.0 TiB"),
     (fmt.memory(2**29, 2**30), "0.5 of 1.0 GiB"), (fmt.memory(2**20, 2**29), "1.0 of 512.0 MiB"),
-    (fmt.money(None), "n/a"), (fmt.money(0), "0.00"), (fmt.money(0.0042), "0.0042"), (fmt.money(1234.5), "1,234.50"),
-    (fmt.money(7.3e-6), "<0.0001"), (fmt.money(0.0001), "0.0001"),
+    (fmt.cost(None), "n/a"), (fmt.cost(0), "0.00"), (fmt.cost(0.0042), "0.0042"), (fmt.cost(1234.5), "1,234.50"),
+    (fmt.cost(7.3e-6), "<0.0001"), (fmt.cost(0.0001), "0.0001"),
     (fmt.plural(1, "step"), "1 step"), (fmt.plural(2000, "step"), "2,000 steps"),
     (fmt.plural(3, "box", "boxes"), "3 boxes"),
 ])  # fmt: skip

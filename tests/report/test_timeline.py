@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.report.html import write_report
-from stoker.report.series import Series, Shares
-from stoker.report.timeline import Mark, marks, worst_stretch
+from stoker.report.series import FractionSeries, Series
+from stoker.report.timeline import TimelineMark, collect_marks, worst_stretch
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder
 from stoker.runs.schemas import (
     DeviceSample,
@@ -22,26 +22,28 @@ from stoker.runs.schemas import (
 from tests import browser
 
 
-def shares(*input_wait: float) -> Shares:
+def shares(*input_wait: float) -> FractionSeries:
     parts = {"input_wait": list(input_wait), "compute": [1 - share for share in input_wait]}
-    return Shares(x=[10.0 * n for n in range(len(input_wait))], width=10.0, parts=parts)
+    return FractionSeries(x=[10.0 * n for n in range(len(input_wait))], width=10.0, fractions=parts)
 
 
 def finding(*places: str) -> Finding:
-    evidence = [Evidence(text=f"seen in {place}", place=place) for place in places]
+    evidence = [Evidence(text=f"seen in {place}", source=place) for place in places]
     return Finding(cause="input_bound", severity="warning", title="x", evidence=evidence)
 
 
-def spans(place: str, *, events: tuple[Event, ...] = (), phases: Shares | None = None, **curves: Series) -> list[Mark]:
+def spans(
+    place: str, *, events: tuple[Event, ...] = (), phases: FractionSeries | None = None, **curves: Series
+) -> list[TimelineMark]:
     machine = {name.replace("__", "/"): series for name, series in curves.items()}
-    found = marks([finding(place)], list(events), phases or shares(), machine, 1000.0)
+    found = collect_marks([finding(place)], list(events), phases or shares(), machine, 1000.0)
     return [mark for mark in found if mark.kind == "finding"]
 
 
 def test_a_phase_is_marked_where_it_took_most() -> None:
     (mark,) = spans("steps.jsonl: phases.input_wait", phases=shares(0.1, 0.5, 0.1, 0.1, 0.6, 0.7, 0.1))
-    assert (mark.from_s, mark.to_s, mark.number) == (40.0, 60.0, 1)
-    assert spans("steps.jsonl: input.fetch", phases=shares(0.0, 0.2, 0.0))[0].from_s == 10.0
+    assert (mark.start_s, mark.end_s, mark.finding_number) == (40.0, 60.0, 1)
+    assert spans("steps.jsonl: input.fetch", phases=shares(0.0, 0.2, 0.0))[0].start_s == 10.0
     assert spans("steps.jsonl: phases.comm", phases=shares(0.1)) == []
 
 
@@ -60,21 +62,21 @@ def test_a_stretch_lies_inside_the_run_and_holds_the_worst_bar_or_more(values: l
 
 
 def test_a_gap_between_attempts_ends_a_stretch() -> None:
-    phases = Shares(x=[0.0, 10.0, 500.0], width=10.0, parts={"input_wait": [0.5, 0.5, 0.5]})
+    phases = FractionSeries(x=[0.0, 10.0, 500.0], width=10.0, fractions={"input_wait": [0.5, 0.5, 0.5]})
     assert worst_stretch(phases, "input_wait") == (0.0, 20.0)
 
 
 def test_events_and_extremes_of_counters_are_moments() -> None:
     spike = Event(t=1030.0, attempt=1, kind="loss_spike", text="jump")
-    assert [mark.from_s for mark in spans("events.jsonl: loss_spike", events=(spike, spike))] == [30.0]
-    assert [mark.from_s for mark in spans("events.jsonl:1", events=(spike,))] == [30.0]
+    assert [mark.start_s for mark in spans("events.jsonl: loss_spike", events=(spike, spike))] == [30.0]
+    assert [mark.start_s for mark in spans("events.jsonl:1", events=(spike,))] == [30.0]
     assert spans("events.jsonl:7", events=(spike,)) == []
     memory = Series(x=[1.0, 2.0, 3.0], mean=[1, 2, 1], low=[1, 1, 1], high=[1, 9, 2])
-    assert [m.from_s for m in spans("devices.jsonl: memory_used_bytes, memory_limit_bytes", memory__used=memory)] == [
+    assert [m.start_s for m in spans("devices.jsonl: memory_used_bytes, memory_limit_bytes", memory__used=memory)] == [
         2.0
     ]
     busy = Series(x=[1.0, 2.0], mean=[1, 0.5], low=[0.9, 0.1], high=[1, 1])
-    assert [m.from_s for m in spans("devices.jsonl: gpus.utilisation", **{"gpu 0__utilisation": busy})] == [2.0]
+    assert [m.start_s for m in spans("devices.jsonl: gpus.utilisation", **{"gpu 0__utilisation": busy})] == [2.0]
     assert spans("quarantine.jsonl") == []
 
 
@@ -89,8 +91,10 @@ def run(tmp_path: Path) -> Path:
         phases = {"compute": 1 - waits, "input_wait": waits}
         told = {"attempt": 1, "step": n, "steps": 1, "pictures": 8, "wall_s": 1.0, "devices": 1, "phases": phases}
         folder.append(STEPS, StepWindow(t=start_t + n + 1, **told))
-        gpu = GpuSample(index=0, utilisation=1 - waits, sm_active=0.5)
-        folder.append(DEVICES, DeviceSample(t=start_t + n + 1, attempt=1, gpus=[gpu], cpu=[0.5, 0.7], psi_io=0.1))
+        gpu = GpuSample(index=0, utilization=1 - waits, sm_active=0.5)
+        folder.append(
+            DEVICES, DeviceSample(t=start_t + n + 1, attempt=1, gpus=[gpu], cpu_core_utilization=[0.5, 0.7], psi_io=0.1)
+        )
     folder.event("finished")
     folder.close()
     return folder.path

@@ -10,11 +10,11 @@ import pytest
 from stoker.diagnosis.rules import diagnose
 from stoker.errors import UsageError
 from stoker.report import format as fmt
-from stoker.report.console import print_parts
-from stoker.report.explain import MEANINGS, STAGES, Why, gather, why_as_dict
-from stoker.report.explain_terminal import PROBE_WORDS, finding_lines, print_why
+from stoker.report.console import print_renderables
+from stoker.report.explain import PHASE_MEANINGS, STAGE_MEANINGS, RunExplanation, explain_run, explanation_as_dict
+from stoker.report.explain_terminal import PROBE_LABELS, finding_lines, print_explanation
 from stoker.report.run_report import collect
-from stoker.report.runs_summary import survey
+from stoker.report.runs_summary import summarize_runs
 from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
@@ -27,7 +27,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
 
-STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, steps=1, pictures=4, wall_s=10.0, devices=1,
+STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, window_steps=1, num_images=4, wall_s=10.0, devices=1,
                                       phases={"compute": 8.0, "idle": 2.0})) + b"\n"  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
         folder.event("started" if attempt == 1 else "resumed")
         step += 100 if attempt == 1 else 90
         phases = {"compute": 1500.0, "input_wait": 440.0, "startup": 50.0, "recovery": 10.0}
-        folder.append(STEPS, StepWindow(t=1.0, attempt=attempt, step=step, steps=100, pictures=16000, wall_s=1000.0,
+        folder.append(STEPS, StepWindow(t=1.0, attempt=attempt, step=step, window_steps=100, num_images=16000, wall_s=1000.0,
                                         devices=2, phases=phases))  # fmt: skip
         folder.close()
     if end is not None:
@@ -51,26 +51,26 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
 
 
 def shown(run: Path, price: float | None = None) -> str:
-    return text_of(gather(run, price))
+    return text_of(explain_run(run, price))
 
 
-def text_of(why: Why) -> str:
+def text_of(why: RunExplanation) -> str:
     file = io.StringIO()
-    print_why(why, file)
+    print_explanation(why, file)
     return file.getvalue()
 
 
 def finding(number: int = 1) -> Finding:
     """One whose words no catalogue changes."""
     return Finding(cause=f"cause_{number}", severity="critical", title=f"Cause {number}", lost_device_s=880.0,
-                   evidence=[Evidence(text="a number", value=1.0, place="steps.jsonl: phases")], fix="do it",
-                   command="--cache disk", confidence=0.8, verified="10 → 16 img/s")  # fmt: skip
+                   evidence=[Evidence(text="a number", value=1.0, source="steps.jsonl: phases")], fix="do it",
+                   command="--cache disk", confidence=0.8, probe_result="10 → 16 img/s")  # fmt: skip
 
 
 def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("cars-1"), price=3.6, end="finished", attempts=2)
-    why = msgspec.structs.replace(gather("cars-1"), findings=[finding()])
+    why = msgspec.structs.replace(explain_run("cars-1"), findings=[finding()])
     assert (
         text_of(why)
         == """\
@@ -104,9 +104,9 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
     for _ in range(2):
-        folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, steps=1, pictures=1, wall_s=100.0, devices=1,
+        folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, window_steps=1, num_images=1, wall_s=100.0, devices=1,
                                         phases={"compute": 60.0, "input_wait": 40.0},
-                                        input={"queue": 8.0, "fetch": 32.0}))  # fmt: skip
+                                        input_wait_stages={"queue": 8.0, "fetch": 32.0}))  # fmt: skip
     folder.close()
     lines = shown(tmp_path).splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("input_wait"))
@@ -117,9 +117,9 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
         "queue 16 s 8.0 % for the batch to be handed over",
     ]
     assert table[1].startswith("  fetch")
-    waited = next(row for row in why_as_dict(gather(tmp_path))["phases"] if row["phase"] == "input_wait")
+    waited = next(row for row in explanation_as_dict(explain_run(tmp_path))["phases"] if row["phase"] == "input_wait")
     assert sum(part["device_s"] for part in waited["parts"]) == waited["device_s"]
-    assert set(STAGES) == set(INPUT_STAGES)
+    assert set(STAGE_MEANINGS) == set(INPUT_STAGES)
 
 
 def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
     (tmp_path / "a").mkdir()
     folder = RunFolder(tmp_path / "a", 1)
     folder.event("started", measured=True, price=7.2)
-    folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, steps=1, pictures=0, wall_s=1000.0, devices=2,
+    folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, window_steps=1, num_images=0, wall_s=1000.0, devices=2,
                                     phases={"compute": 1000.0, "input_wait": 1000.0}))  # fmt: skip
     folder.event("finished", "done")
     folder.close()
-    found = gather(tmp_path / "a")
-    assert found.price == 7.2
-    assert survey(tmp_path).money.low == pytest.approx(2000 * 7.2 / 3600)
-    assert [finding.lost_money for finding in found.findings] == [pytest.approx(2.0)]
-    assert [finding.lost_money for finding in diagnose(tmp_path / "a")] == [pytest.approx(2.0)]
+    found = explain_run(tmp_path / "a")
+    assert found.price_per_device_hour == 7.2
+    assert summarize_runs(tmp_path).cost.low == pytest.approx(2000 * 7.2 / 3600)
+    assert [finding.lost_cost for finding in found.findings] == [pytest.approx(2.0)]
+    assert [finding.lost_cost for finding in diagnose(tmp_path / "a")] == [pytest.approx(2.0)]
 
 
 def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
@@ -152,19 +152,19 @@ def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
     assert "state  failed: The picture cannot be decoded." in text
     assert "No time is recorded yet" in text
     assert "  The picture cannot be decoded.  [events.jsonl:2]" in text
-    assert gather(tmp_path).productive_share is None
+    assert explain_run(tmp_path).productive_fraction is None
 
 
 def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
     for end in ("finished", "preempted", "failed"):
-        assert gather(make_run(tmp_path / end, end=end)).state == end
+        assert explain_run(make_run(tmp_path / end, end=end)).state == end
     run = make_run(tmp_path / "dead")
-    assert gather(run).state == "dead"
-    assert gather(run).state_text.endswith(f"; `stoker train --resume {run}` continues it")
+    assert explain_run(run).state == "dead"
+    assert explain_run(run).state_text.endswith(f"; `stoker train --resume {run}` continues it")
     with locked(run) as mine:
         assert mine
-        assert gather(run).state == "live"
-    assert gather(run).state == "dead"
+        assert explain_run(run).state == "live"
+    assert explain_run(run).state == "dead"
 
 
 def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
@@ -172,25 +172,27 @@ def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
     again = RunFolder(run, 2)
     again.event("resumed")
     again.close()
-    assert gather(run).state == "dead"
+    assert explain_run(run).state == "dead"
 
 
 def test_a_run_whose_lock_cannot_be_tried(tmp_path: Path) -> None:
     """As on a read-only copy; a folder in its place fails for root too."""
     run = make_run(tmp_path / "run")
     (run / ".lock").mkdir()
-    assert gather(run).state == "unknown"
+    assert explain_run(run).state == "unknown"
 
 
 def test_asking_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     before = sorted(path.name for path in run.iterdir())
-    gather(run)
+    explain_run(run)
     assert sorted(path.name for path in run.iterdir()) == before
 
 
 def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
-    why = why_as_dict(gather(make_run(tmp_path / "run", end="finished", attempts=2), price=1.0))
+    why = explanation_as_dict(
+        explain_run(make_run(tmp_path / "run", end="finished", attempts=2), price_per_device_hour=1.0)
+    )
     assert json.loads(json.dumps(why)) == why
     assert sum(row["share"] for row in why["phases"]) == pytest.approx(1.0)
     assert sum(row["device_s"] for row in why["phases"]) == pytest.approx(why["device_s"]) == pytest.approx(4000.0)
@@ -202,14 +204,14 @@ def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
 
 
 def test_every_phase_of_the_ledger_has_its_words() -> None:
-    assert set(MEANINGS) == set(PHASES)
+    assert set(PHASE_MEANINGS) == set(PHASES)
 
 
 def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    why = gather(make_run(Path("run"), end="finished"))
+    why = explain_run(make_run(Path("run"), end="finished"))
     for count, said in ((5, None), (6, "1 more: stoker why run --json"), (8, "3 more: stoker why run --json")):
         text = text_of(msgspec.structs.replace(why, findings=[finding(number) for number in range(count)]))
         assert text.count("critical: Cause") == 5
@@ -219,10 +221,10 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
 
 
 def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_wrapped() -> None:
-    long = Evidence(text="what was seen " * 9, place="steps.jsonl: phases")
+    long = Evidence(text="what was seen " * 9, source="steps.jsonl: phases")
     found = msgspec.structs.replace(finding(), evidence=[long], fix="put --cache disk behind it")
     file = io.StringIO()
-    print_parts(finding_lines(found), file, width=80)
+    print_renderables(finding_lines(found), file, width=80)
     title, *below = file.getvalue().splitlines()
     assert title.startswith("critical: Cause 1")
     assert len(below) > 4
@@ -238,28 +240,28 @@ def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch
     text = shown(run)
     assert "price  0.53 USD per device-hour: list price of g4dn.xlarge, AWS us-east-1, on demand, as of 20" in text
     assert " lost, cost 0.064)" in text
-    assert gather(run).price == 0.526
+    assert explain_run(run).price_per_device_hour == 0.526
     (run / ENVIRONMENT).write_text(json.dumps({**told, "machine_type": None}))
-    ranged = gather(run)
-    assert ranged.price == 0
-    assert ranged.rate is not None
-    low, high = (440 * price / 3600 for price in (ranged.rate.low, ranged.rate.high))
-    assert f" lost, cost {fmt.money(low)}–{fmt.money(high)})" in shown(run)
+    ranged = explain_run(run)
+    assert ranged.price_per_device_hour == 0
+    assert ranged.price_range is not None
+    low, high = (440 * price / 3600 for price in (ranged.price_range.low, ranged.price_range.high))
+    assert f" lost, cost {fmt.cost(low)}–{fmt.cost(high)})" in shown(run)
     assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
     assert "price  " not in shown(run, price=5.0)
     (run / CONFIG).write_text("[run]\nprice = 1.5\n")
-    assert gather(run).price == 1.5
+    assert explain_run(run).price_per_device_hour == 1.5
 
 
 def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", end="finished")
     folder = RunFolder(run, 1)
     numbers = {"before_img_per_s": 10.0, "after_img_per_s": 18.0, "ratio": 1.8, "ratio_low": 1.7, "ratio_high": 1.9}
-    folder.append(PROBES, Probe(t=1.0, attempt=1, what="cached_batch", steps=40, automatic=True, **numbers))
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="cached_batch", steps=40, automatic=True, **numbers))
     noisy = {**numbers, "ratio": 1.1, "ratio_low": 0.8}
-    folder.append(PROBES, Probe(t=1.0, attempt=1, what="more_threads", steps=1, **noisy))
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="more_threads", steps=1, **noisy))
     nothing = dict.fromkeys(numbers, 0.0)
-    folder.append(PROBES, Probe(t=1.0, attempt=1, what="no_exchange", steps=0, reason="one device", **nothing))
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="no_exchange", steps=0, reason="one device", **nothing))
     folder.close()
     lines = shown(run).splitlines()
     at = lines.index("Experiments")
@@ -269,12 +271,12 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
         "more threads 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no exchange of gradients not measured: one device",
     ]
-    assert [one["what"] for one in why_as_dict(gather(run))["probes"]] == [
+    assert [one["what"] for one in explanation_as_dict(explain_run(run))["probes"]] == [
         "cached_batch",
         "more_threads",
         "no_exchange",
     ]
-    assert set(PROBE_WORDS) == set(PROBE_KINDS)
+    assert set(PROBE_LABELS) == set(PROBE_KINDS)
 
 
 HALVES = {
@@ -299,17 +301,17 @@ HALVES = {
 def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
     for name, content in HALVES[what].items():
         (tmp_path / name).write_bytes(content)
-    found = gather(tmp_path)
+    found = explain_run(tmp_path)
     text = text_of(found)
     assert found.state in ("dead", "unknown")
     assert ("No time is recorded yet" in text) == (b"wall_s" not in HALVES[what].get("steps.jsonl", b""))
-    assert json.loads(json.dumps(why_as_dict(found)))
-    assert collect(tmp_path).why.state == found.state
+    assert json.loads(json.dumps(explanation_as_dict(found)))
+    assert collect(tmp_path).explanation.state == found.state
 
 
 def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run"):
-        gather(tmp_path / "nothing")
+        explain_run(tmp_path / "nothing")
 
 
 def test_names_in_records_cannot_steer_the_terminal(tmp_path: Path) -> None:
@@ -318,4 +320,4 @@ def test_names_in_records_cannot_steer_the_terminal(tmp_path: Path) -> None:
     folder.event("failed", "\x1b[2Jgone")
     folder.close()
     assert "\x1b" not in shown(run)
-    assert msgspec.json.encode(gather(run))
+    assert msgspec.json.encode(explain_run(run))

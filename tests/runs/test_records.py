@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stoker.runs import records, schemas
 from stoker.errors import UsageError
-from stoker.storage.local_files import write_whole
+from stoker.storage.local_files import write_atomic
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
     EVENTS,
@@ -157,7 +157,7 @@ def test_a_line_of_another_schema_is_an_error_that_names_it(tmp_path: Path) -> N
     (tmp_path / STEPS).write_text('{"t": 1}\n')
     with pytest.raises(UsageError) as caught:
         list(read_lines(tmp_path, STEPS, StepWindow))
-    assert str(caught.value.place).endswith("steps.jsonl:1")
+    assert str(caught.value.location).endswith("steps.jsonl:1")
     assert "attempt" in str(caught.value)
 
 
@@ -250,9 +250,9 @@ def test_a_file_is_old_or_new_after_a_kill(tmp_path: Path, after: int) -> None:
 def test_a_file_is_replaced_not_overwritten(tmp_path: Path) -> None:
     """Whoever has the old file open reads it to its end."""
     target = tmp_path / "findings.json"
-    write_whole(target, b"old")
+    write_atomic(target, b"old")
     with target.open("rb") as reader:
-        write_whole(target, b"new")
+        write_atomic(target, b"new")
         assert reader.read() == b"old"
     assert target.read_bytes() == b"new"
 
@@ -260,13 +260,13 @@ def test_a_file_is_replaced_not_overwritten(tmp_path: Path) -> None:
 @linux
 def test_a_file_stays_the_old_one_on_a_full_disk(tmp_path: Path) -> None:
     target = tmp_path / "config.toml"
-    write_whole(target, b"old")
+    write_atomic(target, b"old")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(OSError) as caught:  # noqa: PT011 (the number says which)
-            write_whole(target, b"new" * 1000)
+            write_atomic(target, b"new" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         signal.signal(signal.SIGXFSZ, before)

@@ -18,7 +18,7 @@ def line(end_s: float, wall_s: float = 1.0, *, attempt: int = 1, devices: int = 
          **phases: float) -> StepWindow:  # fmt: skip
     """Times in device-seconds; what is left of the window is `compute`."""
     rest = {"compute": wall_s * devices - sum(phases.values())}
-    return StepWindow(t=T0 + end_s, attempt=attempt, step=step or int(end_s) * 2, steps=steps, pictures=steps * 8,
+    return StepWindow(t=T0 + end_s, attempt=attempt, step=step or int(end_s) * 2, window_steps=steps, num_images=steps * 8,
                       wall_s=wall_s, devices=devices, phases=phases | rest)  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.storage.uri import Address, expand, is_address, parse
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 names = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs", "Cc"]), min_size=1).filter(
     lambda name: name not in (".", "..")
@@ -17,29 +17,29 @@ buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,20}", fullmatch=True)
 
 @given(st.sampled_from(["gs", "s3", "https", "http"]), buckets, st.lists(names, max_size=4))
 def test_an_address_survives_its_text(scheme: str, bucket: str, parts: list[str]) -> None:
-    address = Address(scheme, bucket, "/".join(parts))
-    assert is_address(str(address))
-    assert parse(str(address)) == address
+    address = StorageUri(scheme, bucket, "/".join(parts))
+    assert is_uri(str(address))
+    assert parse_uri(str(address)) == address
     assert address.child("x").parent == address
     assert address.child("x").name == "x"
     assert address.name == (parts[-1] if parts else bucket)
 
 
 def test_a_slash_at_the_end_is_dropped() -> None:
-    assert parse("s3://b/data/") == Address("s3", "b", "data")
-    assert parse("gs://b/") == parse("gs://b") == Address("gs", "b", "")
+    assert parse_uri("s3://b/data/") == StorageUri("s3", "b", "data")
+    assert parse_uri("gs://b/") == parse_uri("gs://b") == StorageUri("gs", "b", "")
 
 
 def test_percent_codes_are_of_the_web_only() -> None:
-    assert parse("https://h:8/a%20b").key == "a b"
-    assert parse("s3://b/a%20b").key == "a%20b"
+    assert parse_uri("https://h:8/a%20b").key == "a b"
+    assert parse_uri("s3://b/a%20b").key == "a%20b"
 
 
 @pytest.mark.parametrize("text", ["data", "/data/x", "./a:b", "C:/data", "s3", "x:/y", "~/data"])
 def test_paths_are_no_addresses(text: str) -> None:
-    assert not is_address(text)
+    assert not is_uri(text)
     with pytest.raises(ConfigError, match="It is no address"):
-        parse(text)
+        parse_uri(text)
 
 
 REFUSED = {
@@ -75,27 +75,27 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_refused_says_how_to_write_it(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_uri(text)
     assert str(caught.value) == REFUSED[text]
 
 
 def test_variables_and_the_home_folder_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACE", "s3://bucket")
     monkeypatch.setenv("HOME", "/home/me")
-    assert expand("$PLACE/a/${PLACE}x") == "s3://bucket/a/s3://bucketx"
-    assert expand("~/data") == str(Path("/home/me/data"))
-    assert expand("cost in $ and 5$") == "cost in $ and 5$"
-    assert expand("gs://b/~x") == "gs://b/~x"
+    assert expand_variables("$PLACE/a/${PLACE}x") == "s3://bucket/a/s3://bucketx"
+    assert expand_variables("~/data") == str(Path("/home/me/data"))
+    assert expand_variables("cost in $ and 5$") == "cost in $ and 5$"
+    assert expand_variables("gs://b/~x") == "gs://b/~x"
 
 
 def test_an_unset_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINING_DATA", "/data")
     monkeypatch.setenv("EMPTY_VARIABLE", "")
     with pytest.raises(ConfigError) as caught:
-        expand("$TRAINING_DATTA/x")
+        expand_variables("$TRAINING_DATTA/x")
     assert str(caught.value) == (
         "The environment variable TRAINING_DATTA is not set.\n  where:  $TRAINING_DATTA/x\n"
         "  fix:    Did you mean $TRAINING_DATA? Otherwise: export TRAINING_DATTA=…"
     )
     with pytest.raises(ConfigError, match="EMPTY_VARIABLE is set, but empty"):
-        expand("${EMPTY_VARIABLE}/x")
+        expand_variables("${EMPTY_VARIABLE}/x")

@@ -8,11 +8,11 @@ from threading import Thread
 import pytest
 
 from stoker.errors import Conflict, ObjectMissing, StorageError
-from stoker.storage.credentials import Identity
-from stoker.storage.failures import Failure, explain
-from stoker.storage.retry import Limits
+from stoker.storage.credentials import Credentials
+from stoker.storage.failures import Failure, to_storage_error
+from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.storage.servers import ALONE, KEYS, Server, apply
 
 
@@ -121,7 +121,7 @@ def test_s3(
     with refusing(status, body) as url:
         apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
         with pytest.raises(StorageError) as caught:
-            action(Store(parse("s3://bucket")))
+            action(Store(parse_uri("s3://bucket")))
     assert str(caught.value) == message
     assert caught.value.exit_code == 3
 
@@ -130,7 +130,7 @@ def test_a_redirect_without_a_place_is_asked_for_its_region(monkeypatch: pytest.
     with refusing(301, error("PermanentRedirect"), {"x-amz-bucket-region": "eu-north-1"}) as url:
         apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
         with pytest.raises(StorageError, match="another region") as caught:
-            read(Store(parse("s3://bucket")))
+            read(Store(parse_uri("s3://bucket")))
     assert caught.value.fix == "export AWS_REGION=eu-north-1"
 
 
@@ -138,7 +138,7 @@ def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = google.bucket()
     apply(monkeypatch, place.environment)
     monkeypatch.setattr(google.objects, "denied", {"GET"})
-    store = Store(parse(place.address))
+    store = Store(parse_uri(place.address))
     with pytest.raises(StorageError) as caught:
         read(store)
     assert str(caught.value) == (
@@ -150,19 +150,19 @@ def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     google.objects.denied = set()
     with pytest.raises(StorageError, match=r"no bucket nobodys"):
-        Store(parse("gs://nobodys")).read("x")
+        Store(parse_uri("gs://nobodys")).read("x")
     with pytest.raises(StorageError, match=r"no bucket nobodys"):
-        Store(parse("gs://nobodys")).stat("x")
+        Store(parse_uri("gs://nobodys")).stat("x")
 
 
 def test_google_grants_to_the_account_that_asked() -> None:
     account = "train@project.iam.gserviceaccount.com"
-    told = explain(
+    told = to_storage_error(
         Failure("denied", "403 AccessDenied", "Access denied.", status=403),
-        address=parse("gs://bucket/run/1"),
-        identity=Identity(f"service account {account}", member=f"serviceAccount:{account}"),
+        uri=parse_uri("gs://bucket/run/1"),
+        credentials=Credentials(f"service account {account}", iam_member=f"serviceAccount:{account}"),
         action="write",
-        tried="",
+        attempts_text="",
     )
     assert told.fix == (
         f"gcloud storage buckets add-iam-policy-binding gs://bucket --member=serviceAccount:{account} "
@@ -173,7 +173,7 @@ def test_google_grants_to_the_account_that_asked() -> None:
 def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = s3.bucket()
     apply(monkeypatch, place.environment)
-    store = Store(parse(place.address))
+    store = Store(parse_uri(place.address))
     with pytest.raises(ObjectMissing) as missing:
         read(store)
     assert missing.value.what == "There is no object 1.jpg."
@@ -181,7 +181,7 @@ def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> No
     write(store)
     with pytest.raises(Conflict) as conflict:
         store.write("train/1.jpg", b"y", if_absent=True)
-    assert conflict.value.place == f"{place.address}/train/1.jpg"
+    assert conflict.value.location == f"{place.address}/train/1.jpg"
     with pytest.raises(StorageError) as short:
         store.read("train/1.jpg", start=0, length=5)
     assert "it has 1 bytes, those from 0 to 5 were asked for" in str(short.value)
@@ -191,6 +191,6 @@ def test_an_endpoint_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPa
     with refusing(200, "") as url:
         pass  # nobody listens there now
     apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
-    store = Store(parse("s3://bucket"), limits=Limits(total_s=6.0))
+    store = Store(parse_uri("s3://bucket"), timeouts=Timeouts(total_s=6.0))
     with pytest.raises(StorageError, match=r"tried \d+ times in [01] s: \d+ × no connection"):
         read(store)

@@ -16,9 +16,9 @@ import pytest
 from stoker.errors import ObjectMissing, StorageError
 from stoker.storage import concurrency
 from stoker.storage.fetcher import Fetcher
-from stoker.storage.retry import Limits
+from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.storage.proxy import Fault
 from tests.storage.servers import Conditions, Place, Server, apply
 
@@ -30,15 +30,15 @@ DATA = {f"k{number}": random.Random(number).randbytes(SIZE) for number in range(
 def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place = google.bucket()
     for key, data in DATA.items():
-        google.objects.put(parse(place.address).bucket, key, data)
-    google.objects.put(parse(place.address).bucket, "empty", b"")
+        google.objects.put(parse_uri(place.address).bucket, key, data)
+    google.objects.put(parse_uri(place.address).bucket, "empty", b"")
     apply(monkeypatch, place.environment)
     return place
 
 
 @pytest.fixture
 def store(place: Place) -> Store:
-    return Store(parse(place.address))
+    return Store(parse_uri(place.address))
 
 
 def test_reads_come_whole_and_in_part(store: Store) -> None:
@@ -53,7 +53,7 @@ def test_reads_come_whole_and_in_part(store: Store) -> None:
         assert rest.result() == DATA["k0"][-2:]
         assert fetcher.submit(store, "empty").result() == b""
         stats = fetcher.stats()
-        assert (stats.finished, stats.failed, stats.under_way, stats.waiting) == (3 * COUNT + 2, 0, 0, 0)
+        assert (stats.finished, stats.failed, stats.under_way, stats.queued) == (3 * COUNT + 2, 0, 0, 0)
         assert stats.read_bytes == COUNT * (2 * SIZE + 7) + 2
 
 
@@ -61,7 +61,7 @@ def test_a_web_server_without_ranges_is_read_whole(web: Server, monkeypatch: pyt
     place = web.bucket()
     web.objects.put("", "k", b"whole")
     monkeypatch.setattr("tests.storage.object_server._RANGE", __import__("re").compile("no range"))
-    store = Store(parse(place.address))
+    store = Store(parse_uri(place.address))
     with Fetcher() as fetcher:
         assert [fetcher.submit(store, "k").result() for _ in range(2)] == [b"whole", b"whole"]
 
@@ -79,40 +79,40 @@ def test_every_fault_is_mended(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     faults: dict[Fault, float] = {"503": 0.05, "429": 0.05, "reset": 0.05, "truncate": 0.05}
     with place.through(Conditions(faults=faults, seed=3)) as (worse, proxy), Fetcher() as fetcher:
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address))
+        store = Store(parse_uri(place.address))
         futures = {(key, n): fetcher.submit(store, key) for n in range(3) for key in DATA}
         assert {key: future.result() for key, future in futures.items()} == {
             (key, n): data for n in range(3) for key, data in DATA.items()
         }
         assert {seen.fault for seen in proxy.seen} == {None, *faults}
-        assert store.counts.retries > 0
+        assert store.counters.retries > 0
 
 
 def test_no_more_are_under_way_than_may_be(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with place.through(Conditions(latency_s=0.01)) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address))
-        with Fetcher(limit=5, hedge=False) as fetcher:
+        store = Store(parse_uri(place.address))
+        with Fetcher(max_in_flight=5, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
             assert fetcher.stats().most_under_way == 5
         assert proxy.most_under_way <= 5
-        with Fetcher(limit=50, budget_bytes=3 * SIZE, hedge=False) as fetcher:
+        with Fetcher(max_in_flight=50, budget_bytes=3 * SIZE, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key, length=SIZE) for key in DATA]:
                 future.result()
             assert fetcher.stats().most_under_way == 3
-            assert fetcher.ahead == 3
+            assert fetcher.target_in_flight == 3
         with Fetcher(budget_bytes=1) as fetcher:  # larger than all of it, and read all the same
             assert fetcher.submit(store, "k0", length=SIZE).result() == DATA["k0"]
 
 
 def test_a_late_answer_is_overtaken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request hangs for good; without a second one nothing would come before the timeout, a minute on."""
-    hang_after = concurrency.HEDGE_FROM + 8
+    hang_after = concurrency.HEDGE_MIN_SAMPLES + 8
     plan = Conditions(plan=lambda number, *_: "hang" if number == hang_after else None)
-    with place.through(plan) as (worse, proxy), Fetcher(limit=4) as fetcher:
+    with place.through(plan) as (worse, proxy), Fetcher(max_in_flight=4) as fetcher:
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address), limits=Limits(total_s=480.0))
+        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=480.0))
         for key in DATA:
             fetcher.submit(store, key).result()
         assert len(proxy.seen) == hang_after
@@ -133,7 +133,7 @@ def test_without_hedging_nothing_is_asked_twice(place: Place, monkeypatch: pytes
     slow: dict[Fault, float] = {"slow": 0.1}
     with place.through(Conditions(faults=slow, slow_s=0.1)) as (worse, proxy), Fetcher(hedge=False) as fetcher:
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address))
+        store = Store(parse_uri(place.address))
         for future in [fetcher.submit(store, key) for _ in range(2) for key in DATA]:
             future.result()
         assert len(proxy.seen) == 2 * COUNT
@@ -142,8 +142,8 @@ def test_without_hedging_nothing_is_asked_twice(place: Place, monkeypatch: pytes
 def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with place.through(Conditions(plan=lambda *_: "hang")) as (worse, _):
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address))
-        fetcher = Fetcher(limit=4)
+        store = Store(parse_uri(place.address))
+        fetcher = Fetcher(max_in_flight=4)
         futures = [fetcher.submit(store, key) for key in DATA]
         assert futures[-1].cancel()
         fetcher.close()
@@ -152,7 +152,7 @@ def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pyt
                 future.result()
         with pytest.raises(StorageError, match="its fetcher is closed"):
             fetcher.submit(store, "k0")
-        fetcher.note(1.0, True)
+        fetcher.report_demand(1.0, True)
         fetcher.close()
 
 
@@ -187,7 +187,7 @@ def test_a_forgotten_fetcher_ends_its_thread(store: Store) -> None:
 
 def test_sixteen_threads_submit_at_once(store: Store) -> None:
     wrong: list[str] = []
-    with Fetcher(limit=8) as fetcher:
+    with Fetcher(max_in_flight=8) as fetcher:
 
         def read() -> None:
             futures = {key: fetcher.submit(store, key) for key in DATA}
@@ -203,14 +203,14 @@ def test_sixteen_threads_submit_at_once(store: Store) -> None:
 
 
 def test_it_grows_while_it_is_waited_for(store: Store) -> None:
-    with Fetcher(limit=64) as fetcher:
-        before = fetcher.ahead
+    with Fetcher(max_in_flight=64) as fetcher:
+        before = fetcher.target_in_flight
         for _ in range(3):
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
-            fetcher.note(1e9, True)  # a demand that no depth meets
+            fetcher.report_demand(1e9, True)  # a demand that no depth meets
         fetcher.submit(store, "k0").result()  # the notes before it have been taken
-        assert before < fetcher.ahead <= 64
+        assert before < fetcher.target_in_flight <= 64
 
 
 def _submit_in_a_fork(fetcher: Fetcher, store: Store, said: "multiprocessing.SimpleQueue[str]") -> None:

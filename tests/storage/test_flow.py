@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.storage import concurrency
-from stoker.storage.concurrency import Depth, Tail
+from stoker.storage.concurrency import ConcurrencyController, HedgingPolicy
 
 
 @given(
@@ -15,75 +15,77 @@ from stoker.storage.concurrency import Depth, Tail
     st.lists(st.tuples(st.floats(0, 1e5), st.booleans(), st.floats(1e-4, 10), st.integers(0, 10**7)), max_size=200),
 )
 def test_depth_stays_within_its_bounds(limit: int, notes: list[tuple[float, bool, float, int]]) -> None:
-    depth, now_s = Depth(limit), 0.0
+    depth, now_s = ConcurrencyController(limit), 0.0
     for demand, starved, latency_s, size in notes:
         for _ in range(depth.value):
-            depth.finished(latency_s, size)
+            depth.record_response(latency_s, size)
         now_s += latency_s
-        depth.note(demand, starved, now_s)
+        depth.update(demand, starved, now_s)
         assert 1 <= depth.value <= limit
 
 
-def run(depth: Depth, *, latency_s: float, link_per_s: float, demand_per_s: float, rounds: int) -> float:
+def run(
+    depth: ConcurrencyController, *, latency_s: float, link_per_s: float, demand_per_s: float, rounds: int
+) -> float:
     """A store of that latency behind a link of that many objects a second: the throughput in the last round."""
     now_s, rate = 0.0, 0.0
     for _ in range(rounds):
         took_s = max(latency_s, depth.value / link_per_s)
         rate = depth.value / took_s
         for _ in range(depth.value):
-            depth.finished(took_s, 1000)
+            depth.record_response(took_s, 1000)
         now_s += took_s
-        depth.note(demand_per_s, rate < demand_per_s, now_s)
+        depth.update(demand_per_s, rate < demand_per_s, now_s)
     return rate
 
 
 @given(st.floats(0.002, 0.5), st.floats(20, 500))
 def test_little_is_met_where_the_store_can(latency_s: float, demand_per_s: float) -> None:
-    depth = Depth(1024)
+    depth = ConcurrencyController(1024)
     assert run(depth, latency_s=latency_s, link_per_s=1e9, demand_per_s=demand_per_s, rounds=40) >= demand_per_s * 0.99
 
 
 @given(st.floats(0.005, 0.1), st.floats(200, 2000))
 def test_a_link_that_is_the_limit_is_filled_and_not_flooded(latency_s: float, link_per_s: float) -> None:
     """A demand beyond the link: what is under way stays near what fills it."""
-    depth = Depth(4096)
+    depth = ConcurrencyController(4096)
     demand = link_per_s * 1.2
     assert run(depth, latency_s=latency_s, link_per_s=link_per_s, demand_per_s=demand, rounds=200) >= 0.95 * link_per_s
-    kept = depth.value if depth._before is None else depth._before[0]  # the other is a trial, of one round
+    kept = depth.value if depth._before_trial is None else depth._before_trial[0]  # the other is a trial, of one round
     fills = math.ceil(latency_s * demand * concurrency.HEADROOM)
-    assert kept <= max(concurrency.FIRST, fills) * concurrency.GROWTH
+    assert kept <= max(concurrency.INITIAL_CONCURRENCY, fills) * concurrency.GROWTH_FACTOR
 
 
 def test_it_shrinks_when_nobody_waits_and_not_at_once() -> None:
-    depth = Depth(256)
+    depth = ConcurrencyController(256)
     depth.value = 200
-    depth.finished(0.02, 1000)
+    depth.record_response(0.02, 1000)
     for number in range(concurrency.PATIENCE - 1):
-        depth.note(100.0, False, float(number))
+        depth.update(100.0, False, float(number))
     assert depth.value == 200
     for number in range(400):
-        depth.note(100.0, False, float(number))
-    assert depth.value == concurrency.LEAST
+        depth.update(100.0, False, float(number))
+    assert depth.value == concurrency.MIN_CONCURRENCY
 
 
 @given(st.integers(1, 4000))
 def test_second_requests_are_a_small_share(requests: int) -> None:
-    tail, second = Tail(), 0
+    tail, second = HedgingPolicy(), 0
     for _ in range(requests):
-        tail.begun()
-        second += tail.spend()
-    assert second <= 1 + concurrency.HEDGE_SHARE * requests
+        tail.record_request()
+        second += tail.try_spend()
+    assert second <= 1 + concurrency.HEDGE_FRACTION * requests
 
 
 def test_the_delay_is_of_requests_of_like_size() -> None:
-    tail, lots = Tail(), random.Random(0)
-    assert tail.delay_s(100_000) is None
+    tail, lots = HedgingPolicy(), random.Random(0)
+    assert tail.hedge_delay_s(100_000) is None
     for _ in range(200):
-        tail.finished(lots.uniform(0.02, 0.04), 100_000)
-        tail.finished(lots.uniform(1.0, 2.0), 10_000_000)
-    small, large = tail.delay_s(100_000), tail.delay_s(10_000_000)
+        tail.record_response(lots.uniform(0.02, 0.04), 100_000)
+        tail.record_response(lots.uniform(1.0, 2.0), 10_000_000)
+    small, large = tail.hedge_delay_s(100_000), tail.hedge_delay_s(10_000_000)
     assert small is not None
     assert large is not None
     assert 0.03 * concurrency.HEDGE_FACTOR < small < 0.04 * concurrency.HEDGE_FACTOR
     assert 1.5 * concurrency.HEDGE_FACTOR < large < 2.0 * concurrency.HEDGE_FACTOR
-    assert tail.delay_s(100) is None
+    assert tail.hedge_delay_s(100) is None

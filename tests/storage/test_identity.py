@@ -6,17 +6,23 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import StorageError
-from stoker.storage.credentials import identify
+from stoker.storage.credentials import find_credentials
 from stoker.storage.store import Store
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from tests.storage.servers import Server, apply
 
 
 def test_nobody() -> None:
-    assert identify("s3").text == "anonymous (no AWS credentials in the environment, in ~/.aws or of an instance)"
-    assert identify("gs").text == "anonymous (no Google credentials in the environment, of gcloud or of an instance)"
-    assert identify("https").anonymous
-    assert identify("s3").options == identify("gs").options == {"skip_signature": True}
+    assert (
+        find_credentials("s3").description
+        == "anonymous (no AWS credentials in the environment, in ~/.aws or of an instance)"
+    )
+    assert (
+        find_credentials("gs").description
+        == "anonymous (no Google credentials in the environment, of gcloud or of an instance)"
+    )
+    assert find_credentials("https").anonymous
+    assert find_credentials("s3").options == find_credentials("gs").options == {"skip_signature": True}
 
 
 def test_keys_of_the_environment_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,17 +32,17 @@ def test_keys_of_the_environment_come_first(tmp_path: Path, monkeypatch: pytest.
     config.write_text("[default]\nregion = eu-west-1\n[profile sso]\nsso_session = x\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    found = identify("s3")
-    assert found.text == "access key AKIA…1234 (profile default of ~/.aws)"
+    found = find_credentials("s3")
+    assert found.description == "access key AKIA…1234 (profile default of ~/.aws)"
     assert found.options["region"] == "eu-west-1"
     assert found.options["credential_provider"]()["secret_access_key"] == "s"
     monkeypatch.setenv("AWS_REGION", "us-east-2")
-    assert "region" not in identify("s3").options
+    assert "region" not in find_credentials("s3").options
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    assert identify("s3").text == "access key AKIA…MPLE (AWS_ACCESS_KEY_ID)"
+    assert find_credentials("s3").description == "access key AKIA…MPLE (AWS_ACCESS_KEY_ID)"
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    assert identify("s3").text == "anonymous (AWS_SKIP_SIGNATURE)"
+    assert find_credentials("s3").description == "anonymous (AWS_SKIP_SIGNATURE)"
 
 
 def test_keys_of_a_file_sign(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +53,8 @@ def test_keys_of_a_file_sign(s3: Server, tmp_path: Path, monkeypatch: pytest.Mon
         n: v for n, v in place.environment.items() if n not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     }
     apply(monkeypatch, {**environment, "AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_PROFILE": "mine"})
-    store = Store(parse(place.address))
-    assert store.identity.text == "access key AKIA…1234 (profile mine of ~/.aws)"
+    store = Store(parse_uri(place.address))
+    assert store.credentials.description == "access key AKIA…1234 (profile mine of ~/.aws)"
     store.write("k", b"signed")
     assert store.read("k") == b"signed"
 
@@ -56,7 +62,7 @@ def test_keys_of_a_file_sign(s3: Server, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_profile_that_boto3_cannot_use_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "absent")
     with pytest.raises(StorageError, match="profile absent cannot be used") as caught:
-        identify("s3")
+        find_credentials("s3")
     assert "aws sso login --profile absent" in (caught.value.fix or "")
 
 
@@ -64,18 +70,18 @@ def test_key_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = tmp_path / "application_default_credentials.json"
     file.write_text(json.dumps({"type": "authorized_user", "account": "me@example.org"}))
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    assert identify("gs").text == "user me@example.org (gcloud auth application-default login)"
+    assert find_credentials("gs").description == "user me@example.org (gcloud auth application-default login)"
     key = tmp_path / "key.json"
     key.write_text(json.dumps({"type": "service_account", "client_email": "a@p.iam.gserviceaccount.com"}))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
-    found = identify("gs")
-    assert found.text == "service account a@p.iam.gserviceaccount.com (GOOGLE_APPLICATION_CREDENTIALS)"
-    assert found.member == "serviceAccount:a@p.iam.gserviceaccount.com"
+    found = find_credentials("gs")
+    assert found.description == "service account a@p.iam.gserviceaccount.com (GOOGLE_APPLICATION_CREDENTIALS)"
+    assert found.iam_member == "serviceAccount:a@p.iam.gserviceaccount.com"
     key.unlink()
     with pytest.raises(StorageError) as caught:
-        identify("gs")
+        find_credentials("gs")
     assert caught.value.what == "The key file that GOOGLE_APPLICATION_CREDENTIALS names cannot be read."
-    assert caught.value.place == str(key)
+    assert caught.value.location == str(key)
 
 
 def test_an_instance_says_who_it_is(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +90,7 @@ def test_an_instance_says_who_it_is(web: Server, monkeypatch: pytest.MonkeyPatch
     web.objects.put("", "computeMetadata/v1/instance/service-accounts/default/email", b"vm@p.iam.gserviceaccount.com")
     monkeypatch.delenv("NO_GCE_CHECK")
     monkeypatch.setenv("GCE_METADATA_HOST", web.url.removeprefix("http://"))
-    assert identify("gs").text == "the instance's service account vm@p.iam.gserviceaccount.com"
+    assert find_credentials("gs").description == "the instance's service account vm@p.iam.gserviceaccount.com"
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", web.url)
-    assert identify("s3").anonymous  # it grants no token: no instance of Amazon's
+    assert find_credentials("s3").anonymous  # it grants no token: no instance of Amazon's

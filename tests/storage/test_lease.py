@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from stoker.errors import Conflict, StorageError, UsageError
-from stoker.storage.lease import Holder, Lease, LeaseLost, acquire
+from stoker.storage.lease import Lease, LeaseHolder, LeaseLost, acquire
 from stoker.storage.store import open_store
-from stoker.storage.uri import Address, parse
+from stoker.storage.uri import StorageUri, parse_uri
 from tests.storage.proxy import Conditions
 from tests.storage.servers import Place, Server, apply
 
@@ -24,38 +24,38 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
 
 
 @pytest.fixture
-def address(place: Place) -> Address:
-    return parse(f"{place.address}/runs/x/lease.json")
+def address(place: Place) -> StorageUri:
+    return parse_uri(f"{place.address}/runs/x/lease.json")
 
 
-def take(address: Address, said: list[str] | None = None) -> Lease:
-    lease = acquire(address, say=(said if said is not None else []).append, check=lambda: None)
+def take(address: StorageUri, said: list[str] | None = None) -> Lease:
+    lease = acquire(address, on_message=(said if said is not None else []).append, check_interrupted=lambda: None)
     assert lease is not None
     return lease
 
 
-def holder(address: Address) -> Holder:
-    return msgspec.json.decode(open_store(address).read(address.key), type=Holder)
+def holder(address: StorageUri) -> LeaseHolder:
+    return msgspec.json.decode(open_store(address).read(address.key), type=LeaseHolder)
 
 
-def put(address: Address, found: Holder) -> None:
+def put(address: StorageUri, found: LeaseHolder) -> None:
     open_store(address).write(address.key, msgspec.json.encode(found))
 
 
-def test_a_second_process_is_refused_until_it_is_given_back(address: Address):
+def test_a_second_process_is_refused_until_it_is_given_back(address: StorageUri):
     first = take(address)
     with pytest.raises(UsageError, match="Another process is training") as caught:
         take(address)
     assert str(holder(address)) in str(caught.value)
-    assert caught.value.place == str(address.parent)
+    assert caught.value.location == str(address.parent)
     first.renew()
     first.release()
     second = take(address)
     with pytest.raises(LeaseLost, match="taken over"):
         first.renew()
     with pytest.raises(LeaseLost):
-        first.require()
-    second.require()
+        first.ensure_held()
+    second.ensure_held()
 
 
 HOLD = """
@@ -68,7 +68,7 @@ sys.stdin.read()
 """
 
 
-def test_a_dead_process_of_this_machine_is_replaced_at_once(address: Address):
+def test_a_dead_process_of_this_machine_is_replaced_at_once(address: StorageUri):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(address)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -84,36 +84,36 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once(address: Address):
     assert said == []
 
 
-def test_a_number_that_is_used_again_is_another_process(address: Address):
+def test_a_number_that_is_used_again_is_another_process(address: StorageUri):
     take(address)
-    put(address, msgspec.structs.replace(holder(address), started=1.0))
+    put(address, msgspec.structs.replace(holder(address), process_start=1.0))
     take(address)
 
 
-def test_of_another_machine_it_has_to_expire(address: Address):
+def test_of_another_machine_it_has_to_expire(address: StorageUri):
     take(address)
-    put(address, msgspec.structs.replace(holder(address), machine="other", host="far", renewed_s=time.time() - 59.5))
+    put(address, msgspec.structs.replace(holder(address), machine="other", host="far", renew_time=time.time() - 59.5))
     said: list[str] = []
     take(address, said)
     assert len(said) == 1
     assert "far" in said[0]
 
 
-def test_of_another_machine_that_renews_it_lives(address: Address):
+def test_of_another_machine_that_renews_it_lives(address: StorageUri):
     """The renewal comes while we look: at the second look it is there."""
     take(address)
     far = msgspec.structs.replace(holder(address), machine="other", host="far")
     put(address, far)
 
     def renew() -> None:
-        put(address, msgspec.structs.replace(far, renewed_s=time.time()))
+        put(address, msgspec.structs.replace(far, renew_time=time.time()))
 
     with pytest.raises(UsageError, match="Another process") as caught:
-        acquire(address, say=lambda _: None, check=renew)
+        acquire(address, on_message=lambda _: None, check_interrupted=renew)
     assert "far" in str(caught.value)
 
 
-def test_waiting_can_be_ended(address: Address):
+def test_waiting_can_be_ended(address: StorageUri):
     take(address)
     put(address, msgspec.structs.replace(holder(address), machine="other"))
 
@@ -121,10 +121,10 @@ def test_waiting_can_be_ended(address: Address):
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        acquire(address, say=lambda _: None, check=stop)
+        acquire(address, on_message=lambda _: None, check_interrupted=stop)
 
 
-def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: Address, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: StorageUri, monkeypatch: pytest.MonkeyPatch):
     """Every other write is done and its answer never comes."""
     puts = 0
 
@@ -138,11 +138,11 @@ def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: Address, m
         lease = take(address)
         for _ in range(3):
             lease.renew()
-        lease.require()
+        lease.ensure_held()
     assert puts > 4
 
 
-def test_removed_by_hand_is_lost(address: Address):
+def test_removed_by_hand_is_lost(address: StorageUri):
     lease = take(address)
     open_store(address).delete(address.key)
     with pytest.raises(LeaseLost) as caught:
@@ -151,7 +151,7 @@ def test_removed_by_hand_is_lost(address: Address):
 
 
 def test_a_renewal_whose_answers_were_all_lost_is_found_again(
-    place: Place, address: Address, monkeypatch: pytest.MonkeyPatch
+    place: Place, address: StorageUri, monkeypatch: pytest.MonkeyPatch
 ):
     """It failed for us and not for the store: the object is another version than we know, and ours."""
     with place.through() as (worse, proxy):

@@ -7,73 +7,73 @@ from hypothesis import strategies as st
 from stoker.errors import ConfigError
 from stoker.storage import retry
 from stoker.storage.failures import Failure
-from stoker.storage.retry import Budget, Limits, Tries
+from stoker.storage.retry import RetryBudget, RetryState, Timeouts
 
 BUSY = Failure("passing", "503 SlowDown", "", status=503)
 DENIED = Failure("denied", "403", "", status=403)
 
 
 def test_a_refusal_is_final() -> None:
-    assert Tries(Limits(), Budget()).again(DENIED) is None
+    assert RetryState(Timeouts(), RetryBudget()).next_wait_s(DENIED) is None
 
 
 @given(st.floats(0.5, 1000))
 def test_waits_stay_within_the_time(total_s: float) -> None:
-    budget = Budget()
-    tries = Tries(Limits(total_s=total_s), budget)
+    budget = RetryBudget()
+    tries = RetryState(Timeouts(total_s=total_s), budget)
     for number in range(8):
-        wait = tries.again(BUSY)
+        wait = tries.next_wait_s(BUSY)
         if wait is None:
             break
-        assert 0 <= wait <= min(retry.CAP_S, retry.BASE_S * 2**number)
+        assert 0 <= wait <= min(retry.BACKOFF_MAX_S, retry.BACKOFF_BASE_S * 2**number)
         assert wait < total_s
-    assert budget.counts.retries == budget.counts.requests - 1
+    assert budget.counters.retries == budget.counters.requests - 1
 
 
 def test_waits_are_jittered_over_the_whole_range() -> None:
-    waits = [Tries(Limits(), Budget()).again(BUSY) or 0.0 for _ in range(400)]
-    assert min(waits) < 0.1 * retry.BASE_S
-    assert max(waits) > 0.9 * retry.BASE_S
+    waits = [RetryState(Timeouts(), RetryBudget()).next_wait_s(BUSY) or 0.0 for _ in range(400)]
+    assert min(waits) < 0.1 * retry.BACKOFF_BASE_S
+    assert max(waits) > 0.9 * retry.BACKOFF_BASE_S
 
 
 @given(st.integers(0, 3000), st.integers(1, 500))
 def test_retries_are_a_share_of_the_requests(requested: int, retried: int) -> None:
     """All at one moment: then the burst, and the share of what came before, are all that is given at once."""
-    budget = Budget()
-    now = budget._filled
+    budget = RetryBudget()
+    now = budget._refilled_s
     for _ in range(requested):
-        budget.request()
-    at_once = sum(budget.retry(now) == 0.0 for _ in range(retried))
+        budget.count_request()
+    at_once = sum(budget.take_retry(now) == 0.0 for _ in range(retried))
     assert at_once == min(retried, int(retry.BUDGET_BURST))
 
 
 def test_a_store_that_is_down_is_not_asked_more_often() -> None:
     """1,000 requests that all fail, at once: retries come at the floor's rate, however many want one."""
-    budget = Budget()
-    now = budget._filled
-    waits = sorted(budget.retry(now) for _ in range(1000))
+    budget = RetryBudget()
+    now = budget._refilled_s
+    waits = sorted(budget.take_retry(now) for _ in range(1000))
     in_ten_seconds = sum(wait <= 10.0 for wait in waits)
     assert in_ten_seconds == pytest.approx(retry.BUDGET_BURST + 10 * retry.BUDGET_PER_S, abs=1)
 
 
 def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
-    lost = Failure("passing", "no connection", "", unconnected=True)
-    new, proved = Budget(), Budget()
-    proved.moved()
+    lost = Failure("passing", "no connection", "", connection_failed=True)
+    new, proved = RetryBudget(), RetryBudget()
+    proved.count_bytes()
     patience = {}
     for name, budget in (("new", new), ("proved", proved)):
-        tries = Tries(Limits(total_s=60.0), budget)
-        tries._began -= 60.0 / retry.CONNECT_SHARE + 1.0
-        patience[name] = tries.again(lost)
+        tries = RetryState(Timeouts(total_s=60.0), budget)
+        tries._start_s -= 60.0 / retry.CONNECT_TIMEOUT_DIVISOR + 1.0
+        patience[name] = tries.next_wait_s(lost)
     assert patience["new"] is None
     assert patience["proved"] is not None
 
 
 def test_the_time_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Limits.from_environment() == Limits(120.0)
+    assert Timeouts.from_environment() == Timeouts(120.0)
     monkeypatch.setenv("STOKER_STORAGE_TIMEOUT_S", "30")
-    assert Limits.from_environment() == Limits(30.0)
+    assert Timeouts.from_environment() == Timeouts(30.0)
     for wrong in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv("STOKER_STORAGE_TIMEOUT_S", wrong)
         with pytest.raises(ConfigError, match="STOKER_STORAGE_TIMEOUT_S"):
-            Limits.from_environment()
+            Timeouts.from_environment()

@@ -12,7 +12,7 @@ import pytest
 
 import stoker.storage.download
 from stoker.errors import UsageError
-from stoker.report.explain import gather
+from stoker.report.explain import explain_run
 from stoker.report.html import write_report
 from stoker.runs.records import (
     BEST,
@@ -30,15 +30,15 @@ from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.download import download
 from stoker.storage.lease import acquire
 from stoker.storage.run_uri import (
-    LEASE,
-    MARK,
-    address_of,
+    LEASE_FILE,
+    URI_FILE,
+    display_path,
     reading_copy,
-    shown,
+    to_run_uri,
     working_copy,
 )
 from stoker.storage.store import open_store
-from stoker.storage.uri import Address, parse
+from stoker.storage.uri import StorageUri, parse_uri
 from tests.storage.servers import Conditions, Server, apply
 
 
@@ -49,20 +49,27 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 
 @pytest.fixture
-def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> Address:
+def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> StorageUri:
     place = server.bucket()
     apply(monkeypatch, place.environment)
-    return parse(f"{place.address}/runs/x")
+    return parse_uri(f"{place.address}/runs/x")
 
 
 def window(step: int, t: float) -> StepWindow:
     return StepWindow(
-        t=t, attempt=1, step=step, steps=10, pictures=40, wall_s=1.0, devices=1, phases={"compute": 0.6, "host": 0.4}
+        t=t,
+        attempt=1,
+        step=step,
+        window_steps=10,
+        num_images=40,
+        wall_s=1.0,
+        devices=1,
+        phases={"compute": 0.6, "host": 0.4},
     )
 
 
 @pytest.fixture
-def put(address: Address, tmp_path: Path) -> Callable[..., None]:
+def put(address: StorageUri, tmp_path: Path) -> Callable[..., None]:
     """Writes a run's records into the bucket, its last event `ended`; torn: with half a line at the end of each."""
     folder = tmp_path / "written"
     folder.mkdir()
@@ -84,54 +91,54 @@ def put(address: Address, tmp_path: Path) -> Callable[..., None]:
     return put
 
 
-def write(address: Address, name: str, data: bytes) -> None:
+def write(address: StorageUri, name: str, data: bytes) -> None:
     open_store(address).write(address.child(name).key, data)
 
 
-def test_a_live_a_dead_and_a_finished_run(address: Address, put: Callable[..., None]):
+def test_a_live_a_dead_and_a_finished_run(address: StorageUri, put: Callable[..., None]):
     put(torn=True)
-    lease = acquire(address.child(LEASE), say=print, check=lambda: None)
+    lease = acquire(address.child(LEASE_FILE), on_message=print, check_interrupted=lambda: None)
     assert lease is not None
-    live = gather(str(address))
+    live = explain_run(str(address))
     assert (live.state, live.steps, live.run) == ("live", 10, str(address))
     assert f"process {os.getpid()}" in live.state_text
     put()
-    assert gather(str(address)).steps == 20, "it grew"
-    key = address.child(LEASE).key
+    assert explain_run(str(address)).steps == 20, "it grew"
+    key = address.child(LEASE_FILE).key
     gone = open_store(address).read(key).replace(b'"valid_s":60.0', b'"valid_s":0.0')
-    write(address, LEASE, gone)
-    assert gather(str(address)).state == "dead"
+    write(address, LEASE_FILE, gone)
+    assert explain_run(str(address)).state == "dead"
     put("finished")
-    finished = gather(str(address))
+    finished = explain_run(str(address))
     assert (finished.state, finished.steps) == ("finished", 30)
     assert finished.phases[0].device_s == pytest.approx(1.8)
 
 
 def test_the_records_of_all_ranks_are_fetched_and_those_that_are_gone_are_forgotten(
-    address: Address, put: Callable[..., None]
+    address: StorageUri, put: Callable[..., None]
 ):
     put("finished")
     other = window(10, time.time())
     name = "ranks/0001/steps.jsonl"
     write(address, name, msgspec.json.encode(other) + b"\n")
-    assert (gather(str(address)).devices, gather(str(address)).device_s) == (2, pytest.approx(2.0))
+    assert (explain_run(str(address)).devices, explain_run(str(address)).device_s) == (2, pytest.approx(2.0))
     open_store(address).delete(address.child(name).key)
-    assert gather(str(address)).devices == 1
+    assert explain_run(str(address)).devices == 1
 
 
 def test_what_has_not_changed_is_not_fetched_again(server: Server, monkeypatch: pytest.MonkeyPatch):
     with server.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        address = parse(f"{place.address}/runs/x")
+        address = parse_uri(f"{place.address}/runs/x")
         write(address, EVENTS, b"")
         write(address, BEST, b"one")
         write(address, CONFIG, b"")
 
         def gets() -> int:
-            before = len(proxy.seen)
+            before = len(proxy.observe)
             folder = fetch_run(address, weights=True)
             read.append((folder / BEST).read_bytes())
-            return sum(seen.method == "GET" and BEST.partition(".")[0] in seen.path for seen in proxy.seen[before:])
+            return sum(seen.method == "GET" and BEST.partition(".")[0] in seen.path for seen in proxy.observe[before:])
 
         read: list[bytes] = []
         assert [gets(), gets()] == [1, 0]
@@ -140,7 +147,7 @@ def test_what_has_not_changed_is_not_fetched_again(server: Server, monkeypatch: 
         assert read == [b"one", b"one", b"two"]
 
 
-def test_weights_are_the_best_else_the_final_else_of_the_newest_checkpoint(address: Address):
+def test_weights_are_the_best_else_the_final_else_of_the_newest_checkpoint(address: StorageUri):
     write(address, EVENTS, b"")
     for step in (5, 10):
         write(address, f"checkpoints/step-{step:08d}/weights.safetensors", str(step).encode())
@@ -163,7 +170,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     size = 1500
     with google.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        address = parse(f"{place.address}/big")
+        address = parse_uri(f"{place.address}/big")
         write(address.parent, "big", b"a" * size)
         asked = 0
 
@@ -179,7 +186,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     assert [path.name for path in tmp_path.iterdir()] == ["big"]
 
 
-def test_the_working_copy_is_read_where_it_is_at_least_as_new(address: Address, put: Callable[..., None]):
+def test_the_working_copy_is_read_where_it_is_at_least_as_new(address: StorageUri, put: Callable[..., None]):
     put()
     own = working_copy(address)
     own.mkdir(parents=True)
@@ -194,18 +201,18 @@ def test_the_working_copy_is_read_where_it_is_at_least_as_new(address: Address, 
         assert subprocess.check_output(command, text=True).strip() == str(own), "a process here trains it"
 
 
-def test_the_names_of_a_run(address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_names_of_a_run(address: StorageUri, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PLACE", str(address.parent))
-    assert address_of("$PLACE/x") == address
-    assert address_of(str(tmp_path)) is None
-    (tmp_path / MARK).write_text(str(address))
-    assert address_of(str(tmp_path)) == address
-    assert (shown(tmp_path), shown(tmp_path / "other")) == (str(address), str(tmp_path / "other"))
+    assert to_run_uri("$PLACE/x") == address
+    assert to_run_uri(str(tmp_path)) is None
+    (tmp_path / URI_FILE).write_text(str(address))
+    assert to_run_uri(str(tmp_path)) == address
+    assert (display_path(tmp_path), display_path(tmp_path / "other")) == (str(address), str(tmp_path / "other"))
     assert working_copy(address).name.startswith("x-")
     assert len({working_copy(address), working_copy(address.parent), working_copy(address.parent.child("x-"))}) == 3
 
 
-def test_no_run_is_said(address: Address):
+def test_no_run_is_said(address: StorageUri):
     open_store(address).write(address.parent.child("other/events.jsonl").key, b"x")
     with pytest.raises(UsageError, match="is not a run") as caught:
         open_run(str(address))
@@ -216,7 +223,7 @@ def test_no_run_is_said(address: Address):
 
 
 def test_a_report_lies_in_the_current_folder(
-    address: Address, put: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: StorageUri, put: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     put("finished")
     monkeypatch.chdir(tmp_path)
@@ -227,7 +234,7 @@ def test_a_report_lies_in_the_current_folder(
     assert list(open_store(address).list(address.key)) == before
 
 
-def test_why_needs_no_torch(address: Address, put: Callable[..., None]):
+def test_why_needs_no_torch(address: StorageUri, put: Callable[..., None]):
     put("finished")
     code = "import sys; sys.modules['torch'] = None; from stoker.cli.app import main; main()"
     output = subprocess.check_output([sys.executable, "-c", code, "why", str(address)], text=True)
@@ -235,7 +242,7 @@ def test_why_needs_no_torch(address: Address, put: Callable[..., None]):
     assert str(address) in output
 
 
-def test_events_are_read_from_the_copy(address: Address, put: Callable[..., None]):
+def test_events_are_read_from_the_copy(address: StorageUri, put: Callable[..., None]):
     put("preempted", torn=True)
     kinds = [event.kind for event in read_lines(open_run(str(address)), EVENTS, Event)]
     assert kinds == ["started", "preempted"]

@@ -11,10 +11,10 @@ from obstore import Bytes
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.storage import clients
-from stoker.storage.failures import Damaged
-from stoker.storage.retry import Limits
-from stoker.storage.store import Store, _whole, open_store
-from stoker.storage.uri import parse
+from stoker.storage.failures import CorruptResponse
+from stoker.storage.retry import Timeouts
+from stoker.storage.store import Store, _checked_bytes, open_store
+from stoker.storage.uri import parse_uri
 from tests.storage.object_server import Stored
 from tests.storage.proxy import Fault
 from tests.storage.servers import ALONE, Conditions, Place, Server, apply
@@ -32,7 +32,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def store(place: Place) -> Store:
-    return open_store(parse(place.address))
+    return open_store(parse_uri(place.address))
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -64,10 +64,10 @@ def test_a_list_is_of_a_folder_and_in_order(store: Store) -> None:
 def test_marks_of_folders_are_no_objects(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = google.bucket()
     apply(monkeypatch, place.environment)
-    bucket = parse(place.address).bucket
+    bucket = parse_uri(place.address).bucket
     for key in ("data/", "data/in/", "data/in/x", "data/y", "empty"):
         google.objects.put(bucket, key, b"" if key.endswith(("/", "empty")) else b"1")
-    store = open_store(parse(place.address))
+    store = open_store(parse_uri(place.address))
     assert [info.key for info in store.list()] == ["data/in/x", "data/y", "empty"]
 
 
@@ -76,12 +76,12 @@ def test_a_list_of_many_pages_is_whole(google: Server, monkeypatch: pytest.Monke
     apply(monkeypatch, place.environment)
     keys = [f"k{number:04}" for number in range(1200)]
     for key in keys:
-        google.objects.put(parse(place.address).bucket, key, b"1")
+        google.objects.put(parse_uri(place.address).bucket, key, b"1")
     monkeypatch.setattr(google.objects, "page", 100)
     faults = Conditions(faults={"503": 0.1, "reset": 0.1}, seed=1)
     with place.through(faults) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        assert [info.key for info in open_store(parse(place.address)).list()] == keys
+        assert [info.key for info in open_store(parse_uri(place.address)).list()] == keys
         assert {seen.fault for seen in proxy.seen} == {None, "503", "reset"}
 
 
@@ -134,13 +134,13 @@ def test_every_fault_is_mended(place: Place, monkeypatch: pytest.MonkeyPatch) ->
 
     with place.through(Conditions(plan=fault)) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        store = open_store(parse(place.address))
+        store = open_store(parse_uri(place.address))
         for key, content in data.items():
             store.write(key, content, if_absent=True)
         assert {key: store.read(key) for key in data} == data
         assert {key: store.read(key, start=7, length=9) for key in data} == {key: d[7:16] for key, d in data.items()}
         assert {seen.fault for seen in proxy.seen} == {None, *faults}
-        assert store.counts.retries == sum(store.counts.failures.values()) - store.counts.failures.get(
+        assert store.counters.retries == sum(store.counters.failures.values()) - store.counters.failures.get(
             "412 PreconditionFailed", 0
         )
 
@@ -151,56 +151,56 @@ def test_a_claim_whose_answer_was_lost_is_ours(place: Place, monkeypatch: pytest
 
     with place.through(Conditions(plan=lose_first)) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        store = open_store(parse(place.address))
+        store = open_store(parse_uri(place.address))
         written = store.write("claim", b"mine", if_absent=True)
         assert [seen.method for seen in proxy.seen] == ["PUT", "PUT", "GET"]
         assert store.write("claim", b"mine again", if_match=written.etag).size_bytes == 10
 
 
 def test_a_claim_whose_answer_was_lost_is_not_another_s(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(parse(place.address)).write("claim", b"theirs")
+    open_store(parse_uri(place.address)).write("claim", b"theirs")
     with place.through(Conditions(plan=lambda number, *_: "503" if number == 0 else None)) as (worse, _):
         apply(monkeypatch, worse.environment)
         with pytest.raises(Conflict):
-            open_store(parse(place.address)).write("claim", b"mine", if_absent=True)
+            open_store(parse_uri(place.address)).write("claim", b"mine", if_absent=True)
 
 
 def test_a_body_that_is_not_what_its_headers_promised() -> None:
     """hyper and obstore refuse those that servers can send today; this is for what they may come to let through."""
     body = Bytes(b"short")
     for begin, end, start, length in ((0, 6, 0, None), (1, 6, 0, None), (0, 5, 0, 4)):
-        with pytest.raises(Damaged):
-            _whole(SimpleNamespace(range=(begin, end), meta={"size": 9}), body, start, length)  # type: ignore[arg-type]
+        with pytest.raises(CorruptResponse):
+            _checked_bytes(SimpleNamespace(range=(begin, end), meta={"size": 9}), body, start, length)  # type: ignore[arg-type]
 
 
 def test_a_hang_is_cut(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(parse(place.address)).write("k", b"data")
+    open_store(parse_uri(place.address)).write("k", b"data")
     hang_once = Conditions(plan=lambda number, *_: "hang" if number == 0 else None)
     with place.through(hang_once) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address), limits=Limits(total_s=4.0))
+        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=4.0))
         assert store.read("k") == b"data"
         assert [seen.fault for seen in proxy.seen] == ["hang", None]
-        assert store.counts.failures == {"timeout": 1}
+        assert store.counters.failures == {"timeout": 1}
 
 
 def test_refusals_are_not_repeated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with place.through(Conditions(plan=lambda *_: "400")) as (worse, proxy):
         apply(monkeypatch, worse.environment)
         with pytest.raises(StorageError, match="cannot be read"):
-            open_store(parse(place.address)).read("k")
+            open_store(parse_uri(place.address)).read("k")
         assert len(proxy.seen) == 1
 
 
 def test_a_store_that_stays_down_ends_with_what_was_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with place.through(Conditions(plan=lambda *_: "503")) as (worse, proxy):
         apply(monkeypatch, worse.environment)
-        store = Store(parse(place.address), limits=Limits(total_s=1.0))
+        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=1.0))
         with pytest.raises(StorageError) as caught:
             store.read("k")
         assert f"tried {len(proxy.seen)} times in " in str(caught.value)
         assert f"{len(proxy.seen)} × 503 SlowDown" in str(caught.value)
-        assert store.counts.requests == len(proxy.seen) == store.counts.retries + 1 > 1
+        assert store.counters.requests == len(proxy.seen) == store.counters.retries + 1 > 1
 
 
 def test_two_reads_that_agree_are_believed_against_the_etag(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +208,13 @@ def test_two_reads_that_agree_are_believed_against_the_etag(store: Store, monkey
     store.write("k", b"data")
     monkeypatch.setattr("stoker.storage.store._hash_differs", lambda *_: True)
     assert store.read("k") == b"data"
-    assert store.counts.failures == {}
+    assert store.counters.failures == {}
 
 
 def test_bytes_that_changed_on_the_way_are_read_again(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place = google.bucket()
     apply(monkeypatch, place.environment)
-    bucket = parse(place.address).bucket
+    bucket = parse_uri(place.address).bucket
     right = google.objects.put(bucket, "k", b"right")
 
     class WrongOnce(Stored):
@@ -226,9 +226,9 @@ def test_bytes_that_changed_on_the_way_are_read_again(google: Server, monkeypatc
             return right.etag
 
     google.objects.buckets[bucket]["k"] = WrongOnce(b"wrong", right.generation, right.modified_s)
-    store = open_store(parse(place.address))
+    store = open_store(parse_uri(place.address))
     assert store.read("k") == b"right"
-    assert store.counts.failures == {"damaged body": 1}
+    assert store.counters.failures == {"damaged body": 1}
 
 
 def test_sixteen_threads_read_at_once(store: Store) -> None:
@@ -249,11 +249,11 @@ def test_sixteen_threads_read_at_once(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert store.counts.read_bytes == 16 * 5 * 5000
+    assert store.counters.read_bytes == 16 * 5 * 5000
 
 
 def test_one_store_a_bucket_while_the_environment_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = parse(place.address)
+    address = parse_uri(place.address)
     assert open_store(address) is open_store(address.child("x"))
     first = open_store(address)
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
@@ -264,7 +264,7 @@ def test_a_web_server_can_be_read(web: Server, monkeypatch: pytest.MonkeyPatch) 
     place = web.bucket()
     apply(monkeypatch, ALONE)
     web.objects.put("", "a b/c.txt", b"0123456789")
-    store = open_store(parse(place.address))
+    store = open_store(parse_uri(place.address))
     assert store.read("a b/c.txt") == b"0123456789"
     assert store.read("a b/c.txt", start=3, length=4) == b"3456"
     seen = store.stat("a b/c.txt")

@@ -17,7 +17,7 @@ import pytest
 from stoker.config.settings import from_fields
 from stoker.errors import Preempted, StorageError, UsageError
 from stoker.inference.model import load
-from stoker.report.explain import gather
+from stoker.report.explain import explain_run
 from stoker.runs.records import (
     BEST,
     CONFIG,
@@ -28,15 +28,15 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.storage.download import objects
-from stoker.storage.lease import Holder
-from stoker.storage.run_uri import LEASE, reading_copy, working_copy
+from stoker.storage.download import list_keys
+from stoker.storage.lease import LeaseHolder
+from stoker.storage.run_uri import LEASE_FILE, reading_copy, working_copy
 from stoker.storage.store import open_store
-from stoker.storage.uri import Address, parse
+from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training import bucket_run
-from stoker.training.bucket_run import BucketRun, join
+from stoker.training.bucket_run import BucketRun, join_bucket_run
 from stoker.training.loop import train
-from stoker.training.recovery import Stop
+from stoker.training.recovery import StopRequest
 from tests.drawn import draw, run_stoker, stoker
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
 from tests.training.test_uploads import LIMIT_S, name_of
@@ -72,8 +72,8 @@ def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pla
 
 
 @pytest.fixture
-def address(place: tuple[Place, Proxy]) -> Address:
-    return parse(f"{place[0].address}/runs/x")
+def address(place: tuple[Place, Proxy]) -> StorageUri:
+    return parse_uri(f"{place[0].address}/runs/x")
 
 
 @pytest.fixture
@@ -89,15 +89,15 @@ def move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
     return move
 
 
-def there(address: Address) -> dict[str, str]:
-    return objects(open_store(address), address)
+def there(address: StorageUri) -> dict[str, str]:
+    return list_keys(open_store(address), address)
 
 
-def content(address: Address, name: str) -> bytes:
+def content(address: StorageUri, name: str) -> bytes:
     return open_store(address).read(address.child(name).key)
 
 
-def checkpoints(address: Address) -> list[str]:
+def checkpoints(address: StorageUri) -> list[str]:
     return sorted(name.split("/")[1] for name in there(address) if name.endswith("/manifest.json"))
 
 
@@ -127,16 +127,16 @@ LONG = FLAGS | {"for_": "4000"}
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_elsewhere(
-    data: Path, address: Address, move: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, address: StorageUri, move: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):
     """The signal comes after the first save, whether that is in the bucket or not: when the run has ended, it is."""
     move("alone")
-    whole = train(from_fields({"data": str(data), **FLAGS}), run="whole").run.absolute()
+    whole = train(from_fields({"data": str(data), **FLAGS}), run_dir="whole").run.absolute()
     asked = from_fields({"data": str(data), **FLAGS})
     move("first")
     here = working_copy(address)
     with signalled(lambda: any(here.glob("checkpoints/step-*"))), pytest.raises(Preempted) as caught:
-        train(asked, run=str(address))
+        train(asked, run_dir=str(address))
     assert str(address) in str(caught.value)
     newest = checkpoints(address)[-1]
     stopped_at = int(newest[5:])
@@ -145,12 +145,12 @@ def test_a_stopped_run_goes_on_elsewhere(
         assert content(address, f"checkpoints/{newest}/{name}") == (here / "checkpoints" / newest / name).read_bytes()
     assert [event.kind for event in read_lines(here, EVENTS, Event)][-1] == "preempted"
     assert content(address, EVENTS) == (here / EVENTS).read_bytes()
-    assert msgspec.json.decode(content(address, LEASE), type=Holder).released
-    assert gather(str(address)).state == "preempted"
+    assert msgspec.json.decode(content(address, LEASE_FILE), type=LeaseHolder).released
+    assert explain_run(str(address)).state == "preempted"
 
     move("second")
     monkeypatch.setenv("RUNS_FOLDER", str(address.parent))
-    result = train(asked, run="${RUNS_FOLDER}/x")
+    result = train(asked, run_dir="${RUNS_FOLDER}/x")
     assert result.run == working_copy(address)
     kinds = [event.text for event in read_lines(result.run, EVENTS, Event)]
     assert any(f"continuing from step {stopped_at}" in text for text in kinds)
@@ -164,13 +164,13 @@ def test_a_stopped_run_goes_on_elsewhere(
         assert len(model.predict(str(data / "valid" / "valid-0.jpg"))) == 1
     move("first")
     with pytest.raises(UsageError, match="The run is finished"):
-        train(asked, run=str(address))
-    assert gather(str(address)).state == "finished"
-    assert gather(str(address)).attempts == 2
+        train(asked, run_dir=str(address))
+    assert explain_run(str(address)).state == "finished"
+    assert explain_run(str(address)).attempts == 2
 
 
 def test_state_that_does_not_reach_the_bucket_is_no_75(
-    data: Path, place: tuple[Place, Proxy], address: Address, move: Callable[[str], None]
+    data: Path, place: tuple[Place, Proxy], address: StorageUri, move: Callable[[str], None]
 ):
     move("first")
 
@@ -181,11 +181,11 @@ def test_state_that_does_not_reach_the_bucket_is_no_75(
         return True
 
     with signalled(broken), pytest.raises(StorageError) as caught:
-        train(from_fields({"data": str(data), **LONG}), run=str(address))
+        train(from_fields({"data": str(data), **LONG}), run_dir=str(address))
     assert "did not reach the bucket" in caught.value.what
     assert caught.value.exit_code == 3
     assert f"the bucket has {checkpoints(address)[-1]}" in str(caught.value)
-    assert gather(str(address)).state == "failed"
+    assert explain_run(str(address)).state == "failed"
 
 
 def write_run(folder: Path, *lines: str) -> None:
@@ -213,7 +213,7 @@ def write_checkpoint(folder: Path, step: int, mark: str) -> Path:
     return path
 
 
-def upload(folder: Path, address: Address, leave_out: str = "") -> None:
+def upload(folder: Path, address: StorageUri, leave_out: str = "") -> None:
     store = open_store(address)
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
@@ -221,17 +221,17 @@ def upload(folder: Path, address: Address, leave_out: str = "") -> None:
             store.write(address.child(name).key, path.read_bytes())
 
 
-def joined(address: Address, *, resume: bool = False) -> BucketRun:
+def joined(address: StorageUri, *, resume: bool = False) -> BucketRun:
     with contextlib.ExitStack() as stack:
         name, again = (None, str(address)) if resume else (str(address), None)
-        run = join(name, again, stop=Stop(), stack=stack, note=print)
+        run = join_bucket_run(name, again, stop_request=StopRequest(), stack=stack, note=print)
         assert run is not None
         return run
 
 
 def marks(run: BucketRun) -> dict[str, str]:
     """Who wrote the checkpoints of the working copy."""
-    return {path.parent.name: path.read_text().split()[0] for path in run.folder.glob("checkpoints/step-*/state.pt")}
+    return {path.parent.name: path.read_text().split()[0] for path in run.local_dir.glob("checkpoints/step-*/state.pt")}
 
 
 @pytest.fixture
@@ -245,39 +245,39 @@ def other(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_in_the_bucket_is_fetched(address: Address, other: Path):
+def test_what_is_in_the_bucket_is_fetched(address: StorageUri, other: Path):
     upload(other, address)
     open_store(address).write(address.child("checkpoints/step-00000030/state.pt").key, b"half")
     run = joined(address, resume=True)
     assert marks(run) == {"step-00000010": "other", "step-00000020": "other"}
-    assert (run.folder / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
-    assert (run.folder / "best.safetensors").read_bytes() == b"best"
-    assert run._there["step-00000030"] == b""
+    assert (run.local_dir / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
+    assert (run.local_dir / "best.safetensors").read_bytes() == b"best"
+    assert run._manifests["step-00000030"] == b""
 
 
-def test_what_is_ahead_of_the_bucket_stays(address: Address, other: Path):
+def test_what_is_ahead_of_the_bucket_stays(address: StorageUri, other: Path):
     """The machine died after a save and before its upload."""
     upload(other, address)
-    mine = joined(address).folder
+    mine = joined(address).local_dir
     write_checkpoint(mine, 40, "mine")
     shutil.rmtree(mine / "checkpoints" / "step-00000020")
     with (mine / EVENTS).open("ab") as file:
         file.write(b'{"t":1,"attempt":1,"kind":"no')
     run = joined(address)
     assert marks(run) == {"step-00000010": "other", "step-00000040": "mine"}
-    assert not (run.folder / EVENTS).read_bytes().endswith(b"\n")
+    assert not (run.local_dir / EVENTS).read_bytes().endswith(b"\n")
 
 
-def test_a_damaged_newest_here_is_replaced_by_that_of_the_bucket(address: Address, other: Path):
+def test_a_damaged_newest_here_is_replaced_by_that_of_the_bucket(address: StorageUri, other: Path):
     upload(other, address)
-    mine = joined(address).folder
+    mine = joined(address).local_dir
     (mine / "checkpoints/step-00000020/state.pt").write_bytes(b"mine and damaged")
     assert marks(joined(address)) == {"step-00000010": "other", "step-00000020": "other"}
 
 
-def test_what_another_machine_has_gone_on_from_is_replaced(address: Address, other: Path):
+def test_what_another_machine_has_gone_on_from_is_replaced(address: StorageUri, other: Path):
     upload(other, address)
-    mine = joined(address).folder
+    mine = joined(address).local_dir
     write_run(mine, "mine")
     write_checkpoint(mine, 40, "mine")
     (mine / STEPS).write_bytes(b"mine")
@@ -285,12 +285,12 @@ def test_what_another_machine_has_gone_on_from_is_replaced(address: Address, oth
     upload(other, address)
     run = joined(address)
     assert marks(run) == {"step-00000010": "other", "step-00000020": "other"}
-    assert (run.folder / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
-    assert not (run.folder / STEPS).exists()
-    assert any("another machine has gone on" in line for line in run.said)
+    assert (run.local_dir / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
+    assert not (run.local_dir / STEPS).exists()
+    assert any("another machine has gone on" in line for line in run.messages)
 
 
-def test_a_fetch_that_is_broken_off_is_begun_again(address: Address, other: Path, place: tuple[Place, Proxy]):
+def test_a_fetch_that_is_broken_off_is_begun_again(address: StorageUri, other: Path, place: tuple[Place, Proxy]):
     """Without events the copy is no run yet."""
     upload(other, address)
     place[1].conditions = Conditions(plan=lambda _n, _m, path: "400" if name_of(path) == "state.pt" else None)
@@ -302,7 +302,7 @@ def test_a_fetch_that_is_broken_off_is_begun_again(address: Address, other: Path
 
 
 def test_a_checkpoint_removed_while_it_is_fetched_is_left_out(
-    address: Address, other: Path, place: tuple[Place, Proxy], google: Server
+    address: StorageUri, other: Path, place: tuple[Place, Proxy], google: Server
 ):
     upload(other, address)
     store = open_store(address)
@@ -316,9 +316,9 @@ def test_a_checkpoint_removed_while_it_is_fetched_is_left_out(
     assert store.stat(address.child(EVENTS).key) is not None
 
 
-def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(address: Address, other: Path):
+def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(address: StorageUri, other: Path):
     upload(other, address)
-    mine = joined(address).folder
+    mine = joined(address).local_dir
     (mine / FINAL).write_bytes(b"final")
     records = RunFolder(mine, 1)
     records.event("finished")
@@ -328,7 +328,7 @@ def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(ad
     assert content(address, EVENTS) == (mine / EVENTS).read_bytes()
 
 
-def test_there_is_nothing_to_resume(address: Address):
+def test_there_is_nothing_to_resume(address: StorageUri):
     with pytest.raises(UsageError, match="is not a run") as caught:
         joined(address, resume=True)
     assert str(address) in str(caught.value)
@@ -337,28 +337,28 @@ def test_there_is_nothing_to_resume(address: Address):
 
 def test_a_run_is_not_written_over_https():
     with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
-        join("https://example.org/runs/x", None, stop=Stop(), stack=stack, note=print)
+        join_bucket_run("https://example.org/runs/x", None, stop_request=StopRequest(), stack=stack, note=print)
     assert caught.value.choices == ("gs://", "s3://")
 
 
-def test_the_working_copy_named_is_the_run_in_the_bucket(address: Address, other: Path):
+def test_the_working_copy_named_is_the_run_in_the_bucket(address: StorageUri, other: Path):
     upload(other, address)
-    folder = joined(address).folder
+    folder = joined(address).local_dir
     with contextlib.ExitStack() as stack:
-        run = join(None, str(folder), stop=Stop(), stack=stack, note=print)
+        run = join_bucket_run(None, str(folder), stop_request=StopRequest(), stack=stack, note=print)
         assert run is not None
         assert run.address == address
-        assert not msgspec.json.decode(content(address, LEASE), type=Holder).released
+        assert not msgspec.json.decode(content(address, LEASE_FILE), type=LeaseHolder).released
 
 
-def test_a_bucket_without_conditions_is_said(address: Address, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_without_conditions_is_said(address: StorageUri, monkeypatch: pytest.MonkeyPatch):
     """The lease is tried, found to be no use, and leaves nothing behind."""
     from stoker.storage.store import Store
 
     plain = Store.write
     monkeypatch.setattr(Store, "write", lambda self, key, data, **_: plain(self, key, data))
-    assert bucket_run.NO_LEASE in joined(address).said
-    assert LEASE not in there(address)
+    assert bucket_run.NO_LEASE_NOTE in joined(address).messages
+    assert LEASE_FILE not in there(address)
 
 
 COMMAND = [
@@ -379,7 +379,7 @@ LASTS = [*COMMAND[:7], "--for", "4000", *COMMAND[9:]]
 """Until it is stopped."""
 
 
-def started(data: Path, address: Address, command: list[str]) -> subprocess.Popen[str]:
+def started(data: Path, address: StorageUri, command: list[str]) -> subprocess.Popen[str]:
     """The command, when its first checkpoint is in the bucket."""
     process = stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
     while not checkpoints(address):
@@ -399,7 +399,7 @@ def test_sigkill(
     server: Server = request.getfixturevalue(store)
     place = server.bucket()
     apply(monkeypatch, place.environment)
-    address = parse(f"{place.address}/runs/x")
+    address = parse_uri(f"{place.address}/runs/x")
     move("first")
     lots = random.Random(seed)
     process = started(data, address, COMMAND)
@@ -417,11 +417,11 @@ def test_sigkill(
     assert "continuing from step" in output
     for name in (FINAL, BEST):
         assert content(address, name) == (undisturbed / name).read_bytes(), name
-    assert gather(str(address)).state == "finished"
+    assert explain_run(str(address)).state == "finished"
 
 
 @pytest.mark.slow
-def test_two_machines_want_one_run(data: Path, address: Address, move: Callable[[str], None], google: Server):
+def test_two_machines_want_one_run(data: Path, address: StorageUri, move: Callable[[str], None], google: Server):
     """The second is refused by name and sees a live run; who steals the lease ends the first, which writes no more."""
     move("first")
     process = started(data, address, LASTS)
@@ -430,10 +430,10 @@ def test_two_machines_want_one_run(data: Path, address: Address, move: Callable[
     assert code == 2, output
     assert "Another process is training this run" in output
     assert f"process {process.pid}" in output
-    assert gather(str(address)).state == "live"
+    assert explain_run(str(address)).state == "live"
     assert reading_copy(address).is_dir()
-    key = address.child(LEASE).key
-    holder = msgspec.json.decode(google.objects.get(address.bucket, key).data, type=Holder)
+    key = address.child(LEASE_FILE).key
+    holder = msgspec.json.decode(google.objects.get(address.bucket, key).data, type=LeaseHolder)
     open_store(address).write(key, msgspec.json.encode(msgspec.structs.replace(holder, token="mine", host="thief")))
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, output

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stoker.config.settings import from_toml
-from stoker.data.images.cache_policy import file_of
-from stoker.data.images.pixel_cache import Form
+from stoker.data.images.cache_policy import cache_file_path
+from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import open_index
 from stoker.runs.records import CONFIG, EVENTS, read_lines
 from stoker.runs.schemas import Event
@@ -30,9 +30,14 @@ def cache_file(data: Path, run: Path) -> Path:
     """Where a run keeps its pictures; they are kept smaller than they are."""
     index = open_index(data)
     settings = from_toml(run / CONFIG)[0].data
-    form = Form.of(settings.canvas, settings.resize, crop=settings.crop, zoom=settings.zoom)
-    assert (form.kept(index.size) == 96).all()
-    return file_of(index, form)
+    form = CachedImageSpec.for_augmentation(
+        settings.image_size,
+        settings.resize,
+        scale_jitter_prob=settings.scale_jitter_prob,
+        scale_range=settings.scale_range,
+    )
+    assert (form.cached_sizes(index.original_size) == 96).all()
+    return cache_file_path(index, form)
 
 
 def weights(run: Path) -> bytes:

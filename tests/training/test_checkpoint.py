@@ -13,15 +13,15 @@ from torch import Tensor
 
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device
-from stoker.training.checkpoint import Loaded, Snapshot, Writer, load_newest, snapshot
+from stoker.training.checkpoint import CheckpointWriter, HostSnapshot, LoadedCheckpoint, load_newest, snapshot
 
 STREAM = Device(torch.device("cpu")).make_stream()
 
 
-def make_snapshot(step: int, size: int = 1000) -> Snapshot:
+def make_snapshot(step: int, size: int = 1000) -> HostSnapshot:
     weights: dict[str, Tensor] = {"w": torch.full((size,), float(step))}
     state = {"moments": [torch.full((3,), float(-step))], "nested": {"n": step, "text": "x"}, "pair": (1, 2)}
-    return snapshot(STREAM, step=step, card={"model": "m"}, weights=weights, state=state)
+    return snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state)
 
 
 def ignore(*_: str) -> None:
@@ -30,14 +30,14 @@ def ignore(*_: str) -> None:
 
 def save(run: Path, *steps: int) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
-    writer = Writer(run, lambda kind, text: said.append((kind, text)))
+    writer = CheckpointWriter(run, lambda kind, text: said.append((kind, text)))
     for step in steps:
         writer.save(make_snapshot(step))
     writer.wait()
     return said
 
 
-def newest(run: Path) -> tuple[Loaded | None, list[tuple[str, str]]]:
+def newest(run: Path) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
     said: list[tuple[str, str]] = []
     return load_newest(run, lambda kind, text: said.append((kind, text))), said
 
@@ -60,7 +60,7 @@ def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):
 
 def test_a_snapshot_does_not_follow_the_tensors():
     weight = torch.ones(3)
-    taken = snapshot(STREAM, step=1, card={}, weights={"w": weight}, state={"s": [weight]})
+    taken = snapshot(STREAM, step=1, metadata={}, weights={"w": weight}, state={"s": [weight]})
     weight.zero_()
     assert torch.equal(taken.weights["w"], torch.ones(3))
     assert torch.equal(taken.state["s"][0], torch.ones(3))
@@ -149,12 +149,12 @@ while True:
     assert loaded is not None
     assert loaded.step >= int(said[-1].split("step-")[1])
     assert torch.equal(loaded.weights["w"], torch.full((300_000,), float(loaded.step)))
-    Writer(tmp_path, ignore)
+    CheckpointWriter(tmp_path, ignore)
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_a_bug_in_the_writer_reaches_the_training_thread(tmp_path: Path):
-    writer = Writer(tmp_path, ignore)
+    writer = CheckpointWriter(tmp_path, ignore)
     broken = make_snapshot(1)
     broken.weights = {"w": "no tensor"}  # type: ignore[dict-item]
     writer.save(broken)

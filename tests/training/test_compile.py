@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stoker.hardware.device import pick
+from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training import forward, loop
-from stoker.training.forward import compile_now, forward_backward, losses_of
+from stoker.training.forward import compile_forward_backward, forward_backward, make_loss_fn
 from stoker.training.loop import train
-from stoker.training.optim import Stepper
+from stoker.training.optim import OptimizerStep
 from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of
 from tests.models.test_no_waits import make_stepper
@@ -35,7 +35,7 @@ def test_a_compiled_training_is_the_eager_one(data: Path, tmp_path: Path, monkey
     for eager in (True, False):
         torch._dynamo.reset()
         run = tmp_path / str(eager)
-        train(settings(data, for_="3", eager=eager, norm="train"), run=str(run))
+        train(settings(data, for_="3", eager=eager, norm="train"), run_dir=str(run))
         runs[eager] = load_file(run / FINAL)
         compile_s = sum(window.phases.get("compile", 0.0) for window in read_lines(run, STEPS, StepWindow))
         assert (compile_s == 0) == eager
@@ -58,7 +58,7 @@ def test_a_compiled_training_that_goes_back_is_the_eager_one(
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         changes = {"checkpoint_every": checkpoint_every, "eval_every": "0", "for_": "16", "norm": "train"}
-        run = train(unstable(data, eager=eager, **changes), run=str(tmp_path / str(eager))).run
+        run = train(unstable(data, eager=eager, **changes), run_dir=str(tmp_path / str(eager))).run
         assert len(events_of(run, "slowed")) == 1
         ends.append(load_file(run / FINAL))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -70,11 +70,11 @@ def test_compiling_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forward, "BACKEND", "eager")
     torch._dynamo.reset()
     model = build(settings_of("retinanet_tiny_fpn", norm="train"), 3).train()
-    stepper: Stepper = make_stepper(model, "sgd")
+    stepper: OptimizerStep = make_stepper(model, "sgd")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     case = make_batch((3, 1), (64, 64), 3)
-    compute = losses_of(model, eager=False)
-    compile_now(model, compute, stepper, case, pick("cpu").autocast("fp32"))
+    compute = make_loss_fn(model, eager=False)
+    compile_forward_backward(model, compute, stepper, case, select_device("cpu").autocast("fp32"))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -90,19 +90,19 @@ def test_what_inductor_makes_is_the_eager_step_and_is_kept_for_later_runs(
     """Losses and gradients, not trained weights: AdamW makes a whole step of a rounding error in a gradient near 0."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     model = build(settings_of("retinanet_tiny_fpn"), 3).train()
-    stepper: Stepper = make_stepper(model, "sgd")
-    batch, autocast = make_batch((3, 1), (64, 64), 3), pick("cpu").autocast("fp32")
+    stepper: OptimizerStep = make_stepper(model, "sgd")
+    batch, autocast = make_batch((3, 1), (64, 64), 3), select_device("cpu").autocast("fp32")
     found, hits = [], []
     for eager in (True, False, False):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        compute = losses_of(model, eager=eager)
+        compute = make_loss_fn(model, eager=eager)
         if not eager:
-            compile_now(model, compute, stepper, make_batch((2, 2), (64, 64), 3, seed=4), autocast)
+            compile_forward_backward(model, compute, stepper, make_batch((2, 2), (64, 64), 3, seed=4), autocast)
             hits.append(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
         losses = forward_backward(compute, stepper, batch, 1, autocast)
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        stepper.forget()
+        stepper.zero_grad()
         found.append(losses | gradients)
     assert hits[0] == 0 < hits[1]
     for compiled in found[1:]:

@@ -15,11 +15,11 @@ from stoker.config.settings import Config, from_fields, parse_duration
 from stoker.data.index import Index, open_index
 from stoker.data.loading import decoder_choice
 from stoker.errors import ConfigError, WeightsError
-from stoker.hardware.device import Device, Memory
-from stoker.models import MODELS, build, load_weights, open_fields
+from stoker.hardware.device import Device, DeviceMemory
+from stoker.models import MODELS, build, load_weights, unset_fields
 from stoker.training.defaults import auto_batch, dry_run
-from stoker.training.defaults.derive import AUGMENTATIONS, derive, derive_data, total_steps, warmup_steps
-from stoker.training.defaults.model_choice import BODY_RATE, OFTEN, pictures_a_second
+from stoker.training.defaults.derive import AUGMENTATIONS, choose_warmup_steps, derive, derive_data, total_steps
+from stoker.training.defaults.model_choice import BACKBONE_LR_MULT, MANY_VIEWS, estimate_images_per_second
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -33,10 +33,10 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 def test_everything_gets_a_value_and_a_reason(index: Index):
     config, reasons = derive(Config(), index, CPU)
-    assert open_fields(config) == ["data"]
+    assert unset_fields(config) == ["data"]
     assert set(reasons) == set(config.set_fields())
     assert config.model.model == "retinanet_tiny_fpn"
-    assert config.data.canvas == (64, 64)
+    assert config.data.image_size == (64, 64)
     assert "1,500" in reasons["for_"]
 
 
@@ -54,7 +54,7 @@ def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
     config, reasons = derive(from_fields({"weights": str(weights)}), index, CPU)
     assert config.model.model == "ember_mobilenet_v2"
     assert "weights file" in reasons["model"]
-    assert config.model.norm == "frozen"
+    assert config.model.backbone_norm == "frozen"
 
 
 def test_unknown_model_names_the_nearest(index: Index):
@@ -76,7 +76,7 @@ def test_augmentation_can_be_switched_off_and_single_ones_on(index: Index, model
     assert reasons["flip"] == "--augment none"
     assert "hue" not in reasons
     usual = derive_data(from_fields({"model": model}), index, CPU)[0].data
-    assert usual.flip > 0
+    assert usual.hflip > 0
     assert usual.mosaic == usual.hue == 0  # never by default
 
 
@@ -89,16 +89,16 @@ def test_mosaics_need_a_batch_of_whole_groups(index: Index):
     with pytest.raises(ConfigError, match="multiple of 4"):
         derive(from_fields({"mosaic": 0.5, "batch": 6}), index, CPU)
     config, _ = derive(from_fields({"mosaic": 0.5}), index, CPU)
-    assert config.run.batch % 4 == 0
+    assert config.run.batch_size % 4 == 0
 
 
 def test_a_batch_that_is_derived_is_of_whole_groups_also_for_few_pictures(tmp_path: Path):
     for pictures, batch in ((2, 4), (7, 4), (14, 12)):
         few = open_index(draw(tmp_path / str(pictures), train=pictures, val=2))
         config, reasons = derive(from_fields({"mosaic": 0.5}), few, CPU)
-        assert config.run.batch == batch
+        assert config.run.batch_size == batch
         assert f"{pictures} pictures" in reasons["batch"]
-        assert derive(Config(), few, CPU)[0].run.batch == pictures
+        assert derive(Config(), few, CPU)[0].run.batch_size == pictures
 
 
 @pytest.mark.parametrize("length", ["0.0001min", "0.001min", "30min", "300h", "90000h"])
@@ -120,8 +120,8 @@ def test_patience_needs_evaluations(index: Index):
 def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index: Index):
     usual = {"model": "retinanet_resnet50_fpn", "weights": "none", "for_": "90000", "canvas": (64, 64)}
     found = {n: derive(from_fields(usual | {"batch": n}), index, CPU) for n in (4, 16, 64, 256)}
-    assert [config.optim.rate for config, _ in found.values()] == [0.0025, 0.01, 0.04, 0.16]
-    assert [config.optim.warmup for config, _ in found.values()] == [500, 500, 1000, 2000]
+    assert [config.optim.lr for config, _ in found.values()] == [0.0025, 0.01, 0.04, 0.16]
+    assert [config.optim.warmup_steps for config, _ in found.values()] == [500, 500, 1000, 2000]
     assert found[64][1]["rate"] == "recipe standard: 0.01 at 16 pictures, linear rule (Goyal et al. 2017)"
     assert found[64][1]["warmup"] == (
         "10 % of the length, at most 1,000 steps; longer, as the batch is 4 times the usual one (Goyal et al. 2017)"
@@ -133,9 +133,9 @@ def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index
 
 def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_moves(index: Index, monkeypatch):
     monkeypatch.setattr(auto_batch, "batch", lambda *_, **__: (64, 1, "tried"))
-    assert derive(Config(), index, CPU)[0].optim.rate == pytest.approx(2 * 3e-3)
+    assert derive(Config(), index, CPU)[0].optim.lr == pytest.approx(2 * 3e-3)
     config, reasons = derive(from_fields({"rate": 0.123, "warmup": 7}), index, CPU)
-    assert (config.optim.rate, config.optim.warmup) == (0.123, 7)
+    assert (config.optim.lr, config.optim.warmup_steps) == (0.123, 7)
     assert not {"rate", "warmup"} & set(reasons)
 
 
@@ -154,7 +154,7 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
 
 def test_the_host_decodes_on_a_cpu_and_beside_a_cache(index: Index):
     config, reasons = derive(Config(), index, CPU)
-    assert (config.run.decoder, reasons["decoder"]) == ("host", "training is on the CPU")
+    assert (config.run.jpeg_decoder, reasons["decoder"]) == ("host", "training is on the CPU")
     reasons = derive(from_fields({"cache": "memory"}), index, CPU)[1]
     assert reasons["decoder"] == "decoded pictures are kept, and the host decodes them once"
     assert "decoder" not in derive(from_fields({"decoder": "host"}), index, CPU)[1]
@@ -170,7 +170,7 @@ def test_the_device_decodes_without_a_cache_only(tmp_path: Path):
     with pytest.raises(ConfigError, match="--decoder nvjpeg does not go with --cache disk"):
         derive_with_trial(from_fields({"decoder": "nvjpeg", "cache": "disk"}), large, Other(CPU.torch_device))
     config, reasons = derive_with_trial(from_fields({"decoder": "nvjpeg"}), large, Other(CPU.torch_device))
-    assert (config.run.decoder, config.run.cache) == ("nvjpeg", "none")
+    assert (config.run.jpeg_decoder, config.run.cache) == ("nvjpeg", "none")
     assert reasons["cache"] == "--decoder nvjpeg: the host decodes for a cache"
 
 
@@ -189,7 +189,7 @@ def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
     monkeypatch.setattr(decoder_choice, "decide", decide)
     asked = {"model": "retinanet_tiny_fpn", "batch": 4, "accumulate": 2, "cache": "none"}
     config, reasons = derive_with_trial(from_fields(asked), index, Other(CPU.torch_device))
-    assert (config.run.decoder, reasons["decoder"]) == ("nvjpeg", "measured with 4")
+    assert (config.run.jpeg_decoder, reasons["decoder"]) == ("nvjpeg", "measured with 4")
     assert steps[0] > 0
 
 
@@ -197,12 +197,14 @@ def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Conf
     """`derive` on a CPU that passes for another device: its memory is not that of one, so no batch is tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            auto_batch, "batch", lambda config, *_, **__: (config.run.batch or 4, config.optim.accumulate or 1, "")
+            auto_batch,
+            "batch",
+            lambda config, *_, **__: (config.run.batch or 4, config.optim.grad_accum_steps or 1, ""),
         )
         patch.setattr(dry_run, "STEPS", 1)
         patch.setattr(dry_run, "ROUNDS", 1)
         patch.setattr(Device, "wait", lambda _: None)
-        patch.setattr(Device, "memory", lambda _: Memory(2**32, 2**32, 0))
+        patch.setattr(Device, "memory", lambda _: DeviceMemory(2**32, 2**32, 0))
         return derive(asked, index, device)
 
 
@@ -210,16 +212,16 @@ def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Conf
 def test_a_warm_up_is_never_shorter_for_more_pictures_nor_longer_than_a_tenth(
     total: int | None, times: float, more: float
 ):
-    steps = warmup_steps(total, times)[0]
-    assert steps <= warmup_steps(total, times * more)[0]
+    steps = choose_warmup_steps(total, times)[0]
+    assert steps <= choose_warmup_steps(total, times * more)[0]
     assert total is None or steps <= max(1, total / 10)
 
 
 def test_rate_follows_the_batch(index: Index):
     small, _ = derive(from_fields({"batch": 4}), index, CPU)
     large, _ = derive(from_fields({"batch": 16}), index, CPU)
-    assert large.optim.rate == pytest.approx(2 * small.optim.rate, rel=0.01)
-    sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.rate for n in (4, 16)]
+    assert large.optim.lr == pytest.approx(2 * small.optim.lr, rel=0.01)
+    sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.lr for n in (4, 16)]
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
 
 
@@ -228,7 +230,7 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
 
     def found(model: str, **asked: Any) -> tuple[float, str]:
         config, reasons = derive(from_fields({"model": model, "batch": 6, **asked}), index, CPU)
-        return parse_duration(config.run.for_).value * 6 / 60, reasons["for_"]
+        return parse_duration(config.run.max_duration).value * 6 / 60, reasons["for_"]
 
     assert found("ember_n") == (36, "36 epochs of 60 pictures from random weights")
     assert found("retinanet_mobilenet_v2_fpn", weights="none")[0] == 36
@@ -246,18 +248,18 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
 def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
     def found(**asked: Any) -> tuple[float, tuple[float, float], str]:
         config, reasons = derive_data(from_fields({"model": "ember_n", "batch": 8, **asked}), index, CPU)
-        return config.data.crop, config.data.zoom, reasons.get("zoom", "")
+        return config.data.scale_jitter_prob, config.data.scale_range, reasons.get("zoom", "")
 
-    pictures = len(index.rows("train"))
+    pictures = len(index.image_indices("train"))
     usual, more = (0.5, (0.7, 1.5)), (0.8, (0.5, 2.0))
-    assert found(for_=f"{OFTEN - 1:g}ep")[:2] == usual
-    crop, zoom, why = found(for_=f"{OFTEN:g}ep")
+    assert found(for_=f"{MANY_VIEWS - 1:g}ep")[:2] == usual
+    crop, zoom, why = found(for_=f"{MANY_VIEWS:g}ep")
     assert (crop, zoom) == more
-    assert f"seen about {OFTEN:.0f} times" in why
+    assert f"seen about {MANY_VIEWS:.0f} times" in why
     assert found()[:2] == more  # the least steps, of few pictures
-    assert found(for_=str(math.ceil(OFTEN * pictures / 8)))[:2] == more
-    a_second = pictures_a_second(MODELS["ember_n"], (64, 64))
-    minutes = OFTEN * pictures / a_second / 60
+    assert found(for_=str(math.ceil(MANY_VIEWS * pictures / 8)))[:2] == more
+    a_second = estimate_images_per_second(MODELS["ember_n"], (64, 64))
+    minutes = MANY_VIEWS * pictures / a_second / 60
     assert found(for_=f"{0.9 * minutes:.4f}min")[:2] == usual
     assert found(for_=f"{1.1 * minutes:.4f}min")[:2] == more
     assert found(for_="100ep", model="retinanet_mobilenet_v2_fpn")[:2] == usual
@@ -280,21 +282,21 @@ def test_a_batch_of_more_pictures_than_there_are_counts_where_it_is_asked_for(tm
 
 @pytest.mark.parametrize(("side", "why"), [(0, "the sizes"), (200, "no more pixels"), (700, "on a CPU 320² pixels")])
 def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int, why: str):
-    sized = dataclasses.replace(index, size=np.full_like(index.size, side), boxes=index.boxes * 10)
+    sized = dataclasses.replace(index, size=np.full_like(index.original_size, side), boxes=index.boxes * 10)
     _, reasons = derive_data(from_fields({"model": "ember_n"}), sized, CPU)
     assert reasons["canvas"].startswith(why)
 
 
 @pytest.mark.parametrize(
     ("model", "weights", "rate"),
-    [("ember_mobilenet_v2", "imagenet", BODY_RATE), ("ember_mobilenet_v2", "none", 1.0), ("ember_n", "none", 1.0),
+    [("ember_mobilenet_v2", "imagenet", BACKBONE_LR_MULT), ("ember_mobilenet_v2", "none", 1.0), ("ember_n", "none", 1.0),
      ("retinanet_mobilenet_v2_fpn", "imagenet", 1.0)],
 )  # fmt: skip
 def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, rate: float):
     config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
-    assert config.optim.backbone_rate == rate
+    assert config.optim.backbone_lr_mult == rate
     config, _ = derive_data(from_fields({"model": model, "weights": weights, "norm": "train"}), index, CPU)
-    assert config.optim.backbone_rate == 1.0
+    assert config.optim.backbone_lr_mult == 1.0
 
 
 @pytest.mark.parametrize("weights", ["coco", "imagenet"])

@@ -8,8 +8,8 @@ import pytest
 
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
-from stoker.models.ember.ember import LONGEST
-from stoker.training.defaults.dataset_facts import too_long
+from stoker.models.ember.ember import MAX_BOX_PX
+from stoker.training.defaults.dataset_facts import warn_oversized_boxes
 from tests.drawn import draw
 
 
@@ -23,20 +23,20 @@ def config(model: str, side: int) -> Config:
 
 
 def test_boxes_that_an_ember_cannot_reach_are_counted(index: Index) -> None:
-    first, last = index.offsets[index.rows("train")[0]], index.offsets[index.rows("train")[-1] + 1]
+    first, last = index.offsets[index.image_indices("train")[0]], index.offsets[index.image_indices("train")[-1] + 1]
     boxes = index.boxes.copy()
     boxes[first:last] = (0, 0, 10, 10)
     boxes[first] = (1, 0, 61, 4)  # 60 pixels of 64
     long = dataclasses.replace(index, boxes=boxes)
-    assert too_long(config("ember_n", 1024), long) is None  # 60 · 1024 / 64 = 960
-    assert LONGEST == 960
-    said = too_long(config("ember_n", 1056), long)
+    assert warn_oversized_boxes(config("ember_n", 1024), long) is None  # 60 · 1024 / 64 = 960
+    assert MAX_BOX_PX == 960
+    said = warn_oversized_boxes(config("ember_n", 1056), long)
     assert said is not None
     assert said.startswith(f"1 of {last - first} boxes are longer than 960 pixels on the canvas of 1056×1056 (up")
-    assert too_long(config("retinanet_tiny_fpn", 1056), long) is None
+    assert warn_oversized_boxes(config("retinanet_tiny_fpn", 1056), long) is None
 
 
 def test_pictures_without_boxes_have_none_too_long(index: Index) -> None:
     empty = dataclasses.replace(index, offsets=np.zeros_like(index.offsets), boxes=index.boxes[:0],
                                 labels=index.labels[:0], crowd=index.crowd[:0])  # fmt: skip
-    assert too_long(config("ember_n", 1056), empty) is None
+    assert warn_oversized_boxes(config("ember_n", 1056), empty) is None

@@ -14,10 +14,10 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.hardware.device import Device, Memory
+from stoker.hardware.device import Device, DeviceMemory
 from stoker.training.defaults import auto_batch, dry_run
 from stoker.training.defaults.derive import derive
-from stoker.training.defaults.dry_run import LiveBytes, Rehearsal, Tried
+from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -39,7 +39,7 @@ def settled(index: Index) -> Config:
     """Everything but the batch, of a model without norms that learn."""
     asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "norm": "frozen"})
     config, _ = derive(asked.replace(canvas=(64, 64), precision="fp32"), index, CPU)
-    return config.replace(batch=None, accumulate=None)
+    return config.replace(batch=None, grad_accum_steps=None)
 
 
 class SmallDevice(Device):
@@ -49,8 +49,8 @@ class SmallDevice(Device):
     def is_cpu(self) -> bool:
         return False
 
-    def memory(self) -> Memory:
-        return Memory(total=10 * GIB, free=10 * GIB, peak=0)
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(total=10 * GIB, free=10 * GIB, peak=0)
 
 
 SMALL = SmallDevice(torch.device("cpu"))
@@ -61,14 +61,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambd
     """Steps of n pictures take `gib(n)` GiB at their peak and `seconds(n)` of time. Returns what is tried."""
     tried: list[int] = []
 
-    def peak(_: Rehearsal, count: int) -> int:
+    def peak(_: DryRun, count: int) -> int:
         tried.append(count)
         if gib(count) > 10:
             raise torch.OutOfMemoryError("out of memory")
         return int(gib(count) * GIB)
 
-    monkeypatch.setattr(Rehearsal, "peak", peak)
-    monkeypatch.setattr(Rehearsal, "seconds", lambda _, count: seconds(count))
+    monkeypatch.setattr(DryRun, "peak", peak)
+    monkeypatch.setattr(DryRun, "seconds", lambda _, count: seconds(count))
     return tried
 
 
@@ -87,14 +87,19 @@ def test_a_batch_that_does_not_fit_is_split(
 ):
     """The peak is a line; beyond the device's memory it raises."""
     pretend(monkeypatch, gib=lambda n: fixed_gib + picture_gib * n)
-    assert auto_batch.batch(settled, index, SMALL, wanted=16, pictures=60)[:2] == (batch, parts)
+    assert auto_batch.choose_batch_size(settled, index, SMALL, recipe_batch_size=16, num_images=60)[:2] == (
+        batch,
+        parts,
+    )
 
 
 @pytest.mark.parametrize("less", [False, True])
 def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
     pretend(monkeypatch, gib=lambda _: 11.0)
     with pytest.raises(OutOfMemoryError) as caught:
-        auto_batch.batch(settled.replace(checkpoint_activations=less), index, SMALL, wanted=16, pictures=60)
+        auto_batch.choose_batch_size(
+            settled.replace(activation_checkpointing=less), index, SMALL, recipe_batch_size=16, num_images=60
+        )
     assert caught.value.exit_code == 5
     assert "64x64" in str(caught.value)
     assert ("--checkpoint-activations" in str(caught.value)) is not less
@@ -120,7 +125,9 @@ def test_fit_takes_the_smallest_batch_near_the_best_time(
     words: list[str],
 ):  # fmt: skip
     pretend(monkeypatch, gib=gib, seconds=seconds)
-    chosen, parts, reason = auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    chosen, parts, reason = auto_batch.choose_batch_size(
+        settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60
+    )
     assert (chosen, parts) == (batch, 1)
     for word in words:
         assert word in reason
@@ -132,7 +139,9 @@ def test_what_was_timed_is_said_where_it_is_not_what_trains(
     """Compiling for every size would take longer than --fit may."""
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
-        auto_batch.batch(settled.replace(fit=True, eager=eager), index, SMALL, wanted=16, pictures=60)[2]
+        auto_batch.choose_batch_size(
+            settled.replace(fit=True, compile=eager), index, SMALL, recipe_batch_size=16, num_images=60
+        )[2]
         for eager in (True, False)
     ]
     assert ["not compiled" in reason for reason in reasons] == [False, True]
@@ -140,7 +149,7 @@ def test_what_was_timed_is_said_where_it_is_not_what_trains(
 
 def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
     tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
-    auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    auto_batch.choose_batch_size(settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60)
     assert max(tried) == 8
 
 
@@ -154,7 +163,9 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
 
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
-    _, _, reason = auto_batch.batch(settled.replace(fit=True), index, SMALL, wanted=16, pictures=60)
+    _, _, reason = auto_batch.choose_batch_size(
+        settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60
+    )
     assert now[0] == 7 + 14 + 28
     assert "trials end after 60 s" in reason
 
@@ -165,26 +176,26 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
     """least: pictures of the smallest batch."""
-    rehearsal = auto_batch.rehearsal_of(settled.replace(**changes), index, CPU)
+    rehearsal = auto_batch.make_dry_run(settled.replace(**changes), index, CPU)
     parts = changes.get("accumulate", 1)
-    found = [size * parts for size in auto_batch.sizes(rehearsal, 60)]
+    found = [size * parts for size in auto_batch.candidate_sizes(rehearsal, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
 
 
 def test_norms_that_learn_are_never_tried_on_one_value(index: Index):
     """The coarsest map of SSDlite is 1 × 1 at its usual canvas, the tiny model's at 32 × 32."""
     asked = from_fields({"model": "retinanet_tiny_fpn", "canvas": (32, 32), "precision": "fp32"})
-    assert derive(asked, index, CPU)[0].run.batch == 16
-    assert derive(asked.replace(fit=True), index, CPU)[0].run.batch >= 2
+    assert derive(asked, index, CPU)[0].run.batch_size == 16
+    assert derive(asked.replace(fit=True), index, CPU)[0].run.batch_size >= 2
 
 
 def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     asked = from_fields({"fit": True, "optimizer": "sgd", "model": "retinanet_tiny_fpn"})
     chosen, reasons = derive(asked, index, SMALL)
-    assert chosen.run.batch == 8
+    assert chosen.run.batch_size == 8
     assert "8: 2 ms" in reasons["batch"]
-    assert chosen.optim.rate == derive(asked.replace(fit=None, batch=8), index, SMALL)[0].optim.rate
+    assert chosen.optim.lr == derive(asked.replace(fit=None, batch=8), index, SMALL)[0].optim.lr
 
 
 def test_fit_and_batch_contradict_each_other(index: Index):
@@ -196,49 +207,51 @@ def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
     monkeypatch.setattr(dry_run, "LIMIT_S", 3.0)
     config, reasons = derive(from_fields({"fit": True, "canvas": (32, 32)}), index, CPU)
-    assert config.run.batch in (1, 2, 4, 8, 16, 32)
-    assert f"{config.run.batch}: " in reasons["batch"]
+    assert config.run.batch_size in (1, 2, 4, 8, 16, 32)
+    assert f"{config.run.batch_size}: " in reasons["batch"]
     assert " ms" in reasons["batch"]
 
 
 def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled: Config):
-    rehearsal = auto_batch.rehearsal_of(settled, index, CPU)
-    before = [parameter.clone() for parameter in rehearsal.stepper.model.parameters()]
-    rehearsal.peak(1)  # makes the optimizer's state
-    two, four = rehearsal.peak(2), rehearsal.peak(4)
+    rehearsal = auto_batch.make_dry_run(settled, index, CPU)
+    before = [parameter.clone() for parameter in rehearsal.optimizer.model.parameters()]
+    rehearsal.measure_peak_bytes(1)  # makes the optimizer's state
+    two, four = rehearsal.measure_peak_bytes(2), rehearsal.measure_peak_bytes(4)
     weights = sum(parameter.numel() * 4 for parameter in before)
     assert two > 5 * weights  # themselves, their average, gradients, two moments
     picture = (four - two) / 2
     assert picture > 64 * 64 * 3 * 4  # its pixels in fp32, at least
-    for parameter, old in zip(rehearsal.stepper.model.parameters(), before, strict=True):
+    for parameter, old in zip(rehearsal.optimizer.model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, old)
 
 
 def test_less_is_kept_with_checkpointing_on_a_cpu(index: Index, settled: Config):
     kept = []
     for less in (False, True):
-        rehearsal = auto_batch.rehearsal_of(settled.replace(checkpoint_activations=less, canvas=(256, 256)), index, CPU)
-        kept.append(auto_batch._largest_on_cpu(rehearsal, 1)[0])
+        rehearsal = auto_batch.make_dry_run(
+            settled.replace(activation_checkpointing=less, canvas=(256, 256)), index, CPU
+        )
+        kept.append(auto_batch._max_size_on_cpu(rehearsal, 1)[0])
     assert kept[1] > 1.2 * kept[0]
 
 
 def test_live_bytes_are_those_of_storages_that_live():
-    with LiveBytes("cpu") as live:
+    with PeakMemoryMode("cpu") as live:
         a = torch.zeros(256)
         b = a.view(16, 16)
-        assert live.now == 1024
+        assert live.current_bytes == 1024
         c = a + 1
-        assert live.now == live.peak == 2048
+        assert live.current_bytes == live.peak_bytes == 2048
         del a, c
-        assert live.now == 1024  # the view keeps it
+        assert live.current_bytes == 1024  # the view keeps it
         del b
-    assert (live.now, live.peak) == (0, 2048)
+    assert (live.current_bytes, live.peak_bytes) == (0, 2048)
 
 
 def test_fastest():
-    tried = [Tried(1, 0, 2.0), Tried(2, 0, 1.029), Tried(4, 0, 1.0), Tried(8, 0, 1.1)]
-    assert auto_batch.fastest(tried).pictures == 2
-    assert auto_batch.fastest(tried[2:]).pictures == 4
+    tried = [BatchTrial(1, 0, 2.0), BatchTrial(2, 0, 1.029), BatchTrial(4, 0, 1.0), BatchTrial(8, 0, 1.1)]
+    assert auto_batch.pick_fastest(tried).micro_batch_size == 2
+    assert auto_batch.pick_fastest(tried[2:]).micro_batch_size == 4
 
 
 def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

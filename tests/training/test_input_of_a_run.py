@@ -7,8 +7,8 @@ import pytest
 
 from stoker.data.index import Index
 from stoker.diagnosis import catalogue
-from stoker.diagnosis.causes.cause import Limit
-from stoker.report.explain import gather
+from stoker.diagnosis.causes.cause import Threshold
+from stoker.report.explain import explain_run
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.runs.totals import totals
@@ -25,18 +25,22 @@ def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     read = Index.read
 
     def slowly(self: Index, row: int) -> bytes:
-        if row in self.rows("train"):
+        if row in self.image_indices("train"):
             time.sleep(DELAY_S)
         return read(self, row)
 
     monkeypatch.setattr(Index, "read", slowly)
-    result = loop.train(settings(data).replace(for_="3", eval_every="0", threads=1), run=str(tmp_path / "run"))
+    result = loop.train(
+        settings(data).replace(max_duration="3", eval_every="0", threads=1), run_dir=str(tmp_path / "run")
+    )
     for window in read_lines(result.run, STEPS, StepWindow):
-        assert sum(window.input.values()) == window.phases.get("input_wait", 0)
+        assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
     summed = totals(result.run)
     assert summed.phases["input_wait"] > 4 * DELAY_S
     assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
-    monkeypatch.setitem(catalogue.COMMON, "steady_s", Limit(1.0, "a run of three steps is long enough here"))
-    finding = gather(result.run).findings[0]
+    monkeypatch.setitem(
+        catalogue.COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here")
+    )
+    finding = explain_run(result.run).findings[0]
     assert finding.cause == "slow_storage"
     assert "fetch: reading files" in finding.evidence[1].text

@@ -75,10 +75,14 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
     monkeypatch.setattr(async_eval, "detect", delayed(spent, "eval", async_eval.detect))
     # the rest of an evaluation, where training waits for it
-    monkeypatch.setattr(async_eval.Scorer, "take_in", delayed(spent, "eval", async_eval.Scorer.take_in, by=0.0))
+    monkeypatch.setattr(
+        async_eval.AsyncEvaluator, "take_in", delayed(spent, "eval", async_eval.AsyncEvaluator.collect, by=0.0)
+    )
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
-    monkeypatch.setattr(checkpoint.Writer, "wait", delayed(spent, "checkpoint", checkpoint.Writer.wait, by=0.0))
-    result = loop.train(settings(data), run=str(tmp_path / "run"))
+    monkeypatch.setattr(
+        checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)
+    )
+    result = loop.train(settings(data), run_dir=str(tmp_path / "run"))
     summed = totals(result.run)
     for phase, seconds in spent.items():
         assert seconds >= {"input_wait": 60, "eval": 3, "checkpoint": 3}[phase] * DELAYS[phase]
@@ -88,11 +92,11 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
     for window in windows:
         assert min(window.phases.values()) >= 0
         assert sum(window.phases.values()) == pytest.approx(window.wall_s, rel=1e-6)
-    steady = [window for window in windows if window.steps]
+    steady = [window for window in windows if window.window_steps]
     wall = sum(window.wall_s for window in steady)
     assert sum(window.phases.get("unattributed", 0.0) for window in steady) <= 0.03 * wall
-    assert sum(window.steps for window in windows) == 60
-    assert sum(window.pictures for window in windows) == 240
+    assert sum(window.window_steps for window in windows) == 60
+    assert sum(window.num_images for window in windows) == 240
 
 
 @pytest.mark.slow
@@ -100,9 +104,9 @@ def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: 
     """One save in the middle takes a second to write; the training thread only waits for it at the next save."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
-    monkeypatch.setattr(checkpoint, "write_whole", delayed(spent, "checkpoint", checkpoint.write_whole))
-    config = settings(data).replace(checkpoint_every="10", eval_every="0", for_="15")
-    result = loop.train(config, run=str(tmp_path / "run"))
+    monkeypatch.setattr(checkpoint, "write_whole", delayed(spent, "checkpoint", checkpoint.write_atomic))
+    config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="15")
+    result = loop.train(config, run_dir=str(tmp_path / "run"))
     middle = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 <= w.step < 15]
     charged = sum(window.phases.get("checkpoint", 0.0) for window in middle)
     assert spent["checkpoint"] > 3 * DELAYS["checkpoint"]
@@ -114,7 +118,7 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
     """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
     data = draw(tmp_path / "data")
     gate = threading.Event()
-    score, step = async_eval.score_with_matches, loop.Training.step
+    score, step = async_eval.compute_coco_result, loop.Training.step
 
     def after_five_steps(*args: Any) -> Any:
         gate.wait()
@@ -122,19 +126,19 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
 
     def step_and_open(self: loop.Training) -> None:
         step(self)
-        if self.job.step == 15:
+        if self.state.step == 15:
             gate.set()
 
     monkeypatch.setattr(async_eval, "score_with_matches", after_five_steps)
     monkeypatch.setattr(loop.Training, "step", step_and_open)
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    config = settings(data).replace(checkpoint_every="0", eval_every="10", for_="18")
-    result = loop.train(config, run=str(tmp_path / "run"))
+    config = settings(data).replace(checkpoint_every="0", eval_every="10", max_duration="18")
+    result = loop.train(config, run_dir=str(tmp_path / "run"))
     (line,) = [
         event for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated" and event.step == 10
     ]
     between = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 < w.step <= 14]
-    assert sum(window.steps for window in between) == 4
+    assert sum(window.window_steps for window in between) == 4
     assert all(window.t < line.t for window in between)
     assert sum(window.phases.get("eval", 0.0) for window in between) == 0
 
@@ -147,10 +151,10 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
     step, augment = loop.Training.step, loop.augment_batch
 
     def dying(self: loop.Training) -> None:
-        if self.job.step == 17:
+        if self.state.step == 17:
             raise RuntimeError("dies here")
-        if self.job.step == 5:
-            self.tracer.ask()
+        if self.state.step == 5:
+            self.tracer.request()
         step(self)
 
     class SlowProfile(trace.profile):
@@ -163,18 +167,18 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
     monkeypatch.setattr(trace, "profile", SlowProfile)
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
     monkeypatch.setattr(loop, "compile_now", delayed(spent, "compile", lambda *_: None))
-    losses_of = loop.losses_of
+    losses_of = loop.make_loss_fn
     monkeypatch.setattr(loop, "losses_of", lambda model, *, eager: losses_of(model, eager=eager or True))
     monkeypatch.setattr(loop.Training, "step", dying)
-    config = settings(data).replace(checkpoint_every="10", eval_every="0", for_="24", eager=False)
+    config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="24", compile=False)
     with pytest.raises(RuntimeError, match="dies here"):
-        loop.train(config, run=str(tmp_path / "run"))
+        loop.train(config, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(loop.Training, "step", step)
     slow = delayed(spent, "recovery", augment)
     monkeypatch.setattr(
         loop, "augment_batch", lambda *args: (slow if spent.get("recovery", 0) < 1.3 else augment)(*args)
     )
-    result = loop.train(config, run=str(tmp_path / "run"))
+    result = loop.train(config, run_dir=str(tmp_path / "run"))
     summed = totals(result.run)
     assert summed.attempts == 2
     assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
@@ -183,7 +187,7 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
         assert summed.phases[phase] == pytest.approx(spent[phase], rel=0.05), phase
     # Seven steps, and what the others of their attempt took: those before were slower, under the profiler.
     again = [window for window in read_lines(result.run, STEPS, StepWindow) if window.attempt == 2]
-    usual = sum(one.phases.get("compute", 0.0) for one in again) / (sum(one.steps for one in again) - 7)
+    usual = sum(one.phases.get("compute", 0.0) for one in again) / (sum(one.window_steps for one in again) - 7)
     assert spent["recovery"] >= 7 * DELAYS["recovery"]
     assert summed.phases["recovery"] == pytest.approx(spent["recovery"] + 7 * usual, rel=0.2)
     assert summed.phases.get("unattributed", 0.0) <= 0.03 * summed.wall_s
@@ -197,12 +201,12 @@ def test_a_signal_has_the_next_steps_of_a_running_training_traced(tmp_path: Path
 
     def signalled(self: loop.Training) -> None:
         step(self)
-        if self.job.step == 8:
+        if self.state.step == 8:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     monkeypatch.setattr(loop.Training, "step", signalled)
-    config = settings(data).replace(eval_every="0", checkpoint_every="0", for_="20")
-    result = loop.train(config, run=str(tmp_path / "run"))
+    config = settings(data).replace(eval_every="0", checkpoint_every="0", max_duration="20")
+    result = loop.train(config, run_dir=str(tmp_path / "run"))
     assert result.steps == 20, "it goes on"
     (path,) = (result.run / TRACE_FILES).iterdir()
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

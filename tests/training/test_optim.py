@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import NoHostWaits
+from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build
-from stoker.training.optim import FUSED_KINDS, Meter, Stepper, rate_at
+from stoker.training.optim import FUSED_DEVICE_TYPES, LossAccumulator, OptimizerStep, lr_at
 from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))
@@ -40,7 +40,7 @@ def pictures(step: int, *, bad: bool) -> Tensor:
 )
 def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float):
     """20 steps of which three are not finite, the first among them, equal a reference that leaves those out."""
-    ours = Stepper(make_model(), settings(optimizer=optimizer, clip=clip), CPU, precision=precision)
+    ours = OptimizerStep(make_model(), settings(optimizer=optimizer, clip=clip), CPU, precision=precision)
     theirs = make_model()
     weights = [
         p for m in theirs for n, p in m.named_parameters() if n == "weight" and not isinstance(m, nn.BatchNorm2d)
@@ -71,7 +71,7 @@ def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float)
 
 
 def test_average_follows_the_good_weights():
-    stepper = Stepper(make_model(), settings(ema=0.5), CPU, precision="fp32")
+    stepper = OptimizerStep(make_model(), settings(ema=0.5), CPU, precision="fp32")
     expected = copy.deepcopy(stepper.model)
     for step in range(30):
         stepper.backward(stepper.model(pictures(step, bad=step == 4)).square().mean())
@@ -80,26 +80,26 @@ def test_average_follows_the_good_weights():
         with torch.no_grad():
             for a, p in zip(expected.parameters(), stepper.model.parameters(), strict=True):
                 a.lerp_(p, 1 - decay)
-    for a, b in zip(expected.parameters(), stepper.averaged.parameters(), strict=True):
+    for a, b in zip(expected.parameters(), stepper.ema_model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    average, model = stepper.averaged[1], stepper.model[1]  # type: ignore[index]
+    average, model = stepper.ema_model[1], stepper.model[1]  # type: ignore[index]
     assert torch.equal(average.running_mean, model.running_mean)
     assert torch.isfinite(model.running_var).all()
 
 
 def test_state_continues_exactly():
-    one = Stepper(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    one = OptimizerStep(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
     for step in range(5):
         one.backward(one.model(pictures(step, bad=False)).square().mean())
         one.step(0.01, step)
-    state, averaged = copy.deepcopy(one.state_dict()), copy.deepcopy(one.averaged.state_dict())
-    two = Stepper(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    state, averaged = copy.deepcopy(one.state_dict()), copy.deepcopy(one.ema_model.state_dict())
+    two = OptimizerStep(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
     two.load_state_dict(state, averaged)
     for stepper in (one, two):
         for step in range(5, 12):
             stepper.backward(stepper.model(pictures(step, bad=step == 9)).square().mean())
             stepper.step(0.01, step)
-    for a, b in zip(one.averaged.state_dict().values(), two.averaged.state_dict().values(), strict=True):
+    for a, b in zip(one.ema_model.state_dict().values(), two.ema_model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
@@ -109,10 +109,10 @@ def test_state_continues_exactly():
 def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
     """At a tenth it moves a tenth as far in a first step; the rest moves as without. Norms are never decayed."""
 
-    def moved(factor: float) -> tuple[Stepper[Detector], dict[str, Tensor]]:
+    def moved(factor: float) -> tuple[OptimizerStep[Detector], dict[str, Tensor]]:
         torch.manual_seed(0)
         model = build(settings_of("retinanet_tiny_fpn", norm="train"), 3).train()
-        stepper = Stepper(model, settings(optimizer=optimizer, backbone_rate=factor), CPU, precision="fp32")
+        stepper = OptimizerStep(model, settings(optimizer=optimizer, backbone_rate=factor), CPU, precision="fp32")
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         batch = make_batch((3, 2), (64, 64), classes=3)
         stepper.backward(torch.stack(list(model.loss(model(batch.images), batch).values())).sum())
@@ -120,14 +120,14 @@ def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
         return stepper, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
     (stepper, tenth), (_, whole) = moved(0.1), moved(1.0)
-    body = {name for name in whole if name.startswith(Detector.body)}
+    body = {name for name in whole if name.startswith(Detector.backbone_prefixes)}
     assert set() < body < set(whole)
     for name, way in whole.items():
         torch.testing.assert_close(tenth[name], way * (0.1 if name in body else 1.0), rtol=1e-3, atol=2e-7, msg=name)
     groups = stepper._optimizer.param_groups
     assert {(g["lr"], g["weight_decay"]) for g in groups} == {(r, d) for r in (0.01, 0.001) for d in (0.01, 0.0)}
     again, _ = moved(0.1)
-    again.load_state_dict(copy.deepcopy(stepper.state_dict()), copy.deepcopy(stepper.averaged.state_dict()))
+    again.load_state_dict(copy.deepcopy(stepper.state_dict()), copy.deepcopy(stepper.ema_model.state_dict()))
     for one in (stepper, again):
         batch = make_batch((3, 2), (64, 64), classes=3)
         one.backward(torch.stack(list(one.model.loss(one.model(batch.images), batch).values())).sum())
@@ -137,23 +137,23 @@ def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
 
 
 def test_the_streak_goes_on_where_it_was_saved():
-    one, two = Meter(CPU, limit=3), Meter(CPU, limit=3)
+    one, two = LossAccumulator(CPU, max_skipped_steps=3), LossAccumulator(CPU, max_skipped_steps=3)
     losses, bad = {"a": torch.tensor(1.0)}, torch.tensor(1.0)
     for step in range(2):
         one.add(losses, bad, bad, step)
-    assert two.go_on([tensor.clone() for tensor in one.streak()]) is None
+    assert two.load_skipped_streak([tensor.clone() for tensor in one.skipped_streak()]) is None
     two.add(losses, bad, bad, 2)
-    assert two.read(two.take(), 1).hopeless_at == 2
-    assert Meter(CPU, limit=3).go_on(two.streak()) == 2
+    assert two.read(two.take(), 1).diverged_step == 2
+    assert LossAccumulator(CPU, max_skipped_steps=3).load_skipped_streak(two.skipped_streak()) == 2
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_step_and_meter_never_wait_for_the_device(optimizer: str):
-    stepper = Stepper(make_model(), settings(optimizer=optimizer, ema=0.9), CPU, precision="fp16")
-    meter = Meter(CPU, limit=3)
+    stepper = OptimizerStep(make_model(), settings(optimizer=optimizer, ema=0.9), CPU, precision="fp16")
+    meter = LossAccumulator(CPU, max_skipped_steps=3)
     x = pictures(0, bad=False)
     for step in range(2):
-        with NoHostWaits():
+        with ForbidHostSync():
             loss = stepper.model(x).square().mean()
             stepper.backward(loss)
             norm, bad = stepper.step(0.1, step)
@@ -161,8 +161,8 @@ def test_step_and_meter_never_wait_for_the_device(optimizer: str):
 
 
 def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.training.optim.FUSED_KINDS", FUSED_KINDS - {"cpu"})
-    stepper = Stepper(make_model(), settings(), CPU, precision="fp32")
+    monkeypatch.setattr("stoker.training.optim.FUSED_KINDS", FUSED_DEVICE_TYPES - {"cpu"})
+    stepper = OptimizerStep(make_model(), settings(), CPU, precision="fp32")
     for step, bad in enumerate([False, True, False]):
         before = copy.deepcopy(stepper.model.state_dict())
         stepper.backward(stepper.model(pictures(step, bad=bad)).square().mean())
@@ -172,21 +172,21 @@ def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.
 
 
 def test_meter_counts_good_steps_only_and_remembers_where_hope_ended():
-    meter = Meter(CPU, limit=3)
+    meter = LossAccumulator(CPU, max_skipped_steps=3)
     nan = torch.tensor(float("nan"))
     for step, bad in enumerate([0, 1, 0, 1, 1, 1, 1]):
         value = nan if bad else torch.tensor(float(step))
         meter.add({"a": value, "b": torch.tensor(1.0) if not bad else nan}, value, torch.tensor(float(bad)), step)
     reading = meter.read([t.clone() for t in meter.take()], 7)
     assert reading.losses == {"a": 1.0, "b": 1.0, "total": 2.0}
-    assert (reading.norm, reading.skipped, reading.hopeless_at) == (1.0, 5, 5)
+    assert (reading.grad_norm, reading.skipped_steps, reading.diverged_step) == (1.0, 5, 5)
     meter.add({"a": torch.tensor(4.0), "b": torch.tensor(0.0)}, torch.tensor(2.0), torch.tensor(0.0), 7)
     assert meter.read(meter.take(), 1).losses["a"] == 4.0
 
 
 def test_schedules():
     shape = {
-        name: [rate_at(settings(schedule=name, warmup=0), 100, progress / 10) / 0.1 for progress in range(11)]
+        name: [lr_at(settings(schedule=name, warmup=0), 100, progress / 10) / 0.1 for progress in range(11)]
         for name in ("cosine", "step", "exponential", "constant")
     }
     assert shape["constant"] == [1.0] * 11
@@ -195,15 +195,15 @@ def test_schedules():
     assert shape["cosine"][0] == pytest.approx(1)
     assert shape["cosine"][5] == pytest.approx(0.505)
     assert shape["cosine"][10] == pytest.approx(0.01)
-    warm = [rate_at(settings(warmup=10), step, 0.0) for step in range(11)]
+    warm = [lr_at(settings(warmup=10), step, 0.0) for step in range(11)]
     assert warm == sorted(warm)
     assert warm[9] == pytest.approx(0.1)
 
 
 def test_the_averages_keep_no_history():
     """A graph of all steps so far would grow by a third of a MiB a step for the smallest model."""
-    ours = Stepper(make_model(), settings(ema=0.9), CPU, precision="fp32")
+    ours = OptimizerStep(make_model(), settings(ema=0.9), CPU, precision="fp32")
     for step in range(3):
         ours.backward(ours.model(pictures(step, bad=False)).square().mean())
         ours.step(0.05, step)
-    assert not [name for name, average in ours.averaged.named_parameters() if average.requires_grad or average.grad_fn]
+    assert not [name for name, average in ours.ema_model.named_parameters() if average.requires_grad or average.grad_fn]

@@ -15,11 +15,11 @@ import stoker
 from stoker.data.images import decode
 from stoker.errors import UsageError
 from stoker.profiling.ledger import Ledger
-from stoker.report.probing import in_words, probe
+from stoker.report.probing import describe_probe, run_probes
 from stoker.runs.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import input_probe
-from stoker.training.input_probe import FullRing, summed_up
+from stoker.training.input_probe import PrefetchedInputProbe, summarize_pairs
 from tests.drawn import draw
 
 speeds = st.floats(1e-4, 10)
@@ -27,10 +27,10 @@ speeds = st.floats(1e-4, 10)
 
 @given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
 def test_the_ratio_lies_in_its_interval_and_is_of_speeds(pairs: list[tuple[float, float]]) -> None:
-    found = summed_up("cached_batch", pairs, steps=8, attempt=1)
+    found = summarize_pairs("cached_batch", pairs, steps=8, attempt=1)
     assert found.ratio_low <= found.ratio <= found.ratio_high
     assert min(a / b for a, b in pairs) <= found.ratio_low
-    faster = summed_up("cached_batch", [(a, b / 2) for a, b in pairs], steps=8, attempt=1)
+    faster = summarize_pairs("cached_batch", [(a, b / 2) for a, b in pairs], steps=8, attempt=1)
     assert faster.ratio == pytest.approx(2 * found.ratio)
     assert faster.after_img_per_s == pytest.approx(2 * found.after_img_per_s)
 
@@ -44,7 +44,9 @@ class Machine:
     depth: int = 4
     paused_s: float = 0.0
 
-    def train(self, path: Path, steps: int, *, total: int, wait_s: float, evaluate_every: int = 0) -> FullRing:
+    def train(
+        self, path: Path, steps: int, *, total: int, wait_s: float, evaluate_every: int = 0
+    ) -> PrefetchedInputProbe:
         folder = RunFolder(path, attempt=1)
         path.mkdir(exist_ok=True)
         stats = lambda: SimpleNamespace(depth=self.depth, ready=8 * self.ready)  # noqa: E731
@@ -54,8 +56,8 @@ class Machine:
             config=SimpleNamespace(run=SimpleNamespace(batch=8)), loader=SimpleNamespace(stats=stats),
         )  # fmt: skip
         clock: Any = SimpleNamespace(on_host=True)
-        ledger = Ledger(clock, started_s=0.0, now=self.now)
-        ring = FullRing(job, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
+        ledger = Ledger(clock, start_s=0.0, now=self.now)
+        ring = PrefetchedInputProbe(job, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
         for _ in range(steps):
             ring.before_step(job.step / total)
             waits = 0.0 if self.ready else wait_s
@@ -63,7 +65,7 @@ class Machine:
             self.now_s += 1.0 + waits
             job.step, job.trained_s = job.step + 1, job.trained_s + 1.0 + waits
             phases = {"compute": 1.0, "input_wait": waits}
-            ring.seen(StepWindow(t=self.now_s, attempt=1, step=job.step, steps=1, pictures=8, wall_s=1.0 + waits,
+            ring.observe(StepWindow(t=self.now_s, attempt=1, step=job.step, window_steps=1, num_images=8, wall_s=1.0 + waits,
                                  devices=1, phases=phases))  # fmt: skip
             if evaluate_every and job.step % evaluate_every == 0:
                 self.now_s += 1000.0
@@ -94,7 +96,7 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
     if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
         assert not list(read_lines(tmp_path, PROBES, Probe))
         return
-    assert machine.paused_s == input_probe.PAIRS * 3.0 * machine.depth
+    assert machine.paused_s == input_probe.MAX_PAIRS * 3.0 * machine.depth
     (found,) = read_lines(tmp_path, PROBES, Probe)
     assert found.automatic
     assert found.ratio == pytest.approx(4.0)
@@ -103,7 +105,7 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
 
 def test_rounds_that_come_to_nothing_are_within_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.train(tmp_path, 3000, total=10_000, wait_s=3.0, evaluate_every=7)
-    assert 0 < machine.paused_s < input_probe.BUDGET * 10_000 * 4.0 + 3.0
+    assert 0 < machine.paused_s < input_probe.MAX_PAUSE_FRACTION * 10_000 * 4.0 + 3.0
     (note,) = read_lines(tmp_path, EVENTS, Event)
     assert "could not be found out" in note.text
 
@@ -119,10 +121,10 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, attempt=1)
     folder.event("started")
     with pytest.raises(UsageError, match=r"runs of `stoker train`"):
-        probe(str(tmp_path), print)
+        run_probes(str(tmp_path), print)
     (tmp_path / "config.toml").write_text("")
     with locked(tmp_path), pytest.raises(UsageError, match="live"):
-        probe(str(tmp_path), print)
+        run_probes(str(tmp_path), print)
     folder.close()
 
 
@@ -153,20 +155,20 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = stoker.train("demo", for_="3", batch=4, canvas=(64, 64), eval_every="0", threads=2, run="run").run
+    run = stoker.train("demo", for_="3", batch_size=4, image_size=(64, 64), eval_every="0", workers=2, run="run").run
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     said: list[str] = []
-    probe("run", said.append)
+    run_probes("run", said.append)
     found = list(read_lines(run, PROBES, Probe))
-    assert [one.what for one in found] == list(PROBE_KINDS)
-    assert [one.what for one in found if one.reason] == ["no_exchange", "compiled"]
+    assert [one.probe for one in found] == list(PROBE_KINDS)
+    assert [one.probe for one in found if one.reason] == ["no_exchange", "compiled"]
     assert all(one.before_img_per_s > 0 and one.steps >= 6 for one in found if not one.reason)
-    assert said == [in_words(one) for one in found]
+    assert said == [describe_probe(one) for one in found]
     assert all(path.read_bytes() == content for path, content in before.items())
     assert stoker_why(run)["probes"]
 
 
 def stoker_why(run: Path) -> dict[str, Any]:
-    from stoker.report.explain import gather, why_as_dict
+    from stoker.report.explain import explain_run, explanation_as_dict
 
-    return json.loads(json.dumps(why_as_dict(gather(run))))
+    return json.loads(json.dumps(explanation_as_dict(explain_run(run))))

@@ -116,7 +116,7 @@ def test_sigkill_at_random_moments(data: Path, tmp_path: Path, seed: int):
 
 def steps_of(run: Path, attempt: int) -> int:
     """Steps that an attempt has written down."""
-    return sum(window.steps for window in read_lines(run, STEPS, StepWindow) if window.attempt == attempt)
+    return sum(window.window_steps for window in read_lines(run, STEPS, StepWindow) if window.attempt == attempt)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -24,11 +24,11 @@ from stoker.errors import (
     StorageError,
     UsageError,
 )
-from stoker.hardware.device import Device, Ready, SideStream
-from stoker.models import open_fields
+from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.models import unset_fields
 from stoker.models.retinanet.retinanet import RetinaNet
 from stoker.models.weights import model_file
-from stoker.models.weights.load import architecture_of
+from stoker.models.weights.load import detect_architecture
 from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
@@ -60,7 +60,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(settings(data, eval_every="6"), run=str(tmp_path_factory.mktemp("runs") / "one")).run
+    return train(settings(data, eval_every="6"), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
 
 
 def test_the_run_folder_is_complete(run: Path):
@@ -71,12 +71,12 @@ def test_the_run_folder_is_complete(run: Path):
     assert kinds[0] == "started"
     assert kinds[-1] == "finished"
     assert kinds.count("evaluated") == 2
-    assert sum(window.steps for window in read_lines(run, STEPS, StepWindow)) == 12
+    assert sum(window.window_steps for window in read_lines(run, STEPS, StepWindow)) == 12
 
 
 def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(RetinaNet, "remark", lambda _: "a sentence")
-    run = train(settings(data, for_="6", eval_every="2"), run=str(tmp_path / "run")).run
+    run = train(settings(data, for_="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
     events = list(read_lines(run, EVENTS, Event))
     assert [event.kind for event in events].count("evaluated") == 3
     assert [(event.kind, event.step) for event in events if event.text == "a sentence"] == [("warning", 2)]
@@ -84,7 +84,7 @@ def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path
 
 def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, data: Path):
     config, reasons = from_toml(run / CONFIG)
-    assert open_fields(config) == []
+    assert unset_fields(config) == []
     assert set(SECTION_OF) - set(config.set_fields()) == {"tail", "nms_free", "depthwise"}, "of SSDlite, of ember"
     asked = set(settings(data, eval_every="6").set_fields())
     assert set(reasons) == set(config.set_fields()) - asked
@@ -93,8 +93,8 @@ def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, d
 
 
 def test_the_saved_model_stands_alone(run: Path):
-    assert architecture_of(run / "final.safetensors") == "retinanet_tiny_fpn"
-    model, card = model_file.load(model_file.find(run))
+    assert detect_architecture(run / "final.safetensors") == "retinanet_tiny_fpn"
+    model, card = model_file.load_model(model_file.find_weights(run))
     assert card.class_names == tuple(sorted(CLASSES)) or card.class_names == CLASSES
     assert (card.canvas, card.resize) == ((64, 64), "letterbox")
     raw = model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
@@ -107,7 +107,8 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
              "rate": 0.001, "ema": 0.0, "for_": "3", "canvas": (64, 64)}  # fmt: skip
     ends = [
         load_file(
-            train(settings(data, accumulate=parts, **model), run=str(tmp_path / str(parts))).run / "final.safetensors"
+            train(settings(data, accumulate=parts, **model), run_dir=str(tmp_path / str(parts))).run
+            / "final.safetensors"
         )
         for parts in (1, 4)
     ]
@@ -122,7 +123,7 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
     changes = {"optimizer": "sgd", "rate": 90.0, "weight_decay": 10.0, "clip": 0.0, "warmup": 0, "max_skipped": 5}
     config = settings(data, for_="400", **changes)
     with pytest.raises(DivergedError) as caught:
-        train(config, run=str(tmp_path / "run"))
+        train(config, run_dir=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert "5 steps in a row" in text
@@ -140,12 +141,12 @@ def test_one_broken_picture_is_left_out_and_named_and_more_end_the_run(tmp_path:
     data = draw(tmp_path / "data")
     victim = data / "train" / "train-3.jpg"
     victim.write_bytes(victim.read_bytes()[:300])
-    result = train(settings(data), run=str(tmp_path / "one"))
+    result = train(settings(data), run_dir=str(tmp_path / "one"))
     lines = list(read_lines(result.run, QUARANTINE, Quarantined))
     assert {Path(line.path).name for line in lines} == {"train-3.jpg"}
     (data / "train" / "train-4.jpg").write_bytes(b"")
     with pytest.raises(DataError) as caught:
-        train(settings(data), run=str(tmp_path / "two"))
+        train(settings(data), run_dir=str(tmp_path / "two"))
     assert caught.value.exit_code == 4
     for name in ("train-3.jpg", "train-4.jpg"):
         assert name in str(caught.value)
@@ -160,14 +161,14 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(loop.Training, "score", stop)
     config = settings(data)
     with pytest.raises(RuntimeError, match="killed here"):
-        train(config, run=str(tmp_path / "run"))
+        train(config, run_dir=str(tmp_path / "run"))
     document = json.loads((data / "train" / "_annotations.coco.json").read_text())
     document["images"] = document["images"][:-2]
     kept = {image["id"] for image in document["images"]}
     document["annotations"] = [a for a in document["annotations"] if a["image_id"] in kept]
     (data / "train" / "_annotations.coco.json").write_text(json.dumps(document))
     with pytest.raises(Exception, match="not the one that the run was started with") as caught:
-        train(config, run=str(tmp_path / "run"))
+        train(config, run_dir=str(tmp_path / "run"))
     assert "24 pictures" in str(caught.value)
     assert "22 pictures" in str(caught.value)
 
@@ -180,7 +181,7 @@ def test_the_peak_of_memory_is_of_training_and_not_of_the_trials_before(
     monkeypatch.setattr(Device, "reset_peak", lambda _: called.append("reset"))
     monkeypatch.setattr(start, "derive", noted(called, "trials", start.derive))
     monkeypatch.setattr(loop.Training, "step", noted(called, "step", loop.Training.step))
-    train(settings(data, for_="1"), run=str(tmp_path / "run"))
+    train(settings(data, for_="1"), run_dir=str(tmp_path / "run"))
     assert called[called.index("trials") :] == ["trials", "reset", "step"]
 
 
@@ -194,24 +195,24 @@ def noted(called: list[str], name: str, function: Callable[..., Any]) -> Callabl
 
 def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="finished"):
-        train(settings(data, eval_every="6"), run=str(run))
+        train(settings(data, eval_every="6"), run_dir=str(run))
     (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes().rsplit(b"\n", 2)[0] + b"\n")
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
-        train(settings(data, batch=2), run=str(tmp_path))
+        train(settings(data, batch=2), run_dir=str(tmp_path))
 
 
 @pytest.mark.slow
 def test_length_in_minutes_and_epochs(data: Path, tmp_path: Path):
-    result = train(settings(data, for_="0.05min"), run=str(tmp_path / "minutes"))
+    result = train(settings(data, for_="0.05min"), run_dir=str(tmp_path / "minutes"))
     seconds = sum(w.phases.get("compute", 0) + w.phases.get("input_wait", 0)
                   for w in read_lines(result.run, STEPS, StepWindow))  # fmt: skip
     assert result.steps > 1
     assert seconds >= 0.9 * 3.0
-    assert train(settings(data, for_="2ep"), run=str(tmp_path / "epochs")).steps == 12
+    assert train(settings(data, for_="2ep"), run_dir=str(tmp_path / "epochs")).steps == 12
 
 
-class LateCopy(Ready):
+class LateCopy(ReadyEvent):
     """A copy that is asked four times before it is there, as on a device that is behind."""
 
     def __init__(self) -> None:
@@ -233,12 +234,12 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
     monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
     monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    result = train(settings(data, for_="23", eval_every="10"), run=str(tmp_path / "run"))
+    result = train(settings(data, for_="23", eval_every="10"), run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
-    assert sum(window.steps for window in windows) == 23
+    assert sum(window.window_steps for window in windows) == 23
     assert windows[-1].step == 23
-    assert all(window.losses["total"] > 0 for window in windows if window.steps)
-    assert sum(1 for window in windows if window.steps) > 3
+    assert all(window.losses["total"] > 0 for window in windows if window.window_steps)
+    assert sum(1 for window in windows if window.window_steps) > 3
     assert sum(window.phases.get("h2d", 0.0) for window in windows) > 0, "the pictures' copies were waited for"
 
 
@@ -253,12 +254,12 @@ def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, 
 
 def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", full_disk("final.safetensors", checkpoint.write_whole))
+        patch.setattr(checkpoint, "write_whole", full_disk("final.safetensors", checkpoint.write_atomic))
         with pytest.raises(StorageError, match="final weights") as caught:
-            train(settings(data), run=str(tmp_path / "run"))
+            train(settings(data), run_dir=str(tmp_path / "run"))
     assert "No space left" in str(caught.value)
     assert list(read_lines(tmp_path / "run", EVENTS, Event))[-1].kind == "failed"
-    result = train(settings(data), run=str(tmp_path / "run"))
+    result = train(settings(data), run_dir=str(tmp_path / "run"))
     assert result.steps == 12
     assert (result.run / "final.safetensors").exists()
 
@@ -277,27 +278,27 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 def test_a_signal_whose_save_fails_does_not_say_that_all_is_saved(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", full_disk("state.pt", checkpoint.write_whole))
+        patch.setattr(checkpoint, "write_whole", full_disk("state.pt", checkpoint.write_atomic))
         patch.setattr(loop, "forward_backward", stopping(loop.forward_backward, 5))
         with pytest.raises(StorageError, match="could not be saved"):
-            train(settings(data), run=str(tmp_path / "run"))
+            train(settings(data), run_dir=str(tmp_path / "run"))
 
 
 def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(start, "settle", stopping(start.settle, 0))
+    monkeypatch.setattr(start, "settle", stopping(start.resolve_run, 0))
     with pytest.raises(Preempted, match="before the first step"):
-        train(settings(data), run=str(tmp_path / "run"))
+        train(settings(data), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(data: Path, tmp_path: Path):
     config = settings(data, eval_every="6")
-    whole = train(config, run=str(tmp_path / "whole"))
+    whole = train(config, run_dir=str(tmp_path / "whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_eval, "detect", stopping(async_eval.detect, 0))
         with pytest.raises(Preempted, match="at step 6"):
-            train(config, run=str(tmp_path / "run"))
-    result = train(config, run=str(tmp_path / "run"))
+            train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     steps = [event.step for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated"]
     assert steps == [6, 12]
     for name in ("best.safetensors", "final.safetensors"):
@@ -309,14 +310,14 @@ def test_a_validation_split_without_boxes_is_refused_before_training(tmp_path: P
     path = data / "valid" / "_annotations.coco.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
     with pytest.raises(DataError, match="nothing to score against"):
-        train(settings(data), run=str(tmp_path / "run"))
+        train(settings(data), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written(data: Path, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError) as caught:
-        train(settings(data), run=str(tmp_path / "file"))
+        train(settings(data), run_dir=str(tmp_path / "file"))
     assert caught.value.exit_code == 3
     assert "--run DIR" in str(caught.value)
 
@@ -333,7 +334,7 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     """Evaluations find these APs, the last one from then on."""
-    scored, left = async_eval.score_with_matches, list(values)
+    scored, left = async_eval.compute_coco_result, list(values)
 
     def score(*args: Any) -> Any:
         found = scored(*args)
@@ -346,7 +347,7 @@ def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_ap(monkeypatch, 0.2)
     asked = settings(data, for_="40", eval_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
-    result = train(asked, run=str(tmp_path / "one"))
+    result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
     events = list(read_lines(result.run, EVENTS, Event))
     assert any(event.text.startswith("stopped at step 8: 3 evaluations without an AP above") for event in events)
@@ -359,7 +360,7 @@ def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, mo
 def test_patience_counts_from_the_first_hit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
     asked = settings(data, for_="40", eval_every="1", rate=1e-9, warmup=0, ema=0.0, patience=2)
-    result = train(asked, run=str(tmp_path / "one"))
+    result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8
     assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
 
@@ -371,24 +372,24 @@ def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: py
 
     def step_and_stop(self: loop.Training) -> None:
         taken(self)
-        if self.job.step == 5:
-            self.stop.requested = "SIGTERM"
+        if self.state.step == 5:
+            self.stop_request.requested_by = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", step_and_stop)
         with pytest.raises(Preempted):
-            train(asked, run=str(tmp_path / "one"))
-    assert train(asked, run=str(tmp_path / "one")).steps == 8
+            train(asked, run_dir=str(tmp_path / "one"))
+    assert train(asked, run_dir=str(tmp_path / "one")).steps == 8
 
 
 def test_a_run_of_an_earlier_version_is_not_continued_by_guessing(data: Path, tmp_path: Path, monkeypatch):
     def stop_at_once(self: loop.Training) -> None:
-        self.stop.requested = "SIGTERM"
+        self.stop_request.requested_by = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", stop_at_once)
         with pytest.raises(Preempted):
-            train(settings(data), run=str(tmp_path / "old"))
+            train(settings(data), run_dir=str(tmp_path / "old"))
     file = tmp_path / "old" / CONFIG
     file.write_text("".join(line for line in file.open() if not line.startswith("patience")))
     with pytest.raises(CheckpointError, match="earlier version") as caught:

@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(settings(data), run=str(tmp_path_factory.mktemp("runs") / "whole")).run
+    return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "whole")).run
 
 
 class Gate:
@@ -54,7 +54,7 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        score = async_eval.score_with_matches
+        score = async_eval.compute_coco_result
 
         def held(*arguments: Any) -> Any:
             self.opened.wait()
@@ -68,7 +68,7 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
 
     def step_and_act(self: loop.Training) -> None:
         step(self)
-        if self.job.step == at:
+        if self.state.step == at:
             act(self)
 
     patch.setattr(loop.Training, "step", step_and_act)
@@ -77,32 +77,32 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
 def as_late_as_possible(patch: pytest.MonkeyPatch) -> None:
     """A score begins when the training thread asks for it."""
     asked = threading.Event()
-    score, take_in = async_eval.score_with_matches, async_eval.Scorer.take_in
+    score, take_in = async_eval.compute_coco_result, async_eval.AsyncEvaluator.collect
 
     def held(*arguments: Any) -> Any:
         asked.wait()
         asked.clear()
         return score(*arguments)
 
-    def ask(self: async_eval.Scorer, meanwhile: Callable[[], None]) -> None:
-        if self._work is not None:
+    def ask(self: async_eval.AsyncEvaluator, meanwhile: Callable[[], None]) -> None:
+        if self._task is not None:
             asked.set()
         take_in(self, meanwhile)
 
     patch.setattr(async_eval, "score_with_matches", held)
-    patch.setattr(async_eval.Scorer, "take_in", ask)
+    patch.setattr(async_eval.AsyncEvaluator, "take_in", ask)
 
 
 def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
     """A score is there before the training thread does anything else."""
-    start = async_eval.Scorer.start
+    start = async_eval.AsyncEvaluator.start
 
-    def start_and_wait(self: async_eval.Scorer, unscored: async_eval.Unscored) -> None:
+    def start_and_wait(self: async_eval.AsyncEvaluator, unscored: async_eval.PendingEvaluation) -> None:
         start(self, unscored)
-        assert self._work is not None
-        self._work.done.wait()
+        assert self._task is not None
+        self._task.done.wait()
 
-    patch.setattr(async_eval.Scorer, "start", start_and_wait)
+    patch.setattr(async_eval.AsyncEvaluator, "start", start_and_wait)
 
 
 def decided(run: Path) -> dict[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: P
             asked = settings(
                 data, eval_every="3", checkpoint_every="6", patience=patience, rate=1e-9, warmup=0, ema=0.0
             )
-            ends.append(train(asked, run=str(tmp_path / name)))
+            ends.append(train(asked, run_dir=str(tmp_path / name)))
     assert [end.steps for end in ends] == [steps, steps]
     assert_same(ends[0].run, ends[1].run)
 
@@ -153,7 +153,7 @@ def test_training_goes_on_while_an_evaluation_is_scored(undisturbed: Path, data:
             gate.opened.set()
 
         after_step(patch, 7, look_and_open)
-        run = train(settings(data), run=str(tmp_path / "run")).run
+        run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert seen == []
     assert_same(undisturbed, run)
     order = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "checkpoint")]
@@ -166,7 +166,7 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
         gate = Gate(patch)
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
-            train(settings(data), run=str(tmp_path / "run"))
+            train(settings(data), run_dir=str(tmp_path / "run"))
     gate.opened.set()  # nobody listens to that score any more
     wait_for_scorers()
     assert scores(tmp_path / "run") == {}
@@ -174,7 +174,7 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
     assert decided(tmp_path / "run")["step-00000007"]["unscored"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_eval, "detect", only_once_more(async_eval.detect))
-        run = train(settings(data), run=str(tmp_path / "run")).run
+        run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert_same(undisturbed, run)
 
 
@@ -186,12 +186,12 @@ def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_p
         patch.setattr(loop.Training, "take_in", lambda _: None)  # patience 1 waits for every score
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
-            train(asked, run=str(tmp_path / "run"))
+            train(asked, run_dir=str(tmp_path / "run"))
     with pytest.MonkeyPatch.context() as patch:
         with_ap(patch, 0.2)
         poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         patch.setattr(loop, "WINDOW_S", 0.0)
-        run = train(asked, run=str(tmp_path / "run")).run
+        run = train(asked, run_dir=str(tmp_path / "run")).run
     events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "slowed")]
     assert events[:2] == [("evaluated", 6), ("slowed", 11)]
     assert ("evaluated", 6) not in events[2:]
@@ -207,11 +207,11 @@ def test_an_evaluation_begins_with_as_many_threads_as_the_last_one_ended_with(
     def remembered(*arguments: Any, **named: Any) -> Loader:
         begun.append(named["begin"])
         loader = real(*arguments, **named)
-        loader._tuner.threads += 3
+        loader._autotuner.workers += 3
         return loader
 
     monkeypatch.setattr(start, "evaluation_loader", remembered)
-    train(settings(data, threads=0), run=str(tmp_path / "run"))
+    train(settings(data, threads=0), run_dir=str(tmp_path / "run"))
     assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
 
 
@@ -235,17 +235,17 @@ def only_once_more(detect: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        take_in = async_eval.Scorer.take_in
+        take_in = async_eval.AsyncEvaluator.collect
 
-        def stopped(self: async_eval.Scorer, meanwhile: Callable[[], None]) -> None:
-            if self._work is not None and self._work.unscored.step == 16:
+        def stopped(self: async_eval.AsyncEvaluator, meanwhile: Callable[[], None]) -> None:
+            if self._task is not None and self._task.pending.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
             take_in(self, meanwhile)
 
-        patch.setattr(async_eval.Scorer, "take_in", stopped)
+        patch.setattr(async_eval.AsyncEvaluator, "take_in", stopped)
         with pytest.raises(Preempted, match="at step 16"):
-            train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
-    result = train(settings(data, eval_every="0"), run=str(tmp_path / "run"))
+            train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
+    result = train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
     assert (result.run / FINAL).read_bytes() == (undisturbed / FINAL).read_bytes()
     assert list(scores(result.run)) == [16]
 
@@ -278,7 +278,7 @@ def test_a_kill_between_an_evaluation_and_its_score(undisturbed: Path, data: Pat
     assert done.returncode == -signal.SIGKILL
     assert list(decided(tmp_path / "run")) == ["step-00000004"]
     assert scores(tmp_path / "run") == {}
-    assert_same(undisturbed, train(settings(data), run=str(tmp_path / "run")).run)
+    assert_same(undisturbed, train(settings(data), run_dir=str(tmp_path / "run")).run)
 
 
 def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
@@ -286,8 +286,8 @@ def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
 ):
     monkeypatch.setattr(async_eval, "host_memory", lambda: (2**30, 2**30 - 1))
     late: list[bool] = []
-    after_step(monkeypatch, 7, lambda training: late.append(training.scorer._work is not None))
-    run = train(settings(data), run=str(tmp_path / "run")).run
+    after_step(monkeypatch, 7, lambda training: late.append(training.evaluator._task is not None))
+    run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert late == [False]
     said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the score" in e.text]
     assert len(said) == 1
@@ -301,6 +301,6 @@ def test_a_score_that_fails_ends_the_run(data: Path, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(async_eval, "score_with_matches", fail)
     with pytest.raises(ArithmeticError, match="no score today"):
-        train(settings(data), run=str(tmp_path / "run"))
+        train(settings(data), run_dir=str(tmp_path / "run"))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
     assert (last.kind, last.step) == ("failed", 8), "the checkpoint of step 8 asks for the score of step 6"

@@ -23,15 +23,15 @@ from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import async_eval, checkpoint, loop
 from stoker.training.loop import train
-from stoker.training.optim import Stepper
+from stoker.training.optim import OptimizerStep
 from stoker.training.stability import (
-    BEFORE,
-    GROUP,
-    LEAST_BEFORE,
+    MEDIAN_WINDOWS,
+    MIN_SPIKE_WINDOWS,
     SPIKE_RATIO,
-    Alarm,
-    Course,
-    Watch,
+    SPIKE_WINDOWS,
+    MetricHistory,
+    StabilityAlert,
+    StabilityMonitor,
     is_spike,
 )
 from tests.drawn import draw
@@ -55,16 +55,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poison(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
     """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
-    step = Stepper.step
+    step = OptimizerStep.step
 
-    def poisoned_step(self: Stepper[Any], rate: float, done_steps: int) -> Any:
+    def poisoned_step(self: OptimizerStep[Any], rate: float, done_steps: int) -> Any:
         if poisoned(done_steps, rate):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
         return step(self, rate, done_steps)
 
-    patch.setattr(Stepper, "step", poisoned_step)
+    patch.setattr(OptimizerStep, "step", poisoned_step)
 
 
 def at_the_full_rate(step: int, rate: float) -> bool:
@@ -96,7 +96,7 @@ def recovered(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
         poison(patch, at_the_full_rate)
-        return train(settings(data), run=str(tmp_path_factory.mktemp("runs") / "one")).run
+        return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
 
 
 def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path):
@@ -104,8 +104,8 @@ def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path
     assert setback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
     assert setback.data["back_to"] == 18, "the checkpoint at 24 is of skipped steps"
     assert setback.data["rate"] == pytest.approx(RATE / 3)
-    windows = [window for window in read_lines(recovered, STEPS, StepWindow) if window.steps]
-    rates = {window.step: window.rate for window in windows}
+    windows = [window for window in read_lines(recovered, STEPS, StepWindow) if window.window_steps]
+    rates = {window.step: window.lr for window in windows}
     assert rates[18] == pytest.approx(RATE)
     assert all(rates[step] == pytest.approx(RATE / 3) for step in range(19, LENGTH + 1))
     assert any("recovery" in window.phases for window in windows)
@@ -120,14 +120,14 @@ def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
         poison(patch, at_the_full_rate)
-        read = loop.Training.read
+        read = loop.Training.read_stats
 
         def read_seldom(self: loop.Training, *, wait: bool = False) -> None:
-            if wait or self.job.step % 35 == 0:
+            if wait or self.state.step % 35 == 0:
                 read(self, wait=wait)
 
         patch.setattr(loop.Training, "read", read_seldom)
-        late = train(settings(data), run=str(tmp_path / "late")).run
+        late = train(settings(data), run_dir=str(tmp_path / "late")).run
     assert_same_end(recovered, late)
 
 
@@ -135,17 +135,17 @@ def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_pat
 def test_twice_from_the_same_checkpoint_is_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     poison(monkeypatch, above_a_ninth)
-    run = train(settings(data), run=str(tmp_path / "run")).run
+    run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert [event.data["back_to"] for event in events_of(run, "slowed")] == [18, 12]
-    last = [window for window in read_lines(run, STEPS, StepWindow) if window.steps][-1]
-    assert last.rate == pytest.approx(RATE / 9)
+    last = [window for window in read_lines(run, STEPS, StepWindow) if window.window_steps][-1]
+    assert last.lr == pytest.approx(RATE / 9)
 
 
 def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     poison(monkeypatch, lambda step, _: step >= 20)
     with pytest.raises(DivergedError) as caught:
-        train(settings(data), run=str(tmp_path / "run"))
+        train(settings(data), run_dir=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert text.count("train-") == 4
@@ -153,7 +153,7 @@ def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Pat
     assert "step-00000018/weights.safetensors" in text, "sound, and of the last try"
     assert [event.data["count"] for event in events_of(tmp_path / "run", "slowed")] == [1, 2]
     with pytest.raises(DivergedError):  # the same command again: its two tries are used up
-        train(settings(data), run=str(tmp_path / "run"))
+        train(settings(data), run_dir=str(tmp_path / "run"))
     assert len(events_of(tmp_path / "run", "slowed")) == 2
 
 
@@ -162,10 +162,10 @@ def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path,
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "for_": "30"}
-    third = train(settings(data, **changes, rate=RATE / 3), run=str(tmp_path / "third")).run
+    third = train(settings(data, **changes, rate=RATE / 3), run_dir=str(tmp_path / "third")).run
     with monkeypatch.context() as patch:
         poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
-        run = train(settings(data, **changes), run=str(tmp_path / "run")).run
+        run = train(settings(data, **changes), run_dir=str(tmp_path / "run")).run
     assert [event.data["back_to"] for event in events_of(run, "slowed")] == [0]
     assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
 
@@ -175,7 +175,7 @@ def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    scored, aps = async_eval.score_with_matches, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
+    scored, aps = async_eval.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
@@ -183,7 +183,7 @@ def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path
 
     monkeypatch.setattr(async_eval, "score_with_matches", score)
     poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
-    run = train(settings(data, eval_every="6", checkpoint_every="19"), run=str(tmp_path / "run")).run
+    run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]
     assert steps[:5] == [6, 12, 18, 24, 24]
     assert events_of(run, "slowed")[0].data["best_ap"] == 0.5
@@ -219,16 +219,16 @@ def test_interrupted_and_continued_it_ends_the_same(recovered: Path, data: Path,
         poison(patch, at_the_full_rate)
         with patch.context() as kill:
             if moment == "in the streak":
-                kill.setattr(Stepper, "step", killing(Stepper.step, 24))
+                kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 24))
             elif moment == "before the line":
-                kill.setattr(checkpoint, "sound_steps", killing(checkpoint.sound_steps, 0))
+                kill.setattr(checkpoint, "sound_steps", killing(checkpoint.healthy_steps, 0))
             elif moment == "after the line":
-                kill.setattr(checkpoint, "discard", killing(checkpoint.discard, 0))
+                kill.setattr(checkpoint, "discard", killing(checkpoint.discard_checkpoints, 0))
             else:
-                kill.setattr(Stepper, "step", killing(Stepper.step, 25 + 4))
+                kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 25 + 4))
             with pytest.raises(Killed):
-                train(settings(data), run=str(tmp_path / "run"))
-        run = train(settings(data), run=str(tmp_path / "run")).run
+                train(settings(data), run_dir=str(tmp_path / "run"))
+        run = train(settings(data), run_dir=str(tmp_path / "run")).run
     (setback,) = events_of(run, "slowed")
     assert setback.data["failed_at"] == 24, "skipped steps before the kill count too"
     assert_same_end(recovered, run)
@@ -286,18 +286,18 @@ def windows_of(
     """A window of `each` steps for each loss, and the share of the length at its end."""
     for n, loss in enumerate(losses, start=1):
         yield StepWindow(
-            t=0.0, attempt=1, step=n * each, steps=each, pictures=each, wall_s=1.0, devices=1, phases={},
-            losses={"total": loss}, rate=rate, grad_norm=norms[n - 1] if norms else 2.0, skipped=skipped,
+            t=0.0, attempt=1, step=n * each, window_steps=each, num_images=each, wall_s=1.0, devices=1, phases={},
+            losses={"total": loss}, lr=rate, grad_norm=norms[n - 1] if norms else 2.0, skipped_steps=skipped,
         ), n / len(losses)  # fmt: skip
 
 
-def alarms(losses: list[float], *, warmup: int = 0, clip: float = 10.0, **changes: Any) -> list[Alarm]:
-    watch = Watch(OptimSettings(warmup=warmup, clip=clip), peak=0.01)
-    return [alarm for window, done in windows_of(losses, **changes) for alarm in watch.see(window, done)]
+def alarms(losses: list[float], *, warmup: int = 0, clip: float = 10.0, **changes: Any) -> list[StabilityAlert]:
+    watch = StabilityMonitor(OptimSettings(warmup_steps=warmup, clip_grad_norm=clip), peak_lr=0.01)
+    return [alarm for window, done in windows_of(losses, **changes) for alarm in watch.update(window, done)]
 
 
 positive = st.floats(1e-3, 1e3)
-before = st.lists(positive, min_size=LEAST_BEFORE, max_size=BEFORE)
+before = st.lists(positive, min_size=MIN_SPIKE_WINDOWS, max_size=SPIKE_WINDOWS)
 
 
 @given(before, positive, st.sampled_from([2.0**-20, 0.5, 2.0**20]), st.randoms(use_true_random=False))
@@ -325,7 +325,7 @@ def test_a_loss_that_falls_with_any_noise_alarms_nobody(seed: int, noise: float,
     assert alarms(losses, norms=norms) == []
 
 
-@given(st.integers(0, 10**6), st.floats(0.02, 0.3), st.integers(LEAST_BEFORE, 90))
+@given(st.integers(0, 10**6), st.floats(0.02, 0.3), st.integers(MIN_SPIKE_WINDOWS, 90))
 @example_settings(max_examples=40)
 def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: int):
     rng = random.Random(seed)
@@ -360,9 +360,9 @@ def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
     assert alarms([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
     (found,) = alarms([2.0, *[30.0 + n % 3 for n in range(400)]])
     assert (found.kind, found.data["at"]) == ("rate_too_high", 320), "far above its beginning: not only at a fifth"
-    continued = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01)
+    continued = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01)
     rest = [(window, done) for window, done in windows_of(DEAD) if window.step > 10]
-    assert [alarm for window, done in rest for alarm in continued.see(window, done)] == [], "not the beginning"
+    assert [alarm for window, done in rest for alarm in continued.update(window, done)] == [], "not the beginning"
 
 
 def test_a_loss_that_jumped_at_once_and_falls_again_alarms_nobody():
@@ -385,8 +385,8 @@ def test_skipped_steps_are_said_when_they_have_doubled():
     assert said == [2 * 2**n for n in range(len(said))]
     assert len(said) == 9
     assert [one.kind for one in found].count("rate_too_high") == 1
-    watch = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01, fp16=True)
-    assert [a for window, done in windows_of([1.0] * 4, skipped=1) for a in watch.see(window, done)] == []
+    watch = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01, fp16=True)
+    assert [a for window, done in windows_of([1.0] * 4, skipped=1) for a in watch.update(window, done)] == []
 
 
 def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
@@ -397,32 +397,32 @@ def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
     assert alarms(flat, warmup=1500) == [], "not before twice the warm-up"
     assert alarms(flat, rate=0.004) == [], "the rate has fallen by itself"
     assert alarms(flat, norms=[2.0] * 20 + [0.2] * 180) == [], "there is nothing left to learn"
-    watch = Watch(OptimSettings(warmup=0, clip=10.0), peak=0.01)
+    watch = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01)
     continued = [(window, done) for window, done in windows_of(flat) if window.step > 20]
-    assert [alarm for window, done in continued for alarm in watch.see(window, done)] == [], "not the beginning"
+    assert [alarm for window, done in continued for alarm in watch.update(window, done)] == [], "not the beginning"
 
 
 @given(st.lists(positive, max_size=60))
 def test_a_course_is_between_its_values(values: list[float]):
-    course = Course()
+    course = MetricHistory()
     for value in values:
         course.add(value)
     course.add(math.nan)
     course.add(None)
-    if len(values) < GROUP:
-        assert course.now is None
+    if len(values) < MEDIAN_WINDOWS:
+        assert course.current is None
         assert not course.has_risen(1.5)
     else:
         assert course.lowest is not None
-        assert course.now is not None
-        assert min(values) <= course.lowest <= course.now <= max(values)
+        assert course.current is not None
+        assert min(values) <= course.lowest <= course.current <= max(values)
 
 
 def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object) -> Path:
     """A run of 90 steps that has a window for each."""
     patch.setattr(loop, "WINDOW_S", 0.0)
     usual: dict[str, object] = {"for_": "90", "eval_every": "0", "checkpoint_every": "0", "schedule": "cosine"}
-    return train(settings(data, **(usual | changes)), run=str(run)).run
+    return train(settings(data, **(usual | changes)), run_dir=str(run)).run
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import torch
 
 from stoker.hardware.device import Device
 from stoker.runs.records import EVENTS, STEPS, RunFolder
-from stoker.storage.download import objects
+from stoker.storage.download import list_keys
 from stoker.storage.lease import LeaseLost, acquire
 from stoker.storage.store import open_store
-from stoker.storage.uri import Address, parse
-from stoker.training.checkpoint import MANIFEST, Writer, snapshot
-from stoker.training.uploads import Uploads
+from stoker.storage.uri import StorageUri, parse_uri
+from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot
+from stoker.training.uploads import BackgroundUploader
 from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
 
 LIMIT_S = 30.0
@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 class Run:
     """A run's folder, what it uploads, and what it says meanwhile."""
 
-    def __init__(self, folder: Path, address: Address, *, leased: bool = False) -> None:
+    def __init__(self, folder: Path, address: StorageUri, *, leased: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.address = folder, address
         self.records = RunFolder(folder, 1)
@@ -53,10 +53,14 @@ class Run:
         self.said: list[tuple[str, str]] = []
         self.lost: list[LeaseLost] = []
         self.heard = threading.Condition()
-        self.writer = Writer(folder, self.hear)
-        lease = acquire(address.child("lease.json"), say=print, check=lambda: None) if leased else None
+        self.writer = CheckpointWriter(folder, self.hear)
+        lease = (
+            acquire(address.child("lease.json"), on_message=print, check_interrupted=lambda: None) if leased else None
+        )
         self.lease = lease
-        self.uploads = Uploads(open_store(address), address, folder, lease, {}, report=self.hear, on_lost=self.lose)
+        self.uploads = BackgroundUploader(
+            open_store(address), address, folder, lease, {}, report=self.hear, on_lease_lost=self.lose
+        )
 
     def hear(self, kind: str, text: str) -> None:
         with self.heard:
@@ -78,12 +82,12 @@ class Run:
     def save(self, step: int) -> None:
         state = {"moments": [torch.full((3,), float(step))]}
         weights = {"w": torch.full((100,), float(step))}
-        self.writer.save(snapshot(STREAM, step=step, card={"model": "m"}, weights=weights, state=state))
+        self.writer.save(snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state))
         self.writer.wait()
 
     def there(self) -> dict[str, bytes]:
         store = open_store(self.address)
-        return {name: store.read(key) for name, key in objects(store, self.address).items()}
+        return {name: store.read(key) for name, key in list_keys(store, self.address).items()}
 
     def here(self) -> dict[str, bytes]:
         files = (path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
@@ -92,7 +96,7 @@ class Run:
 
 @pytest.fixture
 def run(place: tuple[Place, Proxy], tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path / "run", parse(f"{place[0].address}/runs/x"))
+    run = Run(tmp_path / "run", parse_uri(f"{place[0].address}/runs/x"))
     yield run
     run.uploads.stop()
 
@@ -119,29 +123,29 @@ def test_the_bucket_becomes_what_the_folder_is(run: Run):
         (run.folder / name).write_bytes(b"t")
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
     run.save(20)
     run.save(300)
     (run.folder / "best.safetensors").write_bytes(b"better")
     run.records.event("note", "more")
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
     assert steps_in(run.there()) == ["step-00000020", "step-00000300"]
-    assert run.uploads.newest() == "step-00000300"
+    assert run.uploads.newest_checkpoint() == "step-00000300"
     assert run.warnings() == []
 
 
 def test_what_has_not_changed_is_not_written_again(run: Run, place: tuple[Place, Proxy]):
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
-    before = len(place[1].seen)
-    assert run.uploads.deliver(LIMIT_S) is None
-    assert place[1].seen[before:] == []
+    assert run.uploads.flush(LIMIT_S) is None
+    before = len(place[1].observe)
+    assert run.uploads.flush(LIMIT_S) is None
+    assert place[1].observe[before:] == []
     run.records.event("note")
-    assert run.uploads.deliver(LIMIT_S) is None
-    assert [name_of(seen.path) for seen in place[1].seen[before:]] == [EVENTS]
+    assert run.uploads.flush(LIMIT_S) is None
+    assert [name_of(seen.path) for seen in place[1].observe[before:]] == [EVENTS]
 
 
 def test_the_manifest_is_last_and_what_the_state_speaks_of_is_before_it(run: Run, place: tuple[Place, Proxy]):
@@ -149,8 +153,8 @@ def test_the_manifest_is_last_and_what_the_state_speaks_of_is_before_it(run: Run
         (run.folder / name).write_bytes(b"x")
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
-    written = [name_of(seen.path) for seen in place[1].seen if seen.method == "PUT"]
+    assert run.uploads.flush(LIMIT_S) is None
+    written = [name_of(seen.path) for seen in place[1].observe if seen.method == "PUT"]
     for name in ("state.pt", "weights.safetensors", "best.safetensors", STEPS, EVENTS):
         assert written.index(name) < written.index("manifest.json"), written
 
@@ -163,22 +167,22 @@ def test_a_state_that_cannot_be_written_leaves_no_manifest(run: Run, place: tupl
     """And once it can be again, the next pass writes it: said once when it fails, once when it is well."""
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     place[1].conditions = failing("state.pt")
     run.save(2)
     run.wait(lambda: len(run.warnings()) == 1)
     assert "training goes on" in run.warnings()[0]
-    failure = run.uploads.deliver(LIMIT_S)
+    failure = run.uploads.flush(LIMIT_S)
     assert failure is not None
     assert "400" in failure
     there = run.there()
     assert "checkpoints/step-00000001/manifest.json" in there, "the one before stays"
     assert "checkpoints/step-00000002/manifest.json" not in there
-    assert run.uploads.newest() == "step-00000001"
+    assert run.uploads.newest_checkpoint() == "step-00000001"
     place[1].conditions = Conditions()
     run.save(3)
     run.wait(lambda: run.said[-1][0] == "note")
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
     assert len(run.warnings()) == 1
 
@@ -187,7 +191,7 @@ def test_waiting_ends_at_its_limit(run: Run, place: tuple[Place, Proxy]):
     place[1].conditions = Conditions(plan=lambda _n, method, _path: "hang" if method == "PUT" else None)
     run.save(1)
     run.uploads.start()
-    failure = run.uploads.deliver(0.2)
+    failure = run.uploads.flush(0.2)
     assert failure is not None
     assert "not done within" in failure
 
@@ -197,14 +201,14 @@ def test_other_files_under_the_same_step_replace_those_there(run: Run, place: tu
     two attempts are mixed."""
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
-    before = len(place[1].seen)
+    assert run.uploads.flush(LIMIT_S) is None
+    before = len(place[1].observe)
     state = {"moments": [torch.full((3,), 7.0)]}
-    run.writer.save(snapshot(STREAM, step=1, card={}, weights={"w": torch.ones(1)}, state=state))
+    run.writer.save(snapshot(STREAM, step=1, metadata={}, weights={"w": torch.ones(1)}, state=state))
     run.writer.wait()
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
-    order = [(seen.method, name_of(seen.path)) for seen in place[1].seen[before:]]
+    order = [(seen.method, name_of(seen.path)) for seen in place[1].observe[before:]]
     removed = [
         n for n, (method, name) in enumerate(order) if method == "POST" or (method, name) == ("DELETE", MANIFEST)
     ]
@@ -212,30 +216,30 @@ def test_other_files_under_the_same_step_replace_those_there(run: Run, place: tu
 
 
 def test_half_a_checkpoint_of_before_is_removed(place: tuple[Place, Proxy], tmp_path: Path):
-    address = parse(f"{place[0].address}/runs/x")
+    address = parse_uri(f"{place[0].address}/runs/x")
     store = open_store(address)
     store.write(address.child("checkpoints/step-00000005/state.pt").key, b"half")
     run = Run(tmp_path / "run", address)
-    run.uploads._there["step-00000005"] = b""
+    run.uploads._uploaded_manifests["step-00000005"] = b""
     run.save(10)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     run.uploads.stop()
     assert run.there() == run.here()
 
 
 def test_a_lease_that_another_takes_ends_the_uploads(place: tuple[Place, Proxy], tmp_path: Path):
-    run = Run(tmp_path / "run", parse(f"{place[0].address}/runs/x"), leased=True)
+    run = Run(tmp_path / "run", parse_uri(f"{place[0].address}/runs/x"), leased=True)
     run.save(1)
     run.uploads.start()
-    assert run.uploads.deliver(LIMIT_S) is None
+    assert run.uploads.flush(LIMIT_S) is None
     store, key = open_store(run.address), run.address.child("lease.json").key
     store.write(key, store.read(key).replace(b'"token":"', b'"token":"x'))
     run.save(2)
     run.wait(lambda: len(run.lost) == 1)
     assert "taken over" in str(run.lost[0])
     assert "checkpoints/step-00000002/manifest.json" not in run.there()
-    assert "taken over" in str(run.uploads.deliver(LIMIT_S))
+    assert "taken over" in str(run.uploads.flush(LIMIT_S))
 
 
 def test_a_bug_is_raised_where_it_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -245,10 +249,10 @@ def test_a_bug_is_raised_where_it_is_waited_for(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(run.uploads, "_put", broken)
     run.uploads.start()
     with pytest.raises(ZeroDivisionError):
-        run.uploads.deliver(LIMIT_S)
+        run.uploads.flush(LIMIT_S)
 
 
 def test_a_store_that_refuses_at_once_is_no_wait(run: Run, place: tuple[Place, Proxy]):
     place[1].conditions = Conditions(plan=lambda _n, method, _path: "400" if method == "PUT" else None)
     run.uploads.start()
-    assert "cannot be written" in str(run.uploads.deliver(LIMIT_S))
+    assert "cannot be written" in str(run.uploads.flush(LIMIT_S))

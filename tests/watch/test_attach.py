@@ -16,9 +16,9 @@ import pytest
 
 from stoker.diagnosis.alive import boot_id, is_held
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.termination import of_run
+from stoker.diagnosis.termination import read_termination
 from stoker.errors import UsageError
-from stoker.report.explain import gather
+from stoker.report.explain import explain_run
 from stoker.runs.records import (
     DEVICES,
     EVENTS,
@@ -30,9 +30,9 @@ from stoker.runs.records import (
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.watch import attach as attach_module
 from stoker.watch import recorder
-from stoker.watch.attach import FileOutput, attach, exit_code
-from stoker.watch.output_relay import Log
-from stoker.watch.processes import Process, status
+from stoker.watch.attach import FileOutput, attach, read_exit_code
+from stoker.watch.output_relay import RotatingLog
+from stoker.watch.processes import Process, read_status
 from stoker.watch.recorder import Recorder, open_run_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -89,37 +89,37 @@ def test_the_end_of_a_process_that_somebody_else_started(
     assert last.kind == kind
     assert {name: last.data[name] for name in data} == data
     assert not (run / OUTPUT).exists()
-    assert gather(run).state == kind
+    assert explain_run(run).state == kind
 
 
 def test_who_tells_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sh", "-c", "exit 9"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    seen = status(child.pid)
+    seen = read_status(child.pid)
     assert seen is not None
-    ended = attach_module.Job(Process(child.pid, seen.began), os.pidfd_open(child.pid), ["sh"], "/")
+    ended = attach_module.AttachedProcess(Process(child.pid, seen.start_ticks), os.pidfd_open(child.pid), ["sh"], "/")
     monkeypatch.setattr(attach_module, "REAPED_S", 0.0)
     told = attach_module._GET_INFO
-    assert exit_code(ended) == 9, "it has not been waited for: /proc says so"
+    assert read_exit_code(ended) == 9, "it has not been waited for: /proc says so"
     child.wait()
     if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15):
-        assert exit_code(ended) == 9, "the kernel keeps it for the pidfd"
+        assert read_exit_code(ended) == 9, "the kernel keeps it for the pidfd"
     monkeypatch.setattr(attach_module, "_GET_INFO", 0)  # an unknown request, as to an older kernel
-    assert exit_code(ended) is None
+    assert read_exit_code(ended) is None
     monkeypatch.setattr(attach_module, "_GET_INFO", told)
-    os.close(ended.handle)
+    os.close(ended.pidfd)
 
 
 def test_an_exit_code_that_is_not_known_is_no_failure(tmp_path: Path) -> None:
     with open_run_folder(str(tmp_path), ["train"], environment={"gpu": {"gpus": []}}) as (folder, _):
-        Recorder(folder, ["train"]).ended(None)
+        Recorder(folder, ["train"]).write_end(None)
         (tmp_path / OUTPUT).write_text("step 9\n")
-    ended = of_run(tmp_path)
+    ended = read_termination(tmp_path)
     assert ended is not None
     assert ended.exit_code is None
     assert [(finding.cause, finding.severity) for finding in explain(ended)] == [("end_not_told", "info")]
     (tmp_path / OUTPUT).write_text("OSError: [Errno 28] No space left on device\n")
-    ended = of_run(tmp_path)
+    ended = read_termination(tmp_path)
     assert ended is not None
     assert explain(ended)[0].cause == "disk_full"
 
@@ -135,10 +135,10 @@ def test_an_output_that_is_a_file_is_read_from_now_on_and_keeps_its_context(tmp_
     with when_begun(run, parent.communicate):
         assert attach(pid, str(run)) == 3
     windows = list(read_lines(run, STEPS, StepWindow))
-    assert (sum(window.steps for window in windows), windows[-1].step) == (5, 5)
+    assert (sum(window.window_steps for window in windows), windows[-1].step) == (5, 5)
     assert (run / OUTPUT).read_bytes() == log.read_bytes()
     assert str(log) in events(run)[0].data["watched"]["output"]
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
     assert ended.output[0].text == "step 900 loss: 9.0"
 
@@ -147,7 +147,7 @@ def test_a_long_file_a_new_line_and_a_file_that_is_emptied(tmp_path: Path) -> No
     path = tmp_path / "job.log"
     path.write_bytes(b"x" * 99 + b"\n" + (b"y" * 99 + b"\n") * 1000)
     with path.open("ab") as writer, path.open("rb") as reader:
-        output = FileOutput([reader], Log(str(tmp_path / "kept.log")))
+        output = FileOutput([reader], RotatingLog(str(tmp_path / "kept.log")))
         kept = (tmp_path / "kept.log").read_bytes()
         assert 64_000 < len(kept) <= attach_module.CONTEXT_BYTES
         assert kept.startswith(b"y" * 99 + b"\n")
@@ -171,11 +171,11 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
     assert events(run)[-1].text.endswith("is watched no more; it lives on")
     assert is_held(run) is True
-    assert of_run(run) is None, "it lives"
-    assert gather(run).state == "live"
+    assert read_termination(run) is None, "it lives"
+    assert explain_run(run).state == "live"
     parent.communicate()
     assert is_held(run) is False
-    ended = of_run(run)
+    ended = read_termination(run)
     assert ended is not None
     assert ended.exit_code is None
 
@@ -206,11 +206,11 @@ def test_a_living_job_that_spins_on_an_empty_file_is_said_to(tmp_path: Path, mon
 
 def test_a_number_that_was_given_again_is_another_process(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
-    own = status(os.getpid())
+    own = read_status(os.getpid())
     assert own is not None
-    job = {"pid": os.getpid(), "began": own.began, "boot": boot_id()}
+    job = {"pid": os.getpid(), "began": own.start_ticks, "boot": boot_id()}
     folder = RunFolder(tmp_path, 1)
-    for changed, lives in (({}, True), ({"began": own.began + 1}, False), ({"boot": "another"}, False)):
+    for changed, lives in (({}, True), ({"began": own.start_ticks + 1}, False), ({"boot": "another"}, False)):
         folder.event("resumed", job={**job, **changed})
         assert is_held(tmp_path) is lives
     folder.close()

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.hook.stoker_hook.clock import Clock, Source
-from stoker.watch.hook_state import read_cell
+from stoker.watch.hook.stoker_hook.clock import BatchSource, PhaseClock
+from stoker.watch.hook_state import read_hook_state
 
 
 class Optimizer:
@@ -21,7 +21,7 @@ class Timed:
         self._now_s = self._cpu_s = 0.0
         monkeypatch.setattr(hook, "thread_time", lambda: self._cpu_s)
         monkeypatch.setattr(hook, "monotonic", lambda: self._now_s)
-        self.clock = Clock(str(folder))
+        self.clock = PhaseClock(str(folder))
         self.optimizer = Optimizer()
 
     def takes(self, seconds: float) -> None:
@@ -31,26 +31,26 @@ class Timed:
         self.takes(seconds)
         self._cpu_s += seconds
 
-    def batch(self, source: Source, *, waits: float = 1.0, works: float = 0.0, evaluates: bool = False) -> None:
-        self.clock.wait_begins(source, evaluates)
+    def batch(self, source: BatchSource, *, waits: float = 1.0, works: float = 0.0, evaluates: bool = False) -> None:
+        self.clock.begin_wait(source, evaluates)
         self.takes(waits)
-        self.clock.wait_ends(source, 8)
+        self.clock.end_wait(source, 8)
         self.takes(works)
 
-    def end(self, source: Source) -> None:
-        self.clock.wait_begins(source, False)
-        self.clock.source_ends(source)
+    def end(self, source: BatchSource) -> None:
+        self.clock.begin_wait(source, False)
+        self.clock.end_source(source)
 
     def step(self, *, works: float = 2.0, optimizer: object = None) -> None:
-        self.clock.trains()
+        self.clock.confirm_training()
         self.takes(works)
-        self.clock.stepped(optimizer or self.optimizer, 0.1)
+        self.clock.count_optimizer_step(optimizer or self.optimizer, 0.1)
 
     def seconds(self) -> dict[str, float]:
         """All that are not zero, as the watcher reads them; they add up to the time."""
-        self.clock.mark()
+        self.clock.update()
         (path,) = self._folder.glob("*.cell")
-        cell = read_cell(path)
+        cell = read_hook_state(path)
         assert cell is not None
         found = {slot: cell.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
         assert sum(found.values()) == pytest.approx(self._now_s)
@@ -58,9 +58,9 @@ class Timed:
 
     def computed(self) -> dict[str, float]:
         """Those of the thread's own processor time."""
-        self.clock.mark()
+        self.clock.update()
         (path,) = self._folder.glob("*.cell")
-        cell = read_cell(path)
+        cell = read_hook_state(path)
         assert cell is not None
         assert sum(cell.cpu.values()) == pytest.approx(self._cpu_s)
         return {slot: value for slot, value in cell.cpu.items() if value}
@@ -74,9 +74,9 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Timed:
     return Timed(monkeypatch, tmp_path)
 
 
-def started(timed: Timed) -> Source:
+def started(timed: Timed) -> BatchSource:
     """After the first step, which ends the start."""
-    source = Source()
+    source = BatchSource()
     timed.takes(5.0)
     timed.batch(source)
     timed.step()
@@ -91,20 +91,20 @@ def test_wait_work_and_what_comes_after_the_step(timed: Timed) -> None:
     timed.step(works=2.0)
     timed.takes(0.25)
     assert timed.seconds() == {"startup": 8.0, "host": 0.5, "input_wait": 3.0, "compute": 3.0, "after_step": 0.25}
-    assert (timed.count(hook.STEPS), timed.count(hook.BATCHES), timed.count(hook.PICTURES)) == (2, 2, 16)
+    assert (timed.count(hook.STEPS), timed.count(hook.BATCHES), timed.count(hook.IMAGES)) == (2, 2, 16)
 
 
 def test_what_the_thread_computed_goes_where_the_time_goes(timed: Timed) -> None:
-    source, other = started(timed), Source()
-    timed.clock.wait_begins(source, False)
+    source, other = started(timed), BatchSource()
+    timed.clock.begin_wait(source, False)
     timed.computes(3.0)  # decodes
     timed.takes(1.0)  # waits for the storage
-    timed.clock.wait_ends(source, 8)
+    timed.clock.end_wait(source, 8)
     timed.computes(0.5)
     timed.step(works=2.0)
-    timed.clock.wait_begins(other, False)
+    timed.clock.begin_wait(other, False)
     timed.computes(4.0)
-    timed.clock.wait_ends(other, 8)
+    timed.clock.end_wait(other, 8)
     timed.computes(1.0)
     assert timed.computed() == {"input_wait": 3.0, "compute": 0.5, "maybe_wait": 4.0, "maybe_work": 1.0}
     timed.end(other)  # no backward came: it was an evaluation
@@ -112,26 +112,26 @@ def test_what_the_thread_computed_goes_where_the_time_goes(timed: Timed) -> None
 
 
 def test_another_thread_s_clock_is_no_measure(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed.clock.show()
+    timed.clock.publish()
     timed.computes(5.0)
     monkeypatch.setattr(hook, "get_ident", lambda: -1)  # the first to step is another thread
     monkeypatch.setattr(hook, "thread_time", lambda: 100.0)
     timed.step()
     (path,) = timed._folder.glob("*.cell")
-    cell = read_cell(path)
+    cell = read_hook_state(path)
     assert cell is not None
     assert sum(cell.cpu.values()) == 0.0
 
 
 def test_the_head_of_a_cell_has_room(timed: Timed) -> None:
     timed.clock._frameworks = ["torch 2.15.0.dev20261120+cu999", "keras 3.99.99 on tensorflow", "tensorflow 2.99.99"]
-    assert len(timed.clock._head()) == hook.HEAD_BYTES
-    assert hook.HEAD_BYTES + 8 * len(timed.clock.values) <= hook.CELL_BYTES
+    assert len(timed.clock._header()) == hook.HEADER_BYTES
+    assert hook.HEADER_BYTES + 8 * len(timed.clock.values) <= hook.STATE_BYTES
 
 
 def test_the_workers_are_those_of_the_loader_that_trains(timed: Timed) -> None:
     for workers, trains in ((3, True), (7, False), (-1, True)):
-        source = Source(workers)
+        source = BatchSource(workers)
         timed.batch(source)
         if trains:
             timed.step()
@@ -144,7 +144,7 @@ def test_accumulated_batches_are_one_step(timed: Timed) -> None:
     source = started(timed)
     for _ in range(4):
         timed.batch(source, works=1.0)
-        timed.clock.trains()
+        timed.clock.confirm_training()
     timed.step(works=0.0)
     assert timed.seconds() == {"startup": 8.0, "input_wait": 4.0, "compute": 4.0}
     assert (timed.count(hook.STEPS), timed.count(hook.BATCHES)) == (2, 5)
@@ -152,7 +152,7 @@ def test_accumulated_batches_are_one_step(timed: Timed) -> None:
 
 def test_evaluation_is_a_loader_of_which_no_backward_comes(timed: Timed) -> None:
     source = started(timed)
-    evaluation = Source()
+    evaluation = BatchSource()
     for _ in range(5):
         timed.batch(evaluation, works=1.0)
     timed.end(evaluation)
@@ -165,13 +165,13 @@ def test_evaluation_is_a_loader_of_which_no_backward_comes(timed: Timed) -> None
 
 def test_without_gradients_it_is_evaluation_at_once(timed: Timed) -> None:
     started(timed)
-    timed.batch(Source(), works=1.0, evaluates=True)
+    timed.batch(BatchSource(), works=1.0, evaluates=True)
     assert timed.seconds() == {"startup": 8.0, "eval": 2.0}
 
 
 def test_a_new_epoch_s_loader_that_fetches_ahead_is_training(timed: Timed) -> None:
     started(timed)
-    ahead = Source()
+    ahead = BatchSource()
     timed.batch(ahead, waits=4.0)
     timed.batch(ahead)
     timed.step()
@@ -180,7 +180,7 @@ def test_a_new_epoch_s_loader_that_fetches_ahead_is_training(timed: Timed) -> No
 
 def test_batches_that_are_passed_over_first_do_not_make_it_evaluation_for_good(timed: Timed) -> None:
     started(timed)
-    source = Source()
+    source = BatchSource()
     for _ in range(6):
         timed.batch(source)
     timed.step()
@@ -188,7 +188,7 @@ def test_batches_that_are_passed_over_first_do_not_make_it_evaluation_for_good(t
     timed.step()
     seconds = timed.seconds()
     assert seconds["input_wait"] == 1.0
-    assert (timed.count(hook.STEPS), source.trains) == (3, True)
+    assert (timed.count(hook.STEPS), source.is_training) == (3, True)
 
 
 def test_two_optimizers_are_one_step_and_what_is_between_them_is_work(timed: Timed) -> None:
@@ -224,16 +224,16 @@ def test_steps_without_a_loader_are_work_that_nobody_knows(timed: Timed) -> None
 
 def test_a_loader_that_fails_leaves_the_clock_in_order(timed: Timed) -> None:
     source = started(timed)
-    timed.clock.wait_begins(source, False)
+    timed.clock.begin_wait(source, False)
     timed.takes(1.0)
-    timed.clock.source_ends(source, failed=True)
-    assert timed.clock.is_free()
+    timed.clock.end_source(source, failed=True)
+    assert timed.clock.is_outside_phases()
     assert timed.count(hook.EPOCHS) == 0
     assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0}
 
 
 def test_a_job_that_only_evaluates_is_not_starting_for_ever(timed: Timed) -> None:
-    timed.clock.show()
+    timed.clock.publish()
     timed.takes(1.0)
-    timed.batch(Source(), works=1.0, evaluates=True)
+    timed.batch(BatchSource(), works=1.0, evaluates=True)
     assert timed.seconds() == {"startup": 1.0, "eval": 2.0}

@@ -40,7 +40,7 @@ def script(folder: Path, code: str) -> list[str]:
 
 
 def begun(run: Path) -> bool:
-    return (run / STEPS).exists() and any(window.steps for window in read_lines(run, STEPS, StepWindow))
+    return (run / STEPS).exists() and any(window.window_steps for window in read_lines(run, STEPS, StepWindow))
 
 
 def until(what: Iterator[bool]) -> None:
@@ -197,6 +197,6 @@ def test_a_job_that_spins_on_an_empty_file(tmp_path: Path) -> None:
     time.sleep(10)  # several looks at its files
     os.kill(job_below(watcher.pid), signal.SIGKILL)
     watcher.wait()
-    ended = postmortem.of_run(tmp_path / "run")
+    ended = postmortem.read_termination(tmp_path / "run")
     assert ended is not None
     assert ended.empty_inputs == (str(tmp_path / "train-00003.tfrecord"),)

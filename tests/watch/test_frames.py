@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.watch.frames import (
+    FRAME_RULES,
     HELPER,
     KINDS,
-    ROWS,
     Frame,
     classify,
-    innermost_own,
-    is_own,
+    innermost_job_frame,
+    is_job_code,
 )
 
 SITE = "/venv/lib/python3.11/site-packages/"
@@ -105,10 +105,10 @@ def test_a_c_function_is_known_by_the_line_that_calls_it(line: str, kind: str, t
 def test_own_frames_are_named_by_their_place_in_the_jobs_folder() -> None:
     inside = Frame("Trainer.step.<locals>.closure", "/job/src/loop.py", 12)
     frames = [Frame("Module._call_impl", SITE + "torch/nn/modules/module.py", 7), inside, JOB]
-    assert innermost_own(frames, "/job") == "closure (src/loop.py:12)"
-    assert innermost_own(frames) == "closure (job/src/loop.py:12)"
-    assert innermost_own(frames[:1], "/job") is None
-    assert [is_own(Frame("f", file, 1)) for file in (LIB + "x.py", "<string>", "<frozen os>", "", "train.py")] == [
+    assert innermost_job_frame(frames, "/job") == "closure (src/loop.py:12)"
+    assert innermost_job_frame(frames) == "closure (job/src/loop.py:12)"
+    assert innermost_job_frame(frames[:1], "/job") is None
+    assert [is_job_code(Frame("f", file, 1)) for file in (LIB + "x.py", "<string>", "<frozen os>", "", "train.py")] == [
         False, False, False, False, True
     ]  # fmt: skip
 
@@ -120,4 +120,4 @@ def test_no_stack_makes_it_fail(frames: list[Frame], active: bool) -> None:
 
 
 def test_every_kind_of_the_table_is_one() -> None:
-    assert {row.kind for row in ROWS} <= {*KINDS, HELPER}
+    assert {row.kind for row in FRAME_RULES} <= {*KINDS, HELPER}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stoker.runs.schemas import StepWindow
-from stoker.watch.output import Lines, Reader
-from stoker.watch.progress_windows import Meter
+from stoker.watch.output import LineSplitter, ProgressParser
+from stoker.watch.progress_windows import ProgressWindows
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def told(code: str, folder: Path) -> StepWindow:
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout.decode()[-2000:]
-    lines, reader, meter = Lines(), Reader(), Meter(attempt=1, devices=1, start_s=0.0)
+    lines, reader, meter = LineSplitter(), ProgressParser(), ProgressWindows(attempt=1, devices=1, start_s=0.0)
     for start in range(0, len(done.stdout), 1000):
         for line in lines.feed(done.stdout[start : start + 1000], final=start + 1000 >= len(done.stdout)):
             if (progress := reader.read(line)) is not None:
@@ -84,5 +84,5 @@ def test_sixty_steps_of_three_epochs(code: str, package: str, tmp_path: Path) ->
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     window = told(code, tmp_path)
-    assert window.step == window.steps == 60
+    assert window.step == window.window_steps == 60
     assert 0.0 <= window.losses["total"] < 100.0

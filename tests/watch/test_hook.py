@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.report.explain import Why, gather
+from stoker.report.explain import RunExplanation, explain_run
 from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.watch.hook_reader import HOOK, hooked
-from stoker.watch.hook_state import Cell, cpu_of, phases_of, read_cell
+from stoker.watch.hook_reader import HOOK_DIR, add_hook_env
+from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
 from tests.watch import hook_jobs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -26,28 +26,28 @@ def ran(words: list[str], folder: Path, **variables: str) -> str:
     """The output of a job with the hook; its cells are in `folder`/cells."""
     cells = folder / "cells"
     cells.mkdir(exist_ok=True)
-    environment = hooked({**os.environ, **QUIET, **variables}, cells)
+    environment = add_hook_env({**os.environ, **QUIET, **variables}, cells)
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b"", done.stderr.decode()
     return done.stdout.decode()
 
 
-def the_cell(folder: Path) -> Cell:
+def the_cell(folder: Path) -> HookState:
     assert not list((folder / "cells").glob("said-*"))
-    cells = [cell for path in (folder / "cells").glob("*.cell") if (cell := read_cell(path)) is not None]
+    cells = [cell for path in (folder / "cells").glob("*.cell") if (cell := read_hook_state(path)) is not None]
     (only,) = [cell for cell in cells if cell.values["steps"]]
     return only
 
 
-def watched(words: list[str], folder: Path, **variables: str) -> Why:
+def watched(words: list[str], folder: Path, **variables: str) -> RunExplanation:
     begin = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run", "run", "--"]
     environment = {**os.environ, **QUIET, **variables}
     done = subprocess.run([*begin, *words], cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     for window in read_lines(folder / "run", STEPS, StepWindow):
         assert sum(window.phases.values()) == pytest.approx(window.wall_s * window.devices)
-    return gather(folder / "run")
+    return explain_run(folder / "run")
 
 
 def known(folder: Path) -> dict[str, float]:
@@ -55,12 +55,12 @@ def known(folder: Path) -> dict[str, float]:
     return found
 
 
-def seconds(why: Why, phase: str) -> float:
+def seconds(why: RunExplanation, phase: str) -> float:
     return next((row.device_s for row in why.phases if row.phase == phase), 0.0)
 
 
 def test_its_files_are_python_3_8_and_alone() -> None:
-    for path in HOOK.rglob("*.py"):
+    for path in HOOK_DIR.rglob("*.py"):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):  # an annotation there is run: only names and texts
@@ -83,11 +83,14 @@ def test_a_process_that_does_not_train_is_as_without_it(tmp_path: Path) -> None:
     code = "import sys, sitecustomize, threading; print(sitecustomize.here, threading.active_count(), *sys.path)"
     out = ran([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(own))
     assert out.startswith("mine 1 ")
-    assert str(HOOK) not in out
+    assert str(HOOK_DIR) not in out
     assert [path.name for path in (tmp_path / "cells").iterdir()] == ["seen"]
     (own / "sitecustomize.py").write_text("import no_such_module_of_mine")
     broken = subprocess.run(
-        [sys.executable, "-c", ""], env=hooked({"PYTHONPATH": str(own)}, tmp_path), capture_output=True, check=False
+        [sys.executable, "-c", ""],
+        env=add_hook_env({"PYTHONPATH": str(own)}, tmp_path),
+        capture_output=True,
+        check=False,
     )
     assert b"no_such_module_of_mine" in broken.stderr  # as Python says it
 
@@ -105,7 +108,7 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "pictures": 4 + 64 + 8, "epochs": 4}
     assert cell.values["rate"] == 0.05
     assert cell.values["workers"] == 1  # of the last loader
-    phases = phases_of(cell, None)
+    phases = phase_seconds(cell, None)
     itself = known(tmp_path)
     assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)  # the end of workers
     assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
@@ -137,7 +140,7 @@ def test_a_loader_that_works_in_the_thread_is_told_from_one_that_waits(how: str,
     begin, _, _ = hook_jobs.LOOP.partition("def detections")
     ran([sys.executable, "-c", begin + BUSY, how], tmp_path)
     cell = the_cell(tmp_path)
-    cpu, waited_s = cpu_of(cell), phases_of(cell, None)["input_wait"]
+    cpu, waited_s = cpu_by_phase(cell), phase_seconds(cell, None)["input_wait"]
     assert waited_s > 0.25
     assert (cpu["input_wait"] > 0.25) == (how == "works")
     assert cpu["input_wait"] < (waited_s if how == "works" else waited_s / 2)
@@ -161,16 +164,16 @@ def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(hook_jobs.LOOP.replace("Slow(32), 4))", "Slow(256), 4))"))
     why = watched([sys.executable, "train.py"], tmp_path)
-    assert why.watched["inside the job"].startswith("recorded: torch 2")
+    assert why.coverage["inside the job"].startswith("recorded: torch 2")
     assert why.steps == 1 + 64 + 2
-    assert why.pictures == 4 + 512 + 8
+    assert why.num_images == 4 + 512 + 8
     assert seconds(why, "input_wait") == pytest.approx(known(tmp_path)["wait"], rel=0.1)
     assert seconds(why, "compute") > 0
 
 
 @pytest.mark.slow
 def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) -> None:
-    assert watched(["sh", "-c", "exit 0"], tmp_path).watched["inside the job"].startswith("not recorded: no Python")
+    assert watched(["sh", "-c", "exit 0"], tmp_path).coverage["inside the job"].startswith("not recorded: no Python")
     words = [
         sys.executable,
         "-c",
@@ -193,13 +196,13 @@ def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(job)
     cells = tmp_path / "cells"
     cells.mkdir()
-    environment = hooked({**os.environ, **QUIET}, cells)
+    environment = add_hook_env({**os.environ, **QUIET}, cells)
     done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
     assert done.stdout.splitlines()[-1] == f"steps {steps}".encode()
     assert b"stoker" not in done.stderr
     cell = the_cell(tmp_path)
     assert (cell.values["steps"], cell.values["batches"], cell.values["pictures"]) == (steps, 16, 128)
-    phases = phases_of(cell, None)
+    phases = phase_seconds(cell, None)
     assert phases["input_wait"] == pytest.approx(known(tmp_path)["naps"] * 15 / 16, rel=0.3)  # less the first batch
     assert 0 < phases["eval"] < phases["input_wait"]
     assert phases["checkpoint"] > 0
@@ -213,7 +216,7 @@ def test_fit_of_keras_with_a_slow_input(backend: str, tmp_path: Path) -> None:
         pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
     (tmp_path / "auto_batch.py").write_text(hook_jobs.KERAS)
     why = watched([python, "auto_batch.py"], tmp_path, KERAS_BACKEND=backend)
-    assert f"on {backend}" in why.watched["inside the job"]
+    assert f"on {backend}" in why.coverage["inside the job"]
     assert why.steps == 80
     naps = known(tmp_path)["naps"]
     # TensorFlow draws the next batch beside a step, which takes long where other work is on the cores.
@@ -228,8 +231,8 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(hook_jobs.RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     why = watched([sys.executable, *words], tmp_path)
-    assert (why.devices, why.steps, why.pictures) == (2, 40, 640)
-    assert "2 processes" in why.watched["inside the job"]
+    assert (why.devices, why.steps, why.num_images) == (2, 40, 640)
+    assert "2 processes" in why.coverage["inside the job"]
     waits = [
         sum(window.phases.get("comm", 0.0) for window in read_lines(tmp_path / "run" / folder, STEPS, StepWindow))
         for folder in (".", f"{RANKS}/0001")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from stoker.watch.output_relay import Log
-from stoker.watch.recorder import Tail
+from stoker.watch.output_relay import RotatingLog
+from stoker.watch.recorder import LogTail
 
 
 def test_the_newest_is_kept_and_a_reader_misses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
-    two = [Log(str(path), most_bytes=100), Log(str(path), most_bytes=100)]  # of stdout and of stderr
-    tail, read = Tail(path, 0), b""
+    two = [RotatingLog(str(path), max_bytes=100), RotatingLog(str(path), max_bytes=100)]  # of stdout and of stderr
+    tail, read = LogTail(path, 0), b""
     parts = [b"%04d\n" % n for n in range(300)]
     for n, part in enumerate(parts):
         two[n % 3 % 2].write(part)
@@ -30,9 +30,9 @@ def test_the_newest_is_kept_and_a_reader_misses_nothing(tmp_path: Path) -> None:
 def test_a_reader_begins_where_an_attempt_before_ended(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
     path.write_bytes(b"before\n")
-    tail = Tail(path, 7)
+    tail = LogTail(path, 7)
     assert b"".join(tail.read()) == b""
-    Log(str(path)).write(b"now\n")
+    RotatingLog(str(path)).write(b"now\n")
     assert b"".join(tail.read()) == b"now\n"
 
 
@@ -40,10 +40,10 @@ def test_a_reader_begins_where_an_attempt_before_ended(tmp_path: Path) -> None:
 def test_what_a_full_disk_does_not_take_is_counted_and_said(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
     path.symlink_to("/dev/full")
-    log = Log(str(path))
+    log = RotatingLog(str(path))
     log.write(b"12345")
     log.write(b"678")
     there = os.open(tmp_path / "room", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(there, log._handle)
+    os.dup2(there, log._fd)
     log.write(b"more")
     assert (tmp_path / "room").read_bytes() == b"\n[stoker: 8 bytes of the output could not be written here]\nmore"

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.output import Progress, parse
-from stoker.watch.progress_windows import FIRST_MOST, Meter
+from stoker.watch.output import Progress, parse_progress
+from stoker.watch.progress_windows import MAX_FIRST_STEP, ProgressWindows
 
 
-def after(*lines: str) -> Meter:
-    meter = Meter(attempt=1, devices=1, start_s=100.0)
+def after(*lines: str) -> ProgressWindows:
+    meter = ProgressWindows(attempt=1, devices=1, start_s=100.0)
     for line in lines:
-        found = parse(line)
+        found = parse_progress(line)
         assert found is not None, line
         meter.add(found)
     return meter
@@ -28,7 +28,7 @@ def test_epochs_add_up_however_they_are_counted() -> None:
 
 def test_lines_that_come_twice_or_late_count_once() -> None:
     twice = ["Step 100 per-step time 0.5s", "Step 100 per-step time 0.5s", "Step 200 per-step time 0.5s"]
-    assert after(*twice, "Step 200 per-step time 0.5s").window(200.0).steps == 200
+    assert after(*twice, "Step 200 per-step time 0.5s").window(200.0).window_steps == 200
     ranks = [
         "epoch 0 step 9 loss: 1.0",
         "epoch 1 step 1 loss: 1.0",
@@ -39,8 +39,8 @@ def test_lines_that_come_twice_or_late_count_once() -> None:
 
 
 def test_a_job_that_continues_does_not_begin_at_zero() -> None:
-    window = after(f"step {FIRST_MOST + 900} loss: 1.0", f"step {FIRST_MOST + 910} loss: 3.0").window(110.0)
-    assert (window.step, window.steps, window.losses) == (FIRST_MOST + 910, 11, {"total": 2.0})
+    window = after(f"step {MAX_FIRST_STEP + 900} loss: 1.0", f"step {MAX_FIRST_STEP + 910} loss: 3.0").window(110.0)
+    assert (window.step, window.window_steps, window.losses) == (MAX_FIRST_STEP + 910, 11, {"total": 2.0})
 
 
 def test_bars_count_when_a_loss_says_that_they_train() -> None:
@@ -68,13 +68,13 @@ def test_the_wait_for_pictures_is_charged_where_the_job_tells_it() -> None:
     meter = after("Epoch: [0]  [ 9/12]  eta: 0:00:01  loss: 1.0 (1.0)  img/s: 8.0  time: 0.4  data: 0.3")
     window = meter.window(104.0)
     assert window.phases == pytest.approx({"input_wait": 3.0, "unattributed": 1.0})
-    assert window.pictures == 32
+    assert window.num_images == 32
     assert meter.window(106.0).phases == {"unattributed": 2.0}  # no steps: nothing is known of this one
 
 
 def test_losses_that_are_not_finite_are_noted_and_not_averaged() -> None:
     meter = after("step 1 loss: nan", "step 2 loss: 0.5")
-    assert meter.not_finite == "total is nan"
+    assert meter.non_finite_loss == "total is nan"
     assert meter.window(101.0).losses == {"total": 0.5}
 
 
@@ -82,13 +82,13 @@ def test_losses_that_are_not_finite_are_noted_and_not_averaged() -> None:
                           epoch=st.none() | st.integers(0, 5), bar=st.booleans(),
                           step_s=st.none() | st.floats(0, 9), input_wait_s=st.none() | st.floats(0, 9))))  # fmt: skip
 def test_windows_hold_together_whatever_is_said(said: list[Progress]) -> None:
-    meter, now_s, total, first = Meter(attempt=1, devices=2, start_s=0.0), 0.0, 0, 0
+    meter, now_s, total, first = ProgressWindows(attempt=1, devices=2, start_s=0.0), 0.0, 0, 0
     for progress in said:
         meter.add(progress)
         now_s += 1.5
         window = meter.window(now_s)
         assert sum(window.phases.values()) == pytest.approx(window.wall_s * 2)
-        assert window.steps >= 0
-        first = window.step - window.steps if not total and window.steps else first
-        total += window.steps
+        assert window.window_steps >= 0
+        first = window.step - window.window_steps if not total and window.window_steps else first
+        total += window.window_steps
     assert not total or total == meter.step - first

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.watch.output import (
-    LINE_LENGTH,
+    MAX_LINE_LENGTH,
     PARSERS,
-    Lines,
+    LineSplitter,
     Progress,
-    Reader,
-    parse,
+    ProgressParser,
+    parse_progress,
 )
 
 REAL = {
@@ -21,52 +21,52 @@ REAL = {
     "INFO:tensorflow:Step 100 per-step time 0.878s loss=1.5": Progress(step=100, step_s=0.878, losses={"total": 1.5}),
     "INFO:tensorflow:{'Loss/classification_loss': 1.1206508,": Progress(losses={"classification_loss": 1.1206508}),
     " 'Loss/total_loss': 1.9,": Progress(losses={"total": 1.9}),
-    " 'learning_rate': 0.0}": Progress(rate=0.0),
+    " 'learning_rate': 0.0}": Progress(lr=0.0),
     "30/30 ━━━━━━━━━━ 1s 20ms/step - box_loss: 0.0302 - loss: 1.1006": Progress(
-        step=30, of=30, step_s=0.02, losses={"box_loss": 0.0302, "total": 1.1006}
+        step=30, total_steps=30, step_s=0.02, losses={"box_loss": 0.0302, "total": 1.1006}
     ),
-    "12/30 [==>...........] - ETA: 1s - loss: 1.1 - val_loss: 2.0": Progress(step=12, of=30, losses={"total": 1.1}),
+    "12/30 [==>...........] - ETA: 1s - loss: 1.1 - val_loss: 2.0": Progress(step=12, total_steps=30, losses={"total": 1.1}),
     "20/20 - 0s - 3ms/step - loss: 0.9181 - mae: 0.8056 - val_loss: 0.1690": Progress(
-        step=20, of=20, step_s=0.003, losses={"total": 0.9181}
+        step=20, total_steps=20, step_s=0.003, losses={"total": 0.9181}
     ),
     "Epoch 2/10": Progress(epoch=2),
     "Epoch: [0]  [ 2/12]  eta: 0:02:07  lr: 0.001367  loss: 5.3214 (5.3149)  loss_box_reg: 0.1 (0.2)  "
     "time: 12.7618  data: 0.0448": Progress(
-        step=3, of=12, epoch=0, rate=0.001367, losses={"total": 5.3214, "loss_box_reg": 0.1}, step_s=12.7618,
+        step=3, total_steps=12, epoch=0, lr=0.001367, losses={"total": 5.3214, "loss_box_reg": 0.1}, step_s=12.7618,
         input_wait_s=0.0448,
     ),
     "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size": Progress(
-        columns=("box_loss", "cls_loss", "dfl_loss")
+        loss_columns=("box_loss", "cls_loss", "dfl_loss")
     ),
     "1/2  0G  4.76  4.702  4.287  16  320: 100% ━━━ 6/6 1.0it/s 5.8s": Progress(
-        step=6, of=6, epoch=1, losses={"loss_1": 4.76, "loss_2": 4.702, "loss_3": 4.287}
+        step=6, total_steps=6, epoch=1, losses={"loss_1": 4.76, "loss_2": 4.702, "loss_3": 4.287}
     ),
     "      1/100      2.61G      1.153      1.398      1.192         81        640:  12%|█▎        | 1/8 [00:04<00:00, "
-    " 1.9it/s]": Progress(step=1, of=8, epoch=1, losses={"loss_1": 1.153, "loss_2": 1.398, "loss_3": 1.192}),
+    " 1.9it/s]": Progress(step=1, total_steps=8, epoch=1, losses={"loss_1": 1.153, "loss_2": 1.398, "loss_3": 1.192}),
     "        1/2         0G     0.7274     0.6835     0.4313          4         64: 33% ━━━━──────── 2/6 5.0it/s "
-    "0.3s<0.8s": Progress(step=2, of=6, epoch=1, losses={"loss_1": 0.7274, "loss_2": 0.6835, "loss_3": 0.4313}),
+    "0.3s<0.8s": Progress(step=2, total_steps=6, epoch=1, losses={"loss_1": 0.7274, "loss_2": 0.6835, "loss_3": 0.4313}),
     "Epoch 0:  50%|█████     | 50/100 [00:05<00:05,  9.90it/s, v_num=0, train_loss=0.512]": Progress(
-        step=50, of=100, epoch=0, losses={"total": 0.512}
+        step=50, total_steps=100, epoch=0, losses={"total": 0.512}
     ),
     "{'loss': '64.23', 'grad_norm': '836', 'learning_rate': '5e-05', 'epoch': '0.5'}": Progress(
-        losses={"total": 64.23}, grad_norm=836.0, rate=5e-5
+        losses={"total": 64.23}, grad_norm=836.0, lr=5e-5
     ),
-    "{'loss': 0.5, 'learning_rate': 4.9e-05, 'epoch': 0.02}": Progress(losses={"total": 0.5}, rate=4.9e-5),
-    "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it]": Progress(step=5, of=100, bar=True),
-    "step 100 loss=0.53 lr=0.001": Progress(step=100, losses={"total": 0.53}, rate=0.001),
-    "Step: 7/1000, Loss: 0,53, 12.5 img/s": Progress(step=7, of=1000, losses={"total": 0.53}, img_per_s=12.5),
-    "Epoch [3], iter [20/50], loss: 1.2e-3": Progress(step=20, of=50, epoch=3, losses={"total": 1.2e-3}),
+    "{'loss': 0.5, 'learning_rate': 4.9e-05, 'epoch': 0.02}": Progress(losses={"total": 0.5}, lr=4.9e-5),
+    "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it]": Progress(step=5, total_steps=100, is_bare_bar=True),
+    "step 100 loss=0.53 lr=0.001": Progress(step=100, losses={"total": 0.53}, lr=0.001),
+    "Step: 7/1000, Loss: 0,53, 12.5 img/s": Progress(step=7, total_steps=1000, losses={"total": 0.53}, img_per_s=12.5),
+    "Epoch [3], iter [20/50], loss: 1.2e-3": Progress(step=20, total_steps=50, epoch=3, losses={"total": 1.2e-3}),
     "loss: 0.25": Progress(losses={"total": 0.25}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("line", REAL, ids=lambda line: line[:40])
 def test_lines_that_frameworks_print(line: str) -> None:
-    assert parse(line) == REAL[line]
+    assert parse_progress(line) == REAL[line]
 
 
 def test_a_loss_that_is_no_number_is_told() -> None:
-    found = parse("step 3 loss: nan")
+    found = parse_progress("step 3 loss: nan")
     assert found is not None
     assert math.isnan(found.losses["total"])
 
@@ -87,7 +87,7 @@ def test_a_loss_that_is_no_number_is_told() -> None:
     ],
 )
 def test_what_is_no_progress(line: str) -> None:
-    assert parse(line) is None
+    assert parse_progress(line) is None
 
 
 words = st.sampled_from(
@@ -120,30 +120,30 @@ words = st.sampled_from(
 
 @given(st.lists(words, max_size=30), st.sampled_from([" ", ", ", "; "]))
 def test_prose_says_nothing(said: list[str], between: str) -> None:
-    assert parse(between.join(said)) is None
+    assert parse_progress(between.join(said)) is None
 
 
 @given(st.binary(max_size=400), st.integers(0, 400))
 def test_bytes_of_any_kind_end_nothing_and_cuts_change_nothing(data: bytes, cut: int) -> None:
-    whole, cut_up = Lines(), Lines()
+    whole, cut_up = LineSplitter(), LineSplitter()
     lines = whole.feed(data) + whole.feed(b"", final=True)
     assert cut_up.feed(data[:cut]) + cut_up.feed(data[cut:]) + cut_up.feed(b"", final=True) == lines
     for line in lines:
-        parse(line)
+        parse_progress(line)
 
 
-@given(st.text(alphabet="0123456789.,:=/|%[]{}'<>it/sloEpch- \x1b", max_size=LINE_LENGTH))
+@given(st.text(alphabet="0123456789.,:=/|%[]{}'<>it/sloEpch- \x1b", max_size=MAX_LINE_LENGTH))
 def test_no_parser_raises_on_what_looks_like_progress(line: str) -> None:
     for parser in PARSERS:
         parser(line)
 
 
 def test_lines_that_were_written_over_colours_and_long_ones() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     data = "1/3 \x1b[32m━━\x1b[0m 0s\b\b\b\b2/3 x\r3/3 y\n\n\x1b]0;title\x07z".encode()
     assert lines.feed(data) == ["1/3 ━━ 0s", "2/3 x", "3/3 y"]
     assert lines.feed(b"", final=True) == ["z"]
-    assert len(Lines().feed(b"a" * 10**6 + b"\n")[0]) == LINE_LENGTH
+    assert len(LineSplitter().feed(b"a" * 10**6 + b"\n")[0]) == MAX_LINE_LENGTH
 
 
 FIT = ["Epoch 1/2", " 1/20 ━━━━ 0s 25ms/step - loss: 1.5", "20/20 ━━━━ 0s 4ms/step - loss: 0.7 - val_loss: 0.6",
@@ -161,6 +161,6 @@ EVALUATE = [" 1/40 ━━━━ 0s 3ms/step - loss: 0.05", "40/40 ━━━━ 0
     ],
 )
 def test_keras_counts_the_bars_of_training_alone(lines: list[str], steps: list[int]) -> None:
-    reader = Reader()
+    reader = ProgressParser()
     found = [progress for line in lines if (progress := reader.read(line)) is not None]
     assert [progress.step for progress in found if progress.step is not None] == steps

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.watch import processes
-from stoker.watch.processes import Process, Tree
+from stoker.watch.processes import JobProcesses, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -25,24 +25,24 @@ def reader(code: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
 
 def test_a_process_is_known_by_its_start(tmp_path: Path) -> None:
     job = reader("", tmp_path)
-    seen = processes.status(job.pid)
+    seen = processes.read_status(job.pid)
     assert seen is not None
-    assert seen.parent == os.getpid()
-    assert os.getpid() in processes.ancestors(job.pid)
-    assert job.pid in processes.tree(os.getpid())
-    assert Process(job.pid, seen.began).lives()
-    assert not Process(job.pid, seen.began + 1).lives()
+    assert seen.parent_pid == os.getpid()
+    assert os.getpid() in processes.list_ancestors(job.pid)
+    assert job.pid in processes.list_process_tree(os.getpid())
+    assert Process(job.pid, seen.start_ticks).is_alive()
+    assert not Process(job.pid, seen.start_ticks + 1).is_alive()
     job.communicate()
-    assert not Process(job.pid, seen.began).lives()
-    assert processes.status(job.pid) is None
+    assert not Process(job.pid, seen.start_ticks).is_alive()
+    assert processes.read_status(job.pid) is None
 
 
 def test_what_is_python_and_which_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     job, other = reader("", tmp_path), subprocess.Popen(["sleep", "60"])
     assert (processes.is_python(job.pid), processes.is_python(other.pid)) == (True, False)
-    assert processes.rank(job.pid) == 7
-    assert processes.command(job.pid)[1] == "-S"
+    assert processes.read_rank(job.pid) == 7
+    assert processes.read_command(job.pid)[1] == "-S"
     other.kill()
     other.wait()
     job.communicate()
@@ -56,12 +56,12 @@ def test_empty_inputs_are_those_that_are_read(tmp_path: Path) -> None:
     (tmp_path / "full.tfrecord").write_text("x")
     (tmp_path / "named.tfrecord").touch()
     job = reader(EMPTY, tmp_path, "--input=named.tfrecord", "--also", "full.tfrecord", "missing")
-    tree = Tree(job.pid)
+    tree = JobProcesses(job.pid)
     named = str(tmp_path / "named.tfrecord")
     assert tree.empty_inputs() == [named]
-    tree.look()
+    tree.poll()
     assert tree.empty_inputs() == [named], "once may be by chance"
-    tree.look()
+    tree.poll()
     assert tree.empty_inputs() == [str(tmp_path / "empty.tfrecord"), named]
     assert job.pid in tree.pids
     (tmp_path / "empty.tfrecord").write_text("no more")
@@ -72,8 +72,8 @@ def test_empty_inputs_are_those_that_are_read(tmp_path: Path) -> None:
 
 def test_kills_are_counted_where_the_kernel_counts(tmp_path: Path) -> None:
     job = reader("", tmp_path)
-    tree = Tree(job.pid)
+    tree = JobProcesses(job.pid)
     assert tree.oom_kills() is None, "nobody has looked"
-    tree.look()
+    tree.poll()
     assert tree.oom_kills() in (0, None)
     job.communicate()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.sampler import Witness
+from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 from stoker.watch import stacks
@@ -54,7 +54,7 @@ def until(what: Iterator[bool]) -> None:
 def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
     """(the lines of at least one window, what was said)"""
     folder, told = RunFolder(run, 4), []
-    with stacks.Stacks(folder, pid, witness=Witness(folder), tell=told.append):
+    with stacks.StackSampler(folder, pid, telemetry=TelemetrySampler(folder), on_unavailable=told.append):
         until(bool(told) or (run / name).exists() for _ in range(3000))
     folder.close()
     return list(read_lines(run, name, StackWindow)), told
@@ -68,7 +68,7 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
     assert told == []
     window = lines[0]
     assert (window.attempt, window.pid) == (4, process.pid)
-    assert window.main == {"idle": 1.0}
+    assert window.main_thread == {"idle": 1.0}
     assert window.frames == {"wait_for_input (train.py:4)": 1.0}
     assert window.samples >= 1
     assert window.active_threads == 0.0
@@ -77,7 +77,7 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
 def test_a_job_without_python_is_said_to_be_none(tmp_path: Path) -> None:
     folder, told = RunFolder(tmp_path, 1), []
     process = subprocess.Popen(["sleep", "60"])
-    with stacks.Stacks(folder, process.pid, witness=Witness(folder), tell=told.append):
+    with stacks.StackSampler(folder, process.pid, telemetry=TelemetrySampler(folder), on_unavailable=told.append):
         pass
     process.kill()
     process.wait()
@@ -96,7 +96,7 @@ def test_a_process_that_may_not_be_read_is_left_alone_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy = tmp_path / "py-spy"
-    spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.program()} "$@"\n')
+    spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.find_py_spy()} "$@"\n')
     spy.chmod(0o755)
     monkeypatch.setattr(stacks, "program", lambda: str(spy))
     process = job(WAITS, tmp_path)
@@ -145,5 +145,5 @@ def test_real_torch_jobs_wait_or_compute(
     process.communicate()
     assert told == []
     assert {line.pid for line in lines} == {process.pid}, "workers are no trainers"
-    assert max(lines[0].main, key=lambda name: lines[0].main[name]) == kind
-    assert lines[0].main[kind] > 0.6
+    assert max(lines[0].main_thread, key=lambda name: lines[0].main_thread[name]) == kind
+    assert lines[0].main_thread[kind] > 0.6

@@ -292,10 +292,10 @@ def test_a_training_of_somebody_else_is_recorded_and_explained(script: str, tmp_
     assert done.returncode == 0
     run = tmp_path / "run"
     windows = list(read_lines(run, STEPS, StepWindow))
-    assert sum(window.steps for window in windows) == windows[-1].step == 120
+    assert sum(window.window_steps for window in windows) == windows[-1].step == 120
     losses = [window.losses["total"] for window in windows if window.losses]
     assert losses[-1] < losses[0]
-    assert windows[-1].rate == 0.1
+    assert windows[-1].lr == 0.1
     samples = list(read_lines(run, DEVICES, DeviceSample))
     assert samples[-1].rss_bytes is not None
     assert (samples[-1].rss_bytes > 100 * 2**20) == (script is TORCH)  # the job's memory, not the watcher's

@@ -5,47 +5,56 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.data.convert.item import Item, Writer, extent, short
+from stoker.data.convert.item import AnnotatedImage, DatasetWriter, exact_extent, shortest_decimal
 
 
-class CocoWriter(Writer):
+class CocoWriter(DatasetWriter):
     """Category ids are the source's where they are 1 or more, as COCO's are; else 1 … C: many tools take 0 for the
     background."""
 
     def __init__(
-        self, folder: Path, class_names: tuple[str, ...], counts: dict[str, int], category_ids: tuple[int, ...]
+        self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int], category_ids: tuple[int, ...]
     ) -> None:
-        super().__init__(folder, class_names, counts)
-        own = len(set(category_ids)) == len(class_names) and min(category_ids, default=0) >= 1
-        self._ids = category_ids if own else tuple(range(1, len(class_names) + 1))
-        self._images: dict[str, list[dict[str, object]]] = {split: [] for split in counts}
-        self._annotations: dict[str, list[dict[str, object]]] = {split: [] for split in counts}
+        super().__init__(folder, class_names, max_images)
+        keep_ids = len(set(category_ids)) == len(class_names) and min(category_ids, default=0) >= 1
+        self._category_ids = category_ids if keep_ids else tuple(range(1, len(class_names) + 1))
+        self._images: dict[str, list[dict[str, object]]] = {split: [] for split in max_images}
+        self._annotations: dict[str, list[dict[str, object]]] = {split: [] for split in max_images}
 
-    def picture_path(self, item: Item) -> Path:
-        return self.folder / item.split / item.name
+    def image_path(self, image: AnnotatedImage) -> Path:
+        return self.folder / image.split / image.name
 
-    def add(self, item: Item) -> None:
-        height, width = item.size
-        self._images[item.split].append({"id": item.image_id, "file_name": item.name, "width": width, "height": height})
-        annotations = self._annotations[item.split]
+    def add(self, image: AnnotatedImage) -> None:
+        height, width = image.size
+        self._images[image.split].append(
+            {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
+        )
+        annotations = self._annotations[image.split]
         for (x1, y1, x2, y2), label, crowd, area in zip(
-            item.boxes, item.labels.tolist(), item.crowd.tolist(), item.area.tolist(), strict=True
+            image.boxes, image.labels.tolist(), image.crowd.tolist(), image.area.tolist(), strict=True
         ):
-            left, top = short(x1), short(y1)
+            left, top = shortest_decimal(x1), shortest_decimal(y1)
             annotations.append(
                 {
                     "id": len(annotations) + 1,
-                    "image_id": item.image_id,
-                    "category_id": self._ids[label],
-                    "bbox": [left, top, extent(left, x2), extent(top, y2)],
+                    "image_id": image.image_id,
+                    "category_id": self._category_ids[label],
+                    "bbox": [left, top, exact_extent(left, x2), exact_extent(top, y2)],
                     "area": area,
                     "iscrowd": int(crowd),
                 }
             )
 
     def finish(self) -> None:
-        categories = [{"id": number, "name": name} for number, name in zip(self._ids, self.class_names, strict=True)]
+        categories = [
+            {"id": category_id, "name": name}
+            for category_id, name in zip(self._category_ids, self.class_names, strict=True)
+        ]
         (self.folder / "annotations").mkdir()
         for split in self.written_splits:
-            content = {"images": self._images[split], "annotations": self._annotations[split], "categories": categories}
-            (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(content))
+            document = {
+                "images": self._images[split],
+                "annotations": self._annotations[split],
+                "categories": categories,
+            }
+            (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(document))

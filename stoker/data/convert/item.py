@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Item:
+class AnnotatedImage:
     """One picture with its boxes."""
 
     split: str
@@ -20,7 +20,7 @@ class Item:
     """File name without a folder; no other picture of the new data set has it, or its stem, whatever the case."""
     data: bytes
     """The encoded picture."""
-    kind: str
+    image_format: str
     """Its format, one of `headers.KINDS`."""
     size: tuple[int, int]
     """Height and width that the boxes refer to."""
@@ -32,34 +32,34 @@ class Item:
     area: NDArray[np.float64]
 
 
-class CannotHold(Exception):
+class UnsupportedImage(Exception):
     """The format has no place for a picture; says why."""
 
 
-class Writer(ABC):
+class DatasetWriter(ABC):
     """Writes one format. Pictures come split by split, in the order of the index."""
 
-    one_folder: ClassVar[bool] = False
+    single_image_dir: ClassVar[bool] = False
     """All splits share a folder, so no two pictures may have the same name."""
-    has_crowd: ClassVar[bool] = True
-    frame: ClassVar[Literal["said", "upright", "stored"]] = "said"
+    supports_crowd: ClassVar[bool] = True
+    box_orientation: ClassVar[Literal["said", "upright", "stored"]] = "said"
     """Of a picture that EXIF turns, the one that boxes refer to: as its readers show it, or, where the format has room
     for the size, as the source has it."""
 
-    def __init__(self, folder: Path, class_names: tuple[str, ...], counts: dict[str, int]) -> None:
+    def __init__(self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int]) -> None:
         """folder: empty, there; counts: how many pictures each split may have at most."""
-        self.folder, self.class_names, self.counts = folder, class_names, counts
+        self.folder, self.class_names, self.max_images = folder, class_names, max_images
         self.written_splits: list[str] = []
         """Those that have got a picture; `convert` keeps it."""
         self.notes: Counter[str] = Counter()
         """What the format could not hold or what differs, in words that follow a number."""
 
     @abstractmethod
-    def picture_path(self, item: Item) -> Path | None:
+    def image_path(self, image: AnnotatedImage) -> Path | None:
         """Where the picture belongs, below the folder; None: `add` keeps it in a file of its own."""
 
     @abstractmethod
-    def add(self, item: Item) -> None:
+    def add(self, image: AnnotatedImage) -> None:
         """Writes what is to be said of a picture. Raises CannotHold before anything of it is written."""
 
     @abstractmethod
@@ -67,30 +67,30 @@ class Writer(ABC):
         """Writes what concerns the data set as a whole."""
 
 
-def short(value: np.float32) -> int | float:
+def shortest_decimal(value: np.float32) -> int | float:
     """The shortest decimal that is this float32: 10.1 and not 10.100000381469727; whole numbers without a point."""
     number = float(np.format_float_positional(value, unique=True))
     return int(number) if number.is_integer() else number
 
 
-def extent(low: int | float, high: np.float32) -> int | float:
+def exact_extent(low: int | float, high: np.float32) -> int | float:
     """What added to `low` gives the float32 `high`, with few digits where they suffice."""
-    rounded = float(f"{short(high) - low:.9g}")
+    rounded = float(f"{shortest_decimal(high) - low:.9g}")
     if np.float32(low + rounded) != high:
         rounded = float(high) - low
     return int(rounded) if rounded.is_integer() else rounded
 
 
-def clipped_shares(item: Item) -> tuple[NDArray[np.float64], int]:
+def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
     """[k, 4] xyxy in shares of the picture's width and height, within 0 … 1, and how many boxes had to be clipped for
     it: readers of normalised boxes refuse others, some the whole picture."""
-    height, width = item.size
-    shares = item.boxes.astype(np.float64) / (width, height, width, height)
-    clipped = shares.clip(0, 1)
-    return clipped, int((clipped != shares).any(axis=1).sum())
+    height, width = image.size
+    normalized = image.boxes.astype(np.float64) / (width, height, width, height)
+    clipped = normalized.clip(0, 1)
+    return clipped, int((clipped != normalized).any(axis=1).sum())
 
 
-def turned(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:
+def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:
     """Boxes [k, 4] of a picture of `size` (height, width), where they are once EXIF's orientation is applied to it."""
     height, width = size
     x1, y1, x2, y2 = boxes.astype(np.float64).T

@@ -20,40 +20,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.convert.coco import CocoWriter
-from stoker.data.convert.item import CannotHold, Item, Writer, turned
+from stoker.data.convert.item import AnnotatedImage, DatasetWriter, UnsupportedImage, apply_orientation
 from stoker.data.convert.tfrecord import TfRecordWriter
 from stoker.data.convert.voc import VocWriter
 from stoker.data.convert.yolo import YoloWriter
-from stoker.data.formats.tables import PICTURE_ENDINGS
+from stoker.data.formats.tables import IMAGE_SUFFIXES
 from stoker.data.images import source as places
-from stoker.data.images.headers import Header, header_of
+from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError
-from stoker.storage.local_files import sync_folder
+from stoker.storage.local_files import fsync_folder
 
-Target = Literal["coco", "voc", "yolo", "tfrecord"]
-TARGETS: tuple[Target, ...] = get_args(Target)
-MARK = ".unfinished-stoker-conversion"
-ENDING = {
+TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
+TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+PARTIAL_MARKER = ".unfinished-stoker-conversion"
+SUFFIX_BY_FORMAT = {
     "jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tif", "gif": ".gif", "pnm": ".ppm",
     "jpeg 2000": ".jp2",
 }  # fmt: skip
 """Of `headers.KINDS`: what a file gets whose own name has no ending by which readers know a picture."""
-INVERSE = {6: 8, 8: 6}
+INVERSE_ORIENTATION = {6: 8, 8: 6}
 """Of EXIF's orientations, those that another one undoes; the others undo themselves."""
-_UNUSABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
+_UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
 """Characters that lists, XML or a path cannot hold in a file name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """What was written."""
 
     folder: Path
-    pictures: dict[str, int]
+    num_images: dict[str, int]
     """By split."""
-    boxes: int
-    left_out: tuple[tuple[Path, str], ...]
+    num_boxes: int
+    skipped: tuple[tuple[Path, str], ...]
     """Pictures that could not be read or that the format cannot hold, and why."""
     notes: tuple[str, ...]
 
@@ -61,12 +61,12 @@ class Converted:
 def convert(
     index: Index,
     out: Path,
-    to: Target,
+    to: TargetFormat,
     *,
     shards: int = 1,
-    link: bool = False,
+    hardlink: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
-) -> Converted:
+) -> ConversionResult:
     """Writes a data set anew.
 
     out: a folder that is empty or not there; shards: TFRecord files per split; link: pictures that are files become
@@ -81,128 +81,144 @@ def convert(
             cause="only TFRecords are cut into files",
             choices=["1 or more, with --to tfrecord"],
         )
-    if link and places.address_of(index.root) is not None:
-        raise UsageError("--link is of local pictures.", place=index.source, fix="leave it out to copy the pictures")
-    partial = _claim(out)
+    if hardlink and places.path_to_uri(index.root) is not None:
+        raise UsageError("--link is of local pictures.", location=index.source, fix="leave it out to copy the pictures")
+    partial = _create_partial_dir(out)
     try:
-        converted = _write(index, partial, out, to, shards, link, progress)
-        (partial / MARK).unlink()
+        result = _write(index, partial, out, to, shards, hardlink, progress)
+        (partial / PARTIAL_MARKER).unlink()
         partial.rename(out)
-        sync_folder(out.parent)
+        fsync_folder(out.parent)
     except OSError as error:
         raise StorageError(
             "The new data set cannot be written.",
-            place=error.filename or partial,
+            location=error.filename or partial,
             cause=error.strerror or str(error),
             fix="make room, or name a folder that can be written; --link takes no room for pictures",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return converted
+    return result
 
 
-def _claim(out: Path) -> Path:
+def _create_partial_dir(out: Path) -> Path:
     """The folder to write into, made anew."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{str(out)!r} is there already.", place=out.absolute(), fix="name a folder that is not there")
+        raise UsageError(f"{str(out)!r} is there already.", location=out.absolute(), fix="name a folder that is not there")
     partial = out.with_name(f"{out.name}.partial")
-    if partial.exists() and not (partial / MARK).is_file():
+    if partial.exists() and not (partial / PARTIAL_MARKER).is_file():
         raise UsageError(
             f"{str(partial)!r} is in the way.",
-            place=partial.absolute(),
+            location=partial.absolute(),
             cause="the data set is written there first, and this was not left by a conversion",
             fix="move it away, or name another folder",
         )
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / MARK).touch()
+        (partial / PARTIAL_MARKER).touch()
     except OSError as error:
         fix = "name a place that can be written"
-        raise StorageError("The folder cannot be made.", place=partial, cause=error.strerror, fix=fix) from error
+        raise StorageError("The folder cannot be made.", location=partial, cause=error.strerror, fix=fix) from error
     return partial
 
 
 def _write(
-    index: Index, partial: Path, out: Path, to: Target, shards: int, link: bool, progress: Callable[[int, int], None]
-) -> Converted:
-    writer = _writer(to, index, partial, shards)
-    names = _Names()
+    index: Index,
+    partial: Path,
+    out: Path,
+    to: TargetFormat,
+    shards: int,
+    hardlink: bool,
+    progress: Callable[[int, int], None],
+) -> ConversionResult:
+    writer = _make_writer(to, index, partial, shards)
+    unique_names = _UniqueNames()
     written: Counter[str] = Counter()
-    left_out: list[tuple[Path, str]] = []
-    turned_pictures = boxes = done = 0
+    skipped: list[tuple[Path, str]] = []
+    num_rotated = num_boxes = num_done = 0
     for split in index.splits:
-        rows = index.rows(split)
-        own_ids = len(np.unique(index.image_id[rows])) == len(rows)
-        for number, row in enumerate(rows.tolist()):
-            path = index.path(row)
+        image_indices = index.image_indices(split)
+        has_unique_ids = len(np.unique(index.image_id[image_indices])) == len(image_indices)
+        for position, image_index in enumerate(image_indices.tolist()):
+            path = index.path(image_index)
             try:
-                data, header = _read(index, row, path)
-                shelf = "" if writer.one_folder else split
-                item = Item(
+                data, header = _read_image(index, image_index, path)
+                name_scope = "" if writer.single_image_dir else split
+                image = AnnotatedImage(
                     split=split,
-                    name=names.of(path.name, header.kind, shelf),
+                    name=unique_names.make_unique(path.name, header.image_format, name_scope),
                     data=data,
-                    kind=header.kind,
-                    image_id=int(index.image_id[row]) if own_ids else number,
-                    **_boxes(index, row, header, writer.frame),
+                    image_format=header.image_format,
+                    image_id=int(index.image_id[image_index]) if has_unique_ids else position,
+                    **_orient_boxes(index, image_index, header, writer.box_orientation),
                 )
-                writer.add(item)
-            except CannotHold as error:
-                left_out.append((path, str(error)))
+                writer.add(image)
+            except UnsupportedImage as error:
+                skipped.append((path, str(error)))
             else:
-                _place(writer.picture_path(item), item, path if link and index.span(row) is None else None)
+                _write_image(
+                    writer.image_path(image),
+                    image,
+                    path if hardlink and index.byte_range(image_index) is None else None,
+                )
                 written[split] += 1
-                boxes += len(item.boxes) if writer.has_crowd else int((~item.crowd).sum())
-                turned_pictures += header.orientation != 1
-            done += 1
-            progress(done, len(index))
+                num_boxes += len(image.boxes) if writer.supports_crowd else int((~image.crowd).sum())
+                num_rotated += header.orientation != 1
+            num_done += 1
+            progress(num_done, len(index))
     if not written:
-        place, why = left_out[0]
-        raise DataError("No picture could be converted.", place=place, cause=why, fix="see `stoker data check`")
+        skipped_path, reason = skipped[0]
+        raise DataError(
+            "No picture could be converted.", location=skipped_path, cause=reason, fix="see `stoker data check`"
+        )
     writer.written_splits = list(written)
     writer.finish()
-    notes = [f"{count:,} {what}" for what, count in writer.notes.items()]
-    if turned_pictures:
-        frames = {
+    notes = [f"{count:,} {description}" for description, count in writer.notes.items()]
+    if num_rotated:
+        orientation_notes = {
             "said": "as the source has them",
             "upright": "to the upright pictures",
             "stored": "to the pixels as stored",
         }
-        notes.append(f"{turned_pictures:,} pictures are turned by EXIF: their boxes refer {frames[writer.frame]}")
-    return Converted(folder=out, pictures=dict(written), boxes=boxes, left_out=tuple(left_out), notes=tuple(notes))
+        notes.append(
+            f"{num_rotated:,} pictures are turned by EXIF: their boxes refer {orientation_notes[writer.box_orientation]}"
+        )
+    return ConversionResult(
+        folder=out, num_images=dict(written), num_boxes=num_boxes, skipped=tuple(skipped), notes=tuple(notes)
+    )
 
 
-def _writer(to: Target, index: Index, folder: Path, shards: int) -> Writer:
-    counts = {split: len(index.rows(split)) for split in index.splits}
+def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> DatasetWriter:
+    max_images = {split: len(index.image_indices(split)) for split in index.splits}
     match to:
         case "coco":
-            return CocoWriter(folder, index.class_names, counts, index.category_ids)
+            return CocoWriter(folder, index.class_names, max_images, index.category_ids)
         case "voc":
-            return VocWriter(folder, index.class_names, counts)
+            return VocWriter(folder, index.class_names, max_images)
         case "yolo":
-            return YoloWriter(folder, index.class_names, counts)
+            return YoloWriter(folder, index.class_names, max_images)
         case "tfrecord":
-            return TfRecordWriter(folder, index.class_names, counts, shards)
+            return TfRecordWriter(folder, index.class_names, max_images, shards)
 
 
-def _read(index: Index, row: int, path: Path) -> tuple[bytes, Header]:
+def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
     """The encoded picture and its header. Raises CannotHold where training would leave it out, too."""
     try:
-        data = index.read(row)
-        header = header_of(data, path)
+        data = index.read(image_index)
+        header = parse_header(data, path)
     except OSError as error:
-        raise CannotHold(error.strerror or str(error)) from error
+        raise UnsupportedImage(error.strerror or str(error)) from error
     except DataError as error:
-        raise CannotHold(error.cause or error.what) from error
-    height, width = index.size[row].tolist()
-    size = header.shown_for((height, width)).size
+        raise UnsupportedImage(error.cause or error.what) from error
+    height, width = index.original_size[image_index].tolist()
+    size = header.as_annotated((height, width)).size
     if 0 not in (height, width) and (height, width) != size:
-        raise CannotHold(f"the annotations say {width} × {height} pixels, the picture has {size[1]} × {size[0]}")
+        raise UnsupportedImage(f"the annotations say {width} × {height} pixels, the picture has {size[1]} × {size[0]}")
     return data, header
 
 
-class _Boxes(TypedDict):
+class _BoxFields(TypedDict):
     size: tuple[int, int]
     boxes: NDArray[np.float32]
     labels: NDArray[np.int32]
@@ -210,54 +226,57 @@ class _Boxes(TypedDict):
     area: NDArray[np.float64]
 
 
-def _boxes(index: Index, row: int, header: Header, frame: str) -> _Boxes:
+def _orient_boxes(index: Index, image_index: int, header: Header, box_orientation: str) -> _BoxFields:
     """What the index has of a picture, turned where the format's readers turn it otherwise than the source does."""
-    own = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
-    height, width = index.size[row].tolist()
-    shown = header.shown_for((height, width))
-    boxes = index.boxes[own]
-    if frame == "upright" and shown.orientation != header.orientation:
-        boxes, size = turned(boxes, header.stored, header.orientation), header.size
-    elif frame == "stored" and shown.orientation != 1:
-        boxes, size = turned(boxes, header.size, INVERSE.get(header.orientation, header.orientation)), header.stored
+    box_slice = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+    height, width = index.original_size[image_index].tolist()
+    oriented = header.as_annotated((height, width))
+    boxes = index.boxes[box_slice]
+    if box_orientation == "upright" and oriented.orientation != header.orientation:
+        boxes, size = apply_orientation(boxes, header.stored_size, header.orientation), header.size
+    elif box_orientation == "stored" and oriented.orientation != 1:
+        boxes, size = (
+            apply_orientation(boxes, header.size, INVERSE_ORIENTATION.get(header.orientation, header.orientation)),
+            header.stored_size,
+        )
     else:
-        size = shown.size
+        size = oriented.size
     return {
         "size": size,
         "boxes": boxes,
-        "labels": index.labels[own],
-        "crowd": index.crowd[own],
-        "area": index.area[own],
+        "labels": index.labels[box_slice],
+        "crowd": index.crowd[box_slice],
+        "area": index.area[box_slice],
     }
 
 
-class _Names:
+class _UniqueNames:
     """Gives pictures file names whose stems differ, whatever their case, from all others of their folder."""
 
     def __init__(self) -> None:
-        self._taken: set[tuple[str, str]] = set()
+        self._used: set[tuple[str, str]] = set()
 
-    def of(self, name: str, kind: str, folder: str) -> str:
+    def make_unique(self, name: str, image_format: str, folder: str) -> str:
         """The source's name where it can be; an ending that no picture has gets that of its format behind it."""
-        name = _UNUSABLE.sub("_", name).strip().lstrip(".") or "picture"
-        stem, ending = os.path.splitext(name)
-        if ending.lower() not in (*PICTURE_ENDINGS, ENDING[kind]):
-            stem, ending = name, ENDING[kind]
-        free, number = stem, 1
-        while (folder, free.casefold()) in self._taken:
+        name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "picture"
+        stem, suffix = os.path.splitext(name)
+        if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
+            stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
+        candidate, number = stem, 1
+        while (folder, candidate.casefold()) in self._used:
             number += 1
-            free = f"{stem}-{number}"
-        self._taken.add((folder, free.casefold()))
-        return free + ending
+            candidate = f"{stem}-{number}"
+        self._used.add((folder, candidate.casefold()))
+        return candidate + suffix
 
 
-def _place(target: Path | None, item: Item, source: Path | None) -> None:
+def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None) -> None:
     """Puts a picture where the writer wants it: a link to `source` where there is one, else its bytes."""
     if target is None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source is None:
-        target.write_bytes(item.data)
+        target.write_bytes(image.data)
         return
     try:
         target.hardlink_to(source.resolve())
@@ -266,7 +285,7 @@ def _place(target: Path | None, item: Item, source: Path | None) -> None:
             raise
         raise UsageError(
             "--link needs the pictures and the new folder on one file system.",
-            place=target,
+            location=target,
             cause=f"{source} is on another",
             fix="leave --link out to copy the pictures",
         ) from error

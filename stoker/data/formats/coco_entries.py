@@ -15,16 +15,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from stoker.data.formats.categories import Category
-from stoker.data.validation.problems import Problems
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-FORMAT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
-SHOWN = 120
+FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
+MAX_QUOTED_CHARS = 120
 """Characters of an entry that a message quotes."""
 
 
-class Picture(msgspec.Struct, gc=False):
+class ImageEntry(msgspec.Struct, gc=False):
     """An entry of COCO's "images"."""
 
     id: Id
@@ -44,10 +44,10 @@ class Annotation(msgspec.Struct, gc=False):
     id: Any = None
 
 
-class File(msgspec.Struct):
+class CocoFile(msgspec.Struct):
     """What is read of a COCO file."""
 
-    images: list[Picture]
+    images: list[ImageEntry]
     categories: list[Category]
     annotations: list[Annotation] = []
 
@@ -60,7 +60,7 @@ class _RawFile(msgspec.Struct):
     annotations: list[msgspec.Raw] = []
 
 
-class _LooseFile(msgspec.Struct):
+class _UntypedFile(msgspec.Struct):
     """The same of what Python's own parser made."""
 
     images: list[Any]
@@ -68,7 +68,7 @@ class _LooseFile(msgspec.Struct):
     annotations: list[Any] = []
 
 
-class _PictureWithoutSize(msgspec.Struct):
+class _ImageWithoutSize(msgspec.Struct):
     id: Id
     file_name: str
 
@@ -78,105 +78,109 @@ Convert = Callable[..., Any]
 """(entry, type=, strict=) → an object of that type; raises msgspec.ValidationError."""
 
 
-def read_entries(path: Path, where: str, problems: Problems) -> File:
+def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoFile:
     """Decodes an annotation file. where: its name in messages. Raises DataError."""
     if path.stat().st_size == 0:
-        raise DataError("The annotation file is empty.", place=path, fix="export or copy it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        view = memoryview(content)
-        with view[3:] if content[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
+        raise DataError("The annotation file is empty.", location=path, fix="export or copy it again")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        view = memoryview(data)
+        with view[3:] if data[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
             try:
                 try:
-                    return msgspec.json.decode(text, type=File)
+                    return msgspec.json.decode(text, type=CocoFile)
                 except msgspec.ValidationError:
                     # it stops at the first entry that does not fit; what comes behind may not even be JSON
                     raw = msgspec.json.decode(bytes(text), type=_RawFile)
-                return _one_by_one(path, raw, msgspec.json.decode, where, problems)
+                return _convert_each(path, raw, msgspec.json.decode, location, problems)
             except msgspec.ValidationError as error:
-                raise _no_coco(path, error) from error
+                raise _not_coco_error(path, error) from error
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if content.find(b"NaN") < 0 and content.find(b"Infinity") < 0:
-                    raise _malformed(path, content, error) from error
-                return _with_nan(path, bytes(text), where, problems)
+                if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
+                    raise _invalid_json_error(path, data, error) from error
+                return _decode_with_nan(path, bytes(text), location, problems)
 
 
-def _with_nan(path: Path, text: bytes, where: str, problems: Problems) -> File:
+def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> CocoFile:
     """NaN and Infinity are not JSON, but Python writes them: their boxes are to be dropped and named, not the file."""
     try:
-        content = json.loads(text)
+        data = json.loads(text)
     except ValueError as error:
-        raise _malformed(path, text, error) from error
+        raise _invalid_json_error(path, text, error) from error
     try:
-        return msgspec.convert(content, type=File)
+        return msgspec.convert(data, type=CocoFile)
     except msgspec.ValidationError:
         try:
-            loose = msgspec.convert(content, type=_LooseFile)
+            untyped = msgspec.convert(data, type=_UntypedFile)
         except msgspec.ValidationError as error:
-            raise _no_coco(path, error) from error
-    return _one_by_one(path, loose, msgspec.convert, where, problems)
+            raise _not_coco_error(path, error) from error
+    return _convert_each(path, untyped, msgspec.convert, location, problems)
 
 
-def _no_coco(path: Path, error: msgspec.ValidationError) -> DataError:
-    return DataError("The annotations are not COCO JSON for detection.", place=path, cause=str(error), fix=FORMAT)
+def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
+    return DataError("The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT)
 
 
-def _one_by_one(path: Path, raw: _RawFile | _LooseFile, convert: Convert, where: str, problems: Problems) -> File:
-    def entries(name: str, kind: type[Entry], complaint: str, found: Iterable[Any]) -> list[Entry]:
-        fitting = []
-        for number, entry in enumerate(found):
+def _convert_each(
+    path: Path, raw: _RawFile | _UntypedFile, convert: Convert, location: str, problems: ProblemCollector
+) -> CocoFile:
+    def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
+        valid = []
+        for position, entry in enumerate(items):
             try:
-                fitting.append(convert(entry, type=kind))
+                valid.append(convert(entry, type=entry_type))
                 continue
             except msgspec.ValidationError as error:
                 reason = str(error)
-            place = f'{where}, "{name}" number {number}: {_quoted(entry)}'
+            entry_location = f'{location}, "{name}" number {position}: {_quote(entry)}'
             try:
-                fitting.append(convert(entry, type=kind, strict=False))
-                problems.add("text-for-number", place)
+                valid.append(convert(entry, type=entry_type, strict=False))
+                problems.add("text-for-number", entry_location)
             except msgspec.ValidationError:
-                bare = _without_size(entry, convert) if kind is Picture else None
-                if bare is None:
-                    problems.add(complaint, f"{place}: {reason}")
+                without_size = _convert_without_size(entry, convert) if entry_type is ImageEntry else None
+                if without_size is None:
+                    problems.add(problem_kind, f"{entry_location}: {reason}")
                 else:
-                    problems.add("malformed-size", f"{place}: {reason}")
-                    fitting.append(bare)
-        return fitting
+                    problems.add("malformed-size", f"{entry_location}: {reason}")
+                    valid.append(without_size)
+        return valid
 
-    file = File(
-        entries("images", Picture, "malformed-picture", raw.images),
-        entries("categories", Category, "malformed-class", raw.categories),
-        entries("annotations", Annotation, "malformed-annotation", raw.annotations),
+    file = CocoFile(
+        convert_entries("images", ImageEntry, "malformed-picture", raw.images),
+        convert_entries("categories", Category, "malformed-class", raw.categories),
+        convert_entries("annotations", Annotation, "malformed-annotation", raw.annotations),
     )
     for name in ("images", "annotations"):
-        found = getattr(raw, name)
-        if found and not getattr(file, name):
-            reasons = [p for p in problems.found(1) if p.kind in ("malformed-picture", "malformed-annotation")]
-            raise DataError(f'No entry of "{name}" can be read.', place=path, cause=reasons[-1].examples[0], fix=FORMAT)
+        raw_entries = getattr(raw, name)
+        if raw_entries and not getattr(file, name):
+            reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-picture", "malformed-annotation")]
+            raise DataError(
+                f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
+            )
     return file
 
 
-def _without_size(entry: Any, convert: Convert) -> Picture | None:
+def _convert_without_size(entry: Any, convert: Convert) -> ImageEntry | None:
     try:
-        bare = convert(entry, type=_PictureWithoutSize, strict=False)
+        without_size = convert(entry, type=_ImageWithoutSize, strict=False)
     except msgspec.ValidationError:
         return None
-    return Picture(bare.id, bare.file_name)
+    return ImageEntry(without_size.id, without_size.file_name)
 
 
-def _quoted(entry: Any) -> str:
+def _quote(entry: Any) -> str:
     text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else json.dumps(entry)
     text = " ".join(text.split())
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
 
 
-def _malformed(path: Path, content: bytes | mmap.mmap, error: Exception) -> DataError:
+def _invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
     text = str(error)
     digits = text.rpartition("byte ")[2].rstrip(")")
-    at = int(digits) if digits.isdigit() else len(content)
-    line = content[:at].count(b"\n") + 1
+    offset = int(digits) if digits.isdigit() else len(data)
+    line = data[:offset].count(b"\n") + 1
     return DataError(
         "The annotation file is not valid JSON.",
-        place=f"{path}:{line}",
-        cause=f"{text} in a file of {len(content)} bytes",
+        location=f"{path}:{line}",
+        cause=f"{text} in a file of {len(data)} bytes",
         fix="export or copy it again; a truncated file ends in the middle of an entry",
     )

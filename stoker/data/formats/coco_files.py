@@ -14,22 +14,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.names import alike
+from stoker.data.formats.names import count_matching_files
 from stoker.data.formats.tables import (
     SPLITS,
-    Folders,
-    Found,
-    Part,
-    folders_below,
-    picture_folders,
-    split_folders,
-    split_in_name,
-    subfolders,
-    without_annotations,
+    DatasetLayout,
+    FolderTable,
+    SplitFiles,
+    check_unannotated_splits,
+    iter_dirs_below,
+    iter_split_dirs,
+    list_image_dirs,
+    list_subdirs,
+    split_from_name,
 )
 from stoker.errors import DataError
 
-NAMES_IN_SPLIT = (
+SPLIT_FILE_NAMES = (
     "_annotations.coco.json",
     "annotations.coco.json",
     "annotations.json",
@@ -39,38 +39,43 @@ NAMES_IN_SPLIT = (
 """What the file in a folder of one split is called; FiftyOne writes labels.json beside data/."""
 OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-PROBES = 16
+MAX_PROBES = 16
 """Pictures that are looked for in each folder in which they may lie; the folder that has the most is taken."""
 
 
-def find(folder: Path) -> Found | None:
+def find(folder: Path) -> DatasetLayout | None:
     """The COCO data set in a folder (not below it), or None. Raises DataError when two files fit one split."""
     parts = []
-    for split, path in split_folders(folder):
-        file = next((path / name for name in NAMES_IN_SPLIT if (path / name).is_file()), None)
+    for split, path in iter_split_dirs(folder):
+        file = next((path / name for name in SPLIT_FILE_NAMES if (path / name).is_file()), None)
         if file is not None:
-            parts.append(Part(split=split, annotations=file, pictures=(*picture_folders(path)[::-1],)))
+            parts.append(SplitFiles(split=split, annotations=file, image_dirs=(*list_image_dirs(path)[::-1],)))
     if parts:
-        notes = without_annotations(folder, parts)
-        return Found(
-            format="coco", layout="COCO JSON per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
+        notes = check_unannotated_splits(folder, parts)
+        return DatasetLayout(
+            format="coco", description="COCO JSON per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
         )
 
-    annotations = subfolders(folder).get("annotations")
-    for place, layout in ((annotations, "COCO JSON in annotations/"), (folder, "COCO JSON")):
-        files = [] if place is None else sorted(path for path in place.glob("*.json") if _looks_like_coco(path))
+    annotations = list_subdirs(folder).get("annotations")
+    for directory, description in ((annotations, "COCO JSON in annotations/"), (folder, "COCO JSON")):
+        files = [] if directory is None else sorted(path for path in directory.glob("*.json") if _looks_like_coco(path))
         if files:
-            chosen, notes = _one_per_split(place or folder, files)
-            parts = [_part(split, path, folder) for split, path in chosen]
-            return Found(format="coco", layout=layout, root=folder, parts=tuple(parts), notes=tuple(notes))
+            chosen, notes = _choose_per_split(directory or folder, files)
+            parts = [_make_part(split, path, folder) for split, path in chosen]
+            return DatasetLayout(
+                format="coco", description=description, root=folder, parts=tuple(parts), notes=tuple(notes)
+            )
     return None
 
 
-def from_file(path: Path) -> Found:
+def from_file(path: Path) -> DatasetLayout:
     """The data set of a single JSON file."""
     root = path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
-    return Found(
-        format="coco", layout="one COCO JSON file", root=root, parts=(_part(split_in_name(path.stem), path, root),)
+    return DatasetLayout(
+        format="coco",
+        description="one COCO JSON file",
+        root=root,
+        parts=(_make_part(split_from_name(path.stem), path, root),),
     )
 
 
@@ -83,56 +88,60 @@ def _looks_like_coco(path: Path) -> bool:
     return any(key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"'))
 
 
-def _one_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
+def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
     """The file of each split, those for boxes preferred to those for other tasks; notes on the files not read."""
-    boxes = [path for path in files if path.stem.lower().startswith("instances")] or [
-        path for path in files if not any(word in path.stem.lower() for word in OTHER_TASKS)
+    box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
+        path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
     by_split: dict[str | None, list[Path]] = {}
-    for path in boxes or files:
-        by_split.setdefault(split_in_name(path.stem), []).append(path)
+    for path in box_files or files:
+        by_split.setdefault(split_from_name(path.stem), []).append(path)
     if len(by_split) > 1:
         by_split.pop(None, None)
     for split, paths in by_split.items():
         if len(paths) > 1:
             raise DataError(
                 f"{len(paths)} files could be the annotations" + (f" of the {split} split." if split else "."),
-                place=folder,
+                location=folder,
                 choices=[path.name for path in paths],
                 fix="name one of the files instead of the folder, or move the others away",
             )
-    order = [(split, by_split[split][0]) for split in (*SPLITS, None) if split in by_split]
-    ignored = [path.name for path in files if path not in [chosen for _, chosen in order]]
-    return order, [f"not read: {', '.join(ignored)}"] if ignored else []
+    selected = [(split, by_split[split][0]) for split in (*SPLITS, None) if split in by_split]
+    ignored = [path.name for path in files if path not in [chosen for _, chosen in selected]]
+    return selected, [f"not read: {', '.join(ignored)}"] if ignored else []
 
 
-def _part(split: str | None, path: Path, root: Path) -> Part:
+def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
     """A file with the folders in which its pictures may lie: "instances_train2017" points at train2017/, train/, …"""
-    tails = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
-    below = [root / tail for tail in tails] + [root / "images" / tail for tail in tails]
-    usual = [*picture_folders(root), *picture_folders(path.parent)]
-    return Part(split=split, annotations=path, pictures=tuple(dict.fromkeys([*below, *usual])))
+    dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
+    candidates = [root / dir_name for dir_name in dir_names] + [root / "images" / dir_name for dir_name in dir_names]
+    default_dirs = [*list_image_dirs(root), *list_image_dirs(path.parent)]
+    return SplitFiles(split=split, annotations=path, image_dirs=tuple(dict.fromkeys([*candidates, *default_dirs])))
 
 
-def _hits(places: Sequence[Path], names: Sequence[str], bare: Sequence[str]) -> list[tuple[int, Path, bool]]:
+def _count_probe_hits(
+    directories: Sequence[Path], names: Sequence[str], base_names: Sequence[str]
+) -> list[tuple[int, Path, bool]]:
     """(how many of the names are files there, folder, whether without the folders in the names), for each folder."""
-    hits = [(sum((place / name).is_file() for name in names), place, False) for place in places]
-    if bare != names and not any(count for count, _, _ in hits):
-        hits += [(sum((place / name).is_file() for name in bare), place, True) for place in places]
+    hits = [(sum((directory / name).is_file() for name in names), directory, False) for directory in directories]
+    if base_names != names and not any(count for count, _, _ in hits):
+        hits += [
+            (sum((directory / name).is_file() for name in base_names), directory, True) for directory in directories
+        ]
     return hits
 
 
 @dataclass(frozen=True)
-class Located:
+class ImageLocations:
     """Where the pictures of a file lie."""
 
-    folder: NDArray[np.int32]
+    folder_index: NDArray[np.int32]
     """[R], numbers of Folders."""
-    names: list[str]
+    file_names: list[str]
     notes: list[str]
 
 
-def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> Located:
+def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTable) -> ImageLocations:
     """Finds the folder that a file's `file_name`s [R] are relative to, by looking for a few of the pictures.
 
     Where none is found, folders below the root are looked into; where none is there either, the likeliest is taken, and
@@ -140,20 +149,28 @@ def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> 
     (exports that carry another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
-    step = max(1, len(names) // PROBES)
+    step = max(1, len(names) // MAX_PROBES)
     probes = names[::step]
-    bare = [name.rpartition("/")[2] for name in probes]
-    existing = [folder for folder in part.pictures if folder.is_dir()] or [part.pictures[0]]
-    near = _hits(existing, probes, bare)
-    if not any(count for count, _, _ in near):
+    base_names = [name.rpartition("/")[2] for name in probes]
+    existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
+    near_hits = _count_probe_hits(existing, probes, base_names)
+    if not any(count for count, _, _ in near_hits):
         # Nothing is there as it is written: in another case, then, or another form of Unicode (`names.mend`).
-        near = [(alike(folder, some), folder, some is bare) for some in (probes, bare) for folder in existing]
-    hits = near if any(count for count, _, _ in near) else near + _hits(list(folders_below(folders.root)), probes, bare)
-    _, base, strip = max(hits, key=lambda hit: hit[0])
+        near_hits = [
+            (count_matching_files(folder, probe_names), folder, probe_names is base_names)
+            for probe_names in (probes, base_names)
+            for folder in existing
+        ]
+    hits = (
+        near_hits
+        if any(count for count, _, _ in near_hits)
+        else near_hits + _count_probe_hits(list(iter_dirs_below(folders.root)), probes, base_names)
+    )
+    _, base, strip_dirs = max(hits, key=lambda hit: hit[0])
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the pictures are in {os.path.relpath(base, folders.root)}/")
-    if strip:
+    if strip_dirs:
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored, the pictures are in {base.name}"
         )
@@ -161,14 +178,14 @@ def locate_pictures(part: Part, file_names: Sequence[str], folders: Folders) -> 
         if len(set(names)) != len(names):
             raise DataError(
                 "Pictures in different folders have the same file name, and those folders are not here.",
-                place=part.annotations,
+                location=part.annotations,
                 fix=f"restore the folders that the file names speak of below {base}",
             )
-    number: dict[str, int] = {}
+    index_by_dir: dict[str, int] = {}
     folder = np.empty(len(names), np.int32)
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
-        if head not in number:
-            number[head] = folders.number(os.path.normpath(os.path.join(base, head)))
-        folder[i] = number[head]
-    return Located(folder, names, notes)
+        if head not in index_by_dir:
+            index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
+        folder[i] = index_by_dir[head]
+    return ImageLocations(folder, names, notes)

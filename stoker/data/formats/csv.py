@@ -13,157 +13,168 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.data.formats.csv_table import Layout, layout_of, rows_of
+from stoker.data.formats.csv_table import CsvLayout, detect_csv_layout, iter_rows
 from stoker.data.formats.image_sizes import read_sizes
 from stoker.data.formats.tables import (
-    PICTURE_ENDINGS,
-    SPLIT_WORDS,
+    IMAGE_SUFFIXES,
+    SPLIT_BY_NAME,
     SPLITS,
-    UNDECIDED,
-    Columns,
-    Folders,
-    Found,
-    Part,
-    split_in_name,
+    UNASSIGNED,
+    AnnotationTable,
+    DatasetLayout,
+    FolderTable,
+    SplitFiles,
+    split_from_name,
 )
-from stoker.data.validation.problems import Problems
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
-IN_SHARES = 1.05
+MAX_NORMALIZED = 1.05
 """The largest coordinate of a box that is in shares of the picture; a box in pixels is hardly ever this small."""
 
 
 class _Box(NamedTuple):
-    picture: int
-    corners: tuple[float, float, float, float]
+    image_index: int
+    xyxy: tuple[float, float, float, float]
     """x1, y1, x2, y2, as the table has them."""
-    name: str
+    class_name: str
     line: int
 
 
 @dataclass
-class _Pictures:
+class _Images:
     """The pictures of all tables so far, in order of appearance."""
 
-    rows: dict[tuple[int, Path, str], int] = field(default_factory=dict)
+    index_by_key: dict[tuple[int, Path, str], int] = field(default_factory=dict)
     """Split, folder, file name → row."""
-    size: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
     """Height, width as the tables say them; 0 where they do not."""
 
-    def row(self, split: int, folder: Path, name: str, size: tuple[int, int]) -> int:
-        row = self.rows.setdefault((split, folder, name), len(self.rows))
-        if row == len(self.size):
-            self.size.append(size)
-        return row
+    def add(self, split: int, folder: Path, name: str, size: tuple[int, int]) -> int:
+        image_index = self.index_by_key.setdefault((split, folder, name), len(self.index_by_key))
+        if image_index == len(self.sizes):
+            self.sizes.append(size)
+        return image_index
 
 
-def read(found: Found, problems: Problems) -> Columns:
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables of a data set. Raises DataError when one cannot be understood."""
-    notes = list(found.notes)
-    pictures = _Pictures()
-    shelves: dict[tuple[Path, ...], _Shelf] = {}
+    notes = list(layout.notes)
+    images = _Images()
+    locators: dict[tuple[Path, ...], _ImageLocator] = {}
     items: list[_Box] = []
-    shares: list[bool] = []
-    for part in found.parts:
-        shelf = shelves.setdefault(part.pictures, _Shelf(found.root, part))
-        boxes, in_shares = _read_table(part, shelf, pictures, notes, problems)
+    normalized: list[bool] = []
+    for part in layout.parts:
+        locator = locators.setdefault(part.image_dirs, _ImageLocator(layout.root, part))
+        boxes, is_normalized = _read_table(part, locator, images, notes, problems)
         items += boxes
-        shares += [in_shares] * len(boxes)
-    if not pictures.rows:
-        place, fix = found.parts[0].annotations, "export the annotations again"
-        raise DataError("The tables list no pictures.", place=place, fix=fix)
-    keys = list(pictures.rows)
-    size = np.array(pictures.size, np.int32).reshape(-1, 2)
-    scaled = np.array(shares, np.bool_)
-    picture = np.array([item.picture for item in items], np.int64)
-    unsized = np.flatnonzero((size == 0).any(1) | np.isin(np.arange(len(size)), picture[scaled]))
-    size[unsized], failed = read_sizes([keys[row][1] / keys[row][2] for row in unsized.tolist()])
-    unreadable = {int(unsized[number]): why for number, why in failed.items()}
-    corners = np.array([item.corners for item in items], np.float64).reshape(-1, 4)
-    corners[scaled] *= size[picture[scaled]][:, [1, 0, 1, 0]]
-    unplaced = scaled & np.isin(picture, list(unreadable))
-    for row, count in Counter(picture[unplaced].tolist()).items():
-        problems.add("unplaced-box", f"{keys[row][2]}: {unreadable[row]}", count)
-    kept = np.flatnonzero(~unplaced)
-    kept = kept[np.argsort(picture[kept], kind="stable")]
+        normalized += [is_normalized] * len(boxes)
+    if not images.index_by_key:
+        path, fix = layout.parts[0].annotations, "export the annotations again"
+        raise DataError("The tables list no pictures.", location=path, fix=fix)
+    keys = list(images.index_by_key)
+    size = np.array(images.sizes, np.int32).reshape(-1, 2)
+    needs_scaling = np.array(normalized, np.bool_)
+    image_indices = np.array([item.image_index for item in items], np.int64)
+    without_size = np.flatnonzero((size == 0).any(1) | np.isin(np.arange(len(size)), image_indices[needs_scaling]))
+    size[without_size], failures = read_sizes(
+        [keys[image_index][1] / keys[image_index][2] for image_index in without_size.tolist()]
+    )
+    unreadable = {int(without_size[number]): reason for number, reason in failures.items()}
+    xyxy = np.array([item.xyxy for item in items], np.float64).reshape(-1, 4)
+    xyxy[needs_scaling] *= size[image_indices[needs_scaling]][:, [1, 0, 1, 0]]
+    unscalable = needs_scaling & np.isin(image_indices, list(unreadable))
+    for image_index, count in Counter(image_indices[unscalable].tolist()).items():
+        problems.add("unplaced-box", f"{keys[image_index][2]}: {unreadable[image_index]}", count)
+    kept = np.flatnonzero(~unscalable)
+    kept = kept[np.argsort(image_indices[kept], kind="stable")]
     items = [items[number] for number in kept.tolist()]
-    class_names = _sorted({item.name for item in items})
-    label = {name: number for number, name in enumerate(class_names)}
-    folders = Folders(found.root)
-    for shelf in shelves.values():
-        notes += shelf.notes()
-    return Columns(
+    class_names = _sort_class_names({item.class_name for item in items})
+    label_by_name = {name: number for number, name in enumerate(class_names)}
+    folders = FolderTable(layout.root)
+    for locator in locators.values():
+        notes += locator.notes()
+    return AnnotationTable(
         class_names=class_names,
         category_ids=list(range(len(class_names))),
-        folder=np.array([folders.number(str(place)) for _, place, _ in keys], np.int32),
-        folders=folders.texts(),
-        names=[name for _, _, name in keys],
+        folder_index=np.array([folders.add(str(path)) for _, path, _ in keys], np.int32),
+        folders=folders.paths(),
+        file_names=[name for _, _, name in keys],
         split=np.array([split for split, _, _ in keys], np.int8),
-        size=size,
+        original_size=size,
         image_id=np.arange(len(keys), dtype=np.int64),
-        row=picture[kept],
-        boxes=corners[kept],
-        labels=np.array([label[item.name] for item in items], np.int32),
+        image_index=image_indices[kept],
+        boxes=xyxy[kept],
+        labels=np.array([label_by_name[item.class_name] for item in items], np.int32),
         crowd=np.zeros(len(items), np.bool_),
         area=np.full(len(items), np.nan),
         box_id=np.array([item.line for item in items], np.int64),
-        box_word="line",
-        measured=len(unsized) > 0,
+        box_id_kind="line",
+        sizes_from_headers=len(without_size) > 0,
         notes=notes,
     )
 
 
 def _read_table(
-    part: Part, shelf: "_Shelf", pictures: _Pictures, notes: list[str], problems: Problems
+    part: SplitFiles, locator: "_ImageLocator", images: _Images, notes: list[str], problems: ProblemCollector
 ) -> tuple[list[_Box], bool]:
     """The boxes of a table, and whether they are in shares of the picture."""
     table = part.annotations
-    layout = layout_of(table)
+    layout = detect_csv_layout(table)
     if layout is None:
-        raise DataError("The file is not a table of boxes any more.", place=table, fix="restore it, and try again")
-    if layout.unsure:
+        raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
+    if layout.class_candidates:
         raise DataError(
             "It is unclear which column is the class.",
-            place=table,
+            location=table,
             cause="no column is called class, label, name, category …",
-            choices=layout.unsure,
+            choices=layout.class_candidates,
             fix="call that column class",
         )
     notes += [f"{table.name}: {note}" for note in layout.notes]
-    if layout.label is None:
+    if layout.label_column is None:
         notes.append(f"{table.name} has no column of classes: all boxes are of one class, 'object'")
     boxes = []
-    for line, values in rows_of(table, layout):
-        place, shown = f"{table.name}:{line}", repr(layout.delimiter.join(values)[:80])
-        if len(values) <= max(layout.file, *layout.box, layout.label or 0) or not values[layout.file]:
-            why = "too few columns" if layout.file < len(values) and values[layout.file] else "no picture"
-            problems.add("malformed-row", f"{place}: {shown}, {why}")
+    for line, values in iter_rows(table, layout):
+        location, quoted = f"{table.name}:{line}", repr(layout.delimiter.join(values)[:80])
+        if (
+            len(values) <= max(layout.file_column, *layout.box_columns, layout.label_column or 0)
+            or not values[layout.file_column]
+        ):
+            reason = (
+                "too few columns" if layout.file_column < len(values) and values[layout.file_column] else "no picture"
+            )
+            problems.add("malformed-row", f"{location}: {quoted}, {reason}")
             continue
-        folder, name = shelf.of(values[layout.file])
-        split = _split(values, layout, part.split, shelf.split_of(folder))
-        picture = pictures.row(split, folder, name, _size(values, layout))
-        texts = [values[number] for number in layout.box]
-        label = "object" if layout.label is None else values[layout.label]
+        folder, name = locator.locate(values[layout.file_column])
+        split = _choose_split(values, layout, part.split, locator.split_from_folder(folder))
+        image_index = images.add(split, folder, name, _parse_size(values, layout))
+        texts = [values[column] for column in layout.box_columns]
+        label = "object" if layout.label_column is None else values[layout.label_column]
         if not any(texts):
-            if label and layout.label is not None:
-                problems.add("no-box", f"{place}: {shown}")
-        elif (corners := _corners(texts, layout)) is None:
-            problems.add("malformed-row", f"{place}: {shown}, the box is not four numbers")
+            if label and layout.label_column is not None:
+                problems.add("no-box", f"{location}: {quoted}")
+        elif (xyxy := _parse_xyxy(texts, layout)) is None:
+            problems.add("malformed-row", f"{location}: {quoted}, the box is not four numbers")
         elif not label:
-            problems.add("no-class", f"{place}: {shown}")
+            problems.add("no-class", f"{location}: {quoted}")
         else:
-            boxes.append(_Box(picture, corners, label, line))
-    return _decide_unit(table, boxes, notes, problems)
+            boxes.append(_Box(image_index, xyxy, label, line))
+    return _detect_units(table, boxes, notes, problems)
 
 
-def _split(values: list[str], layout: Layout, of_table: str | None, of_folder: str | None) -> int:
+def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None, folder_split: str | None) -> int:
     """The split of a row: that of its column, else of its table's name, else of its picture's folder."""
-    word = values[layout.split].lower() if layout.split is not None and layout.split < len(values) else ""
-    named = split_in_name(word) or of_table or (of_folder if layout.split is None else None)
-    return UNDECIDED if named is None else SPLITS.index(named)
+    word = (
+        values[layout.split_column].lower()
+        if layout.split_column is not None and layout.split_column < len(values)
+        else ""
+    )
+    split = split_from_name(word) or table_split or (folder_split if layout.split_column is None else None)
+    return UNASSIGNED if split is None else SPLITS.index(split)
 
 
-def _corners(texts: list[str], layout: Layout) -> tuple[float, float, float, float] | None:
+def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
     """x1, y1, x2, y2; None where the texts are not four numbers."""
     if len(texts) == 1:
         texts = texts[0].strip("[](){} ").replace(",", " ").split()
@@ -173,106 +184,118 @@ def _corners(texts: list[str], layout: Layout) -> tuple[float, float, float, flo
         a, b, c, d = (float(text) for text in texts)
     except ValueError:
         return None
-    if layout.kind == "corners":
+    if layout.box_format == "corners":
         return a, b, c, d
-    return (a, b, a + c, b + d) if layout.kind == "corner and sides" else (a - c / 2, b - d / 2, a + c / 2, b + d / 2)
+    return (
+        (a, b, a + c, b + d)
+        if layout.box_format == "corner and sides"
+        else (a - c / 2, b - d / 2, a + c / 2, b + d / 2)
+    )
 
 
-def _size(values: list[str], layout: Layout) -> tuple[int, int]:
+def _parse_size(values: list[str], layout: CsvLayout) -> tuple[int, int]:
     """Height and width; 0 where the row does not say a size that makes sense."""
-    if layout.size is None or max(layout.size) >= len(values):
+    if layout.size_columns is None or max(layout.size_columns) >= len(values):
         return 0, 0
     try:
-        height, width = (float(values[number]) for number in layout.size)
+        height, width = (float(values[column]) for column in layout.size_columns)
     except ValueError:
         return 0, 0
     return (int(height), int(width)) if 1 <= height < 2**31 and 1 <= width < 2**31 else (0, 0)
 
 
-def _decide_unit(table: Path, boxes: list[_Box], notes: list[str], problems: Problems) -> tuple[list[_Box], bool]:
+def _detect_units(
+    table: Path, boxes: list[_Box], notes: list[str], problems: ProblemCollector
+) -> tuple[list[_Box], bool]:
     """The boxes of a table that fit its unit, and whether that is shares of the picture: what most boxes fit."""
-    corners = np.array([box.corners for box in boxes], np.float64).reshape(-1, 4)
-    largest = np.abs(corners).max(1, initial=0)  # NaN where one is
-    finite, small = np.isfinite(largest), largest <= IN_SHARES
-    if not 2 * np.count_nonzero(small) > len(boxes):
+    xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
+    max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN where one is
+    finite, is_small = np.isfinite(max_coordinate), max_coordinate <= MAX_NORMALIZED
+    if not 2 * np.count_nonzero(is_small) > len(boxes):
         return boxes, False
     notes.append(f"{table.name}: boxes are within 0 … 1, shares of the picture's width and height")
-    large = finite & ~small
-    for number in np.flatnonzero(large).tolist():
-        shown = ", ".join(f"{value:g}" for value in boxes[number].corners)
-        problems.add("not-normalised", f"{table.name}:{boxes[number].line}: [{shown}]")
-    return [boxes[number] for number in np.flatnonzero(~large).tolist()], True
+    is_large = finite & ~is_small
+    for box_index in np.flatnonzero(is_large).tolist():
+        quoted = ", ".join(f"{value:g}" for value in boxes[box_index].xyxy)
+        problems.add("not-normalised", f"{table.name}:{boxes[box_index].line}: [{quoted}]")
+    return [boxes[box_index] for box_index in np.flatnonzero(~is_large).tolist()], True
 
 
-def _sorted(names: set[str]) -> list[str]:
+def _sort_class_names(names: set[str]) -> list[str]:
     """By name; numbers in their own order."""
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
 
 
-class _Shelf:
+class _ImageLocator:
     """The pictures of some folders, listed once, to find those that a table names."""
 
-    def __init__(self, root: Path, part: Part) -> None:
+    def __init__(self, root: Path, part: SplitFiles) -> None:
         self._root = root
-        self._bases = tuple(dict.fromkeys((part.annotations.parent, root, *part.pictures)))
-        self._listed: dict[Path, set[str]] = {}
-        self._of: dict[str, tuple[Path, str]] = {}
-        self._ignored = self._ambiguous = 0
-        self._likeliest = part.pictures[0]
-        self._by_name: dict[str, Path] = {}
-        self._like: dict[str, str] = {}
+        self._base_dirs = tuple(dict.fromkeys((part.annotations.parent, root, *part.image_dirs)))
+        self._listings: dict[Path, set[str]] = {}
+        self._located: dict[str, tuple[Path, str]] = {}
+        self._num_dirs_ignored = self._num_ambiguous = 0
+        self._default_dir = part.image_dirs[0]
+        self._dir_by_name: dict[str, Path] = {}
+        self._name_by_key: dict[str, str] = {}
         """Name in folded case, with and without its ending → name."""
-        self._respelled: dict[str, str] = {}
-        self._twice: set[str] = set()
-        for folder in part.pictures:
-            for name in sorted(self._list(folder)):
-                if self._by_name.setdefault(name, folder) != folder and part.split is None:
-                    self._twice.add(name)
-                if name.lower().endswith(PICTURE_ENDINGS):
+        self._corrected: dict[str, str] = {}
+        self._duplicates: set[str] = set()
+        for folder in part.image_dirs:
+            for name in sorted(self._list_dir(folder)):
+                if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
+                    self._duplicates.add(name)
+                if name.lower().endswith(IMAGE_SUFFIXES):
                     for key in (name.casefold(), os.path.splitext(name)[0].casefold()):
-                        self._like.setdefault(key, name)
+                        self._name_by_key.setdefault(key, name)
 
-    def _list(self, folder: Path) -> set[str]:
-        if folder not in self._listed:
-            self._listed[folder] = set(os.listdir(folder)) if folder.is_dir() else set()
-        return self._listed[folder]
+    def _list_dir(self, folder: Path) -> set[str]:
+        if folder not in self._listings:
+            self._listings[folder] = set(os.listdir(folder)) if folder.is_dir() else set()
+        return self._listings[folder]
 
-    def of(self, text: str) -> tuple[Path, str]:
+    def locate(self, text: str) -> tuple[Path, str]:
         """Folder and name of the picture that a table names; the likeliest place where it is not there."""
-        if text not in self._of:
-            self._of[text] = self._look(text.replace("\\", "/"))
-        return self._of[text]
+        if text not in self._located:
+            self._located[text] = self._search(text.replace("\\", "/"))
+        return self._located[text]
 
-    def _look(self, text: str) -> tuple[Path, str]:
+    def _search(self, text: str) -> tuple[Path, str]:
         head, _, name = text.rpartition("/")
         if head and "://" not in text:
-            for base in self._bases:
+            for base in self._base_dirs:
                 folder = Path(os.path.normpath(base / head))
-                if name in self._list(folder):
+                if name in self._list_dir(folder):
                     return folder, name
-        if name not in self._by_name and (like := self._like.get(name.casefold())) is not None:
-            self._respelled.setdefault(name, like)
-            name = like
-        if name in self._by_name:
-            self._ignored += bool(head)
-            self._ambiguous += name in self._twice
-            return self._by_name[name], name
-        return (Path(os.path.normpath(self._bases[0] / head)) if head and "://" not in text else self._likeliest), name
+        if name not in self._dir_by_name and (corrected := self._name_by_key.get(name.casefold())) is not None:
+            self._corrected.setdefault(name, corrected)
+            name = corrected
+        if name in self._dir_by_name:
+            self._num_dirs_ignored += bool(head)
+            self._num_ambiguous += name in self._duplicates
+            return self._dir_by_name[name], name
+        return (
+            Path(os.path.normpath(self._base_dirs[0] / head)) if head and "://" not in text else self._default_dir
+        ), name
 
-    def split_of(self, folder: Path) -> str | None:
+    def split_from_folder(self, folder: Path) -> str | None:
         """The split that a folder below the root is named after."""
         inside = folder.relative_to(self._root).parts if folder.is_relative_to(self._root) else ()
-        return next((word for part in inside if (word := SPLIT_WORDS.get(part.lower()))), None)
+        return next((split for part in inside if (split := SPLIT_BY_NAME.get(part.lower()))), None)
 
     def notes(self) -> list[str]:
         notes = []
-        if self._ignored:
-            notes.append(f"the folders in the names of {self._ignored:,} pictures are ignored: they are not there")
-        if self._respelled:
-            said, name = next(iter(self._respelled.items()))
-            notes.append(f"{len(self._respelled):,} pictures have other names than the tables say, e.g. {said}: {name}")
-        if self._ambiguous:
-            notes.append(f"{self._ambiguous:,} names are those of pictures in several folders: the first is used")
+        if self._num_dirs_ignored:
+            notes.append(
+                f"the folders in the names of {self._num_dirs_ignored:,} pictures are ignored: they are not there"
+            )
+        if self._corrected:
+            written_name, name = next(iter(self._corrected.items()))
+            notes.append(
+                f"{len(self._corrected):,} pictures have other names than the tables say, e.g. {written_name}: {name}"
+            )
+        if self._num_ambiguous:
+            notes.append(f"{self._num_ambiguous:,} names are those of pictures in several folders: the first is used")
         return notes

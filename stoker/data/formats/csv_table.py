@@ -13,61 +13,61 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stoker.data.formats.tables import PICTURE_ENDINGS, SPLIT_WORDS
+from stoker.data.formats.tables import IMAGE_SUFFIXES, SPLIT_BY_NAME
 from stoker.errors import DataError
 
 HEAD_BYTES = 1 << 16
 DELIMITERS = (",", ";", "\t", "|")
 
-FILE = (
+FILE_COLUMNS = (
     "filename", "imagefilename", "imagename", "imagefile", "filepath", "imagepath", "imgpath", "imgname", "imgfile",
     "picture", "image", "img", "file", "path", "fname", "imageid", "imgid", "uri", "name", "id",
 )  # fmt: skip
-CLASS = (
+CLASS_COLUMNS = (
     "classname", "labelname", "categoryname", "objectclass", "objectname", "celltype", "class", "label", "category",
     "name", "object", "classes", "labels", "species", "type", "tag", "target", "classid", "labelid", "categoryid",
 )  # fmt: skip
-CORNERS = (
+XYXY_COLUMNS = (
     ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"), ("x0", "y0", "x1", "y1"),
     ("left", "top", "right", "bottom"), ("minx", "miny", "maxx", "maxy"), ("xtl", "ytl", "xbr", "ybr"),
     ("topleftx", "toplefty", "bottomrightx", "bottomrighty"), ("startx", "starty", "endx", "endy"),
     ("xstart", "ystart", "xend", "yend"),
 )  # fmt: skip
-CENTRES = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "ycentre"), ("cx", "cy"), ("xc", "yc"))
-SIDES = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
-PICTURE_SIDES = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
-SPLIT = ("split", "set", "subset", "partition", "usage", "mluse")
+CENTER_COLUMNS = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "ycentre"), ("cx", "cy"), ("xc", "yc"))
+WIDTH_HEIGHT_COLUMNS = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
+IMAGE_SIZE_COLUMNS = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
+SPLIT_COLUMNS = ("split", "set", "subset", "partition", "usage", "mluse")
 """Names of columns, without what is neither letter nor digit, the likeliest first."""
-WHOLE = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
+BOX_COLUMNS = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
 """Names of a column that holds all four numbers."""
-_BOX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
-_BOX_SIDE = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
+_BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
+_BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class CsvLayout:
     """Which column of a table is what, by number."""
 
     delimiter: str
     header: tuple[str, ...]
     """As written; empty where there is none."""
-    file: int
-    label: int | None
-    box: tuple[int, ...]
+    file_column: int
+    label_column: int | None
+    box_columns: tuple[int, ...]
     """Four columns, or one that holds "[x, y, width, height]"."""
-    kind: Literal["corners", "corner and sides", "centre and sides"]
-    size: tuple[int, int] | None = None
+    box_format: Literal["corners", "corner and sides", "centre and sides"]
+    size_columns: tuple[int, int] | None = None
     """Height and width of the picture."""
-    split: int | None = None
-    unsure: tuple[str, ...] = ()
+    split_column: int | None = None
+    class_candidates: tuple[str, ...] = ()
     """Columns of text that could be the class, where none is named so."""
     notes: tuple[str, ...] = field(default=())
 
 
-def layout_of(path: Path) -> Layout | None:
+def detect_csv_layout(path: Path) -> CsvLayout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
     try:
-        text = _text(path, HEAD_BYTES)
+        text = _read_text(path, HEAD_BYTES)
     except DataError:  # not text: no table of boxes; where it is asked for by name, reading it says why
         return None
     for delimiter in DELIMITERS:
@@ -76,32 +76,32 @@ def layout_of(path: Path) -> Layout | None:
         except csv.Error:
             continue
         rows = [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]
-        if rows and (layout := _with_header(delimiter, rows) or _without_header(delimiter, rows)):
+        if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
             return layout
     return None
 
 
-def complaint(path: Path) -> str:
+def explain_rejection(path: Path) -> str:
     """Why a file for which `layout_of` finds none is no table of boxes, in words."""
     try:
-        first = _text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
+        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
     except DataError as error:
         return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
     return f"its first row, {first[:80]!r}, names no pictures or no boxes" if first else "it is empty"
 
 
-def rows_of(path: Path, layout: Layout, *, most_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
+def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
     """(line, values) of every row but the header and empty ones. Raises DataError where the file is not text.
 
     most_bytes: only the rows of so much of its beginning."""
-    reader = csv.reader(io.StringIO(_text(path, most_bytes), newline=""), delimiter=layout.delimiter)
+    reader = csv.reader(io.StringIO(_read_text(path, max_bytes), newline=""), delimiter=layout.delimiter)
     header = bool(layout.header)
     while True:
         try:
             row = next(reader, None)
         except csv.Error as error:
             raise DataError(
-                "A table cannot be read.", place=f"{path}:{reader.line_num}", cause=str(error), fix="export it again"
+                "A table cannot be read.", location=f"{path}:{reader.line_num}", cause=str(error), fix="export it again"
             ) from error
         if row is None:
             return
@@ -114,101 +114,130 @@ def rows_of(path: Path, layout: Layout, *, most_bytes: int | None = None) -> Ite
         yield reader.line_num, values
 
 
-def _text(path: Path, most_bytes: int | None) -> str:
+def _read_text(path: Path, max_bytes: int | None) -> str:
     """The text of a file, UTF-8 or, with its mark, UTF-16 (Excel), or the whole lines of its beginning."""
     with path.open("rb") as file:
-        content = file.read() if most_bytes is None else file.read(most_bytes)
-    whole = most_bytes is None or len(content) < most_bytes
-    utf_16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if not whole:
-        content = content[: len(content) // 2 * 2] if utf_16 else content[: content.rfind(b"\n") + 1]
+        data = file.read() if max_bytes is None else file.read(max_bytes)
+    is_whole = max_bytes is None or len(data) < max_bytes
+    is_utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if not is_whole:
+        data = data[: len(data) // 2 * 2] if is_utf_16 else data[: data.rfind(b"\n") + 1]
     try:
-        text = content.decode("utf-16" if utf_16 else "utf-8-sig")
+        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = data.count(b"\n", 0, error.start) + 1
         fix = "save it as UTF-8"
-        raise DataError("A table is not UTF-8.", place=f"{path}:{line}", cause=str(error), fix=fix) from error
-    return text if whole or not utf_16 else text[: text.rfind("\n") + 1]
+        raise DataError("A table is not UTF-8.", location=f"{path}:{line}", cause=str(error), fix=fix) from error
+    return text if is_whole or not is_utf_16 else text[: text.rfind("\n") + 1]
 
 
-def _plain(name: str) -> str:
+def _normalize_column(name: str) -> str:
     """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    box = None if plain in WHOLE else _BOX.match(plain)
-    return plain if box is None else _BOX_SIDE.get(plain[box.end() :], plain[box.end() :])
+    normalized = re.sub(r"[^a-z0-9]", "", name.lower())
+    prefix = None if normalized in BOX_COLUMNS else _BOX_PREFIX.match(normalized)
+    return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
-def _with_header(delimiter: str, rows: list[list[str]]) -> Layout | None:
-    names = [_plain(name) for name in rows[0]]
-    place = {name: number for number, name in reversed(list(enumerate(names)))}
+def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    names = [_normalize_column(name) for name in rows[0]]
+    column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
 
-    def first(*choices: tuple[str, ...]) -> tuple[int, ...] | None:
-        return next((tuple(place[n] for n in group) for group in choices if all(n in place for n in group)), None)
+    def first_match(*choices: tuple[str, ...]) -> tuple[int, ...] | None:
+        return next(
+            (tuple(column_by_name[n] for n in group) for group in choices if all(n in column_by_name for n in group)),
+            None,
+        )
 
-    kind: Literal["corners", "corner and sides", "centre and sides"] = "corners"
-    box, notes = first(*CORNERS), []
-    if box is None:
-        sides = first(*SIDES)
-        corner, centre = first(("x", "y"), *(group[:2] for group in CORNERS)), first(*CENTRES)
-        whole = [place[name] for name in WHOLE if name in place]
-        if sides is not None and (centre or corner) is not None:
-            kind = "centre and sides" if centre is not None else "corner and sides"
-            box = (*(centre or corner or ()), *sides)
-        elif whole:
-            kind, box = "corner and sides", (whole[0],)
-            notes.append(f"column {rows[0][whole[0]]!r} is taken as x, y, width, height")
+    box_format: Literal["corners", "corner and sides", "centre and sides"] = "corners"
+    box_columns, notes = first_match(*XYXY_COLUMNS), []
+    if box_columns is None:
+        width_height = first_match(*WIDTH_HEIGHT_COLUMNS)
+        corner, center = first_match(("x", "y"), *(group[:2] for group in XYXY_COLUMNS)), first_match(*CENTER_COLUMNS)
+        whole_box = [column_by_name[name] for name in BOX_COLUMNS if name in column_by_name]
+        if width_height is not None and (center or corner) is not None:
+            box_format = "centre and sides" if center is not None else "corner and sides"
+            box_columns = (*(center or corner or ()), *width_height)
+        elif whole_box:
+            box_format, box_columns = "corner and sides", (whole_box[0],)
+            notes.append(f"column {rows[0][whole_box[0]]!r} is taken as x, y, width, height")
         else:
             return None
-    taken = set(box)
-    file = next((place[name] for name in FILE if name in place and place[name] not in taken), None)
-    if file is None:
+    used = set(box_columns)
+    file_column = next(
+        (column_by_name[name] for name in FILE_COLUMNS if name in column_by_name and column_by_name[name] not in used),
+        None,
+    )
+    if file_column is None:
         return None
-    taken.add(file)
-    sides = first(*(group for group in PICTURE_SIDES if not {place.get(name) for name in group} & taken))
-    split = next((place[name] for name in SPLIT if name in place and place[name] not in taken), None)
-    taken |= {number for number in (*(sides or ()), split) if number is not None}
-    label = next((place[name] for name in CLASS if name in place and place[name] not in taken), None)
-    texts: list[int] = []
-    if label is None:
-        texts = [number for number in range(len(names)) if number not in taken and _is_text(rows[1:], number)]
-        if len(texts) == 1:
-            label = texts[0]
-            notes.append(f"column {rows[0][label]!r} is taken as the class")
-    return Layout(
+    used.add(file_column)
+    width_height = first_match(
+        *(group for group in IMAGE_SIZE_COLUMNS if not {column_by_name.get(name) for name in group} & used)
+    )
+    split_column = next(
+        (column_by_name[name] for name in SPLIT_COLUMNS if name in column_by_name and column_by_name[name] not in used),
+        None,
+    )
+    used |= {column for column in (*(width_height or ()), split_column) if column is not None}
+    label_column = next(
+        (column_by_name[name] for name in CLASS_COLUMNS if name in column_by_name and column_by_name[name] not in used),
+        None,
+    )
+    text_columns: list[int] = []
+    if label_column is None:
+        text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+        if len(text_columns) == 1:
+            label_column = text_columns[0]
+            notes.append(f"column {rows[0][label_column]!r} is taken as the class")
+    return CsvLayout(
         delimiter=delimiter,
         header=tuple(rows[0]),
-        file=file,
-        label=label,
-        box=box,
-        kind=kind,
-        size=None if sides is None else (sides[1], sides[0]),
-        split=split,
-        unsure=tuple(rows[0][number] for number in texts) if label is None else (),
+        file_column=file_column,
+        label_column=label_column,
+        box_columns=box_columns,
+        box_format=box_format,
+        size_columns=None if width_height is None else (width_height[1], width_height[0]),
+        split_column=split_column,
+        class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
         notes=tuple(notes),
     )
 
 
-def _without_header(delimiter: str, rows: list[list[str]]) -> Layout | None:
+def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
     first = rows[0]
-    if len(first) == 6 and _is_picture(first[0]) and _are_numbers(first[1:5]):
+    if len(first) == 6 and _is_image_name(first[0]) and _are_numbers(first[1:5]):
         note = "no header: the columns are taken as picture, x1, y1, x2, y2, class"
-        return Layout(delimiter=delimiter, header=(), file=0, label=5, box=(1, 2, 3, 4), kind="corners", notes=(note,))
+        return CsvLayout(
+            delimiter=delimiter,
+            header=(),
+            file_column=0,
+            label_column=5,
+            box_columns=(1, 2, 3, 4),
+            box_format="corners",
+            notes=(note,),
+        )
     if (
         len(first) == 11
-        and first[0].lower() in (*SPLIT_WORDS, "unassigned", "validate")
-        and _is_picture(first[1])
-        and _are_numbers([first[number] for number in (3, 4, 7, 8)])
+        and first[0].lower() in (*SPLIT_BY_NAME, "unassigned", "validate")
+        and _is_image_name(first[1])
+        and _are_numbers([first[column] for column in (3, 4, 7, 8)])
     ):
         note = "no header: the columns are taken as AutoML's split, picture, class, x1, y1, …, x2, y2"
-        return Layout(
-            delimiter=delimiter, header=(), file=1, label=2, box=(3, 4, 7, 8), kind="corners", split=0, notes=(note,)
+        return CsvLayout(
+            delimiter=delimiter,
+            header=(),
+            file_column=1,
+            label_column=2,
+            box_columns=(3, 4, 7, 8),
+            box_format="corners",
+            split_column=0,
+            notes=(note,),
         )
     return None
 
 
-def _is_picture(text: str) -> bool:
-    return text.lower().endswith(PICTURE_ENDINGS)
+def _is_image_name(text: str) -> bool:
+    return text.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _are_numbers(values: Sequence[str]) -> bool:
@@ -220,6 +249,6 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", text) is not None
 
 
-def _is_text(rows: list[list[str]], number: int) -> bool:
-    values = [row[number] for row in rows if number < len(row) and row[number]]
+def _is_text(rows: list[list[str]], column: int) -> bool:
+    values = [row[column] for row in rows if column < len(row) and row[column]]
     return bool(values) and not any(_is_number(value) for value in values)

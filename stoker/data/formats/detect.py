@@ -24,35 +24,35 @@ from stoker.data.formats import (
     yolo_files,
 )
 from stoker.data.formats.tables import (
-    ANNOTATION_FOLDERS,
-    PICTURE_ENDINGS,
-    PICTURE_FOLDERS,
-    SPLIT_WORDS,
+    ANNOTATION_DIRS,
+    IMAGE_DIRS,
+    IMAGE_SUFFIXES,
+    SPLIT_BY_NAME,
     SPLITS,
-    Columns,
-    Found,
-    subfolders,
+    AnnotationTable,
+    DatasetLayout,
+    list_subdirs,
 )
-from stoker.data.formats.yolo_yaml import YAML_ENDINGS
-from stoker.data.validation.problems import Problems
+from stoker.data.formats.yolo_yaml import YAML_SUFFIXES
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, UsageError, nearest
 
-SHOWN = 8
+MAX_LISTED_NAMES = 8
 """Names in a folder that an error lists."""
-ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
 class Format(NamedTuple):
     """A row of the table of formats."""
 
-    find: Callable[[Path], Found | None]
+    find: Callable[[Path], DatasetLayout | None]
     """The data set in a folder (not below it)."""
-    read: Callable[[Found, Problems], Columns]
-    looked_for: str
+    read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
+    expected_files: str
     """What `find` looks for, in words."""
-    from_file: Callable[[Path], Found] | None = None
+    from_file: Callable[[Path], DatasetLayout] | None = None
     """The data set of a single file."""
-    endings: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
     """Of such files, in lower case."""
 
 
@@ -79,7 +79,7 @@ FORMATS = {
         tfrecord.read,
         "TFRecord (*.record, *.tfrecord, train.record-00000-of-00010)",
         tfrecord_files.from_file,
-        (*tfrecord_files.ENDINGS, *(f"{ending}.gz" for ending in tfrecord_files.ENDINGS)),
+        (*tfrecord_files.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord_files.SUFFIXES)),
     ),
     "csv": Format(
         csv_files.find,
@@ -92,7 +92,7 @@ FORMATS = {
 """In order of preference."""
 
 
-def find_data(data: Path, format: str | None = None) -> Found:
+def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     """The layout of a data set: a folder, or a file that stands for one. Reads no annotations.
 
     format: look for this one only. Raises DataError when there is none or more than one, UsageError when there is no
@@ -101,156 +101,167 @@ def find_data(data: Path, format: str | None = None) -> Found:
     if format is not None and format not in FORMATS:
         raise UsageError(f"There is no data format {format!r}.", choices=FORMATS)
     if not data.exists():
-        if tfrecord_files.is_pattern(data) and (found := tfrecord_files.from_pattern(data)) is not None:
-            return found
-        raise _not_there(data)
+        if tfrecord_files.is_glob(data) and (layout := tfrecord_files.from_glob(data)) is not None:
+            return layout
+        raise _path_not_found(data)
     data = data.resolve()
     if data.is_file():
-        return _of_file(data, format)
-    here = _in_folder(data, format)
-    if here is not None and here.sure:
-        return here
-    inner = [(path, found) for path in subfolders(data).values() if (found := _in_folder(path, format)) is not None]
-    below = [(path, found) for path, found in inner if found.sure] or ([] if here is not None else inner)
-    if len(below) == 1:
-        path, found = below[0]
+        return _detect_file(data, format)
+    root_layout = _detect_in_folder(data, format)
+    if root_layout is not None and root_layout.is_certain:
+        return root_layout
+    nested = [
+        (path, layout)
+        for path in list_subdirs(data).values()
+        if (layout := _detect_in_folder(path, format)) is not None
+    ]
+    candidates = [(path, layout) for path, layout in nested if layout.is_certain] or (
+        [] if root_layout is not None else nested
+    )
+    if len(candidates) == 1:
+        path, layout = candidates[0]
         notes = [f"read from the folder {path.name}/"]
-        if here is not None:
-            why = "its pictures are not where it says"
-            notes.append(f"not read: {here.layout}, {why}; --format {here.format} reads it")
-        return replace(found, notes=(*notes, *found.notes))
-    if below:
-        if (together := _per_split(data, below)) is not None:
-            return together
+        if root_layout is not None:
+            reason = "its pictures are not where it says"
+            notes.append(f"not read: {root_layout.description}, {reason}; --format {root_layout.format} reads it")
+        return replace(layout, notes=(*notes, *layout.notes))
+    if candidates:
+        if (merged := _merge_split_folders(data, candidates)) is not None:
+            return merged
         raise DataError(
-            f"The folder holds {len(below)} data sets.",
-            place=data,
-            choices=[path.name for path, _ in below],
-            fix=f"name one of them, e.g. {below[0][0]}",
+            f"The folder holds {len(candidates)} data sets.",
+            location=data,
+            choices=[path.name for path, _ in candidates],
+            fix=f"name one of them, e.g. {candidates[0][0]}",
         )
-    if here is not None:
-        return here
-    raise _nothing_found(data, format)
+    if root_layout is not None:
+        return root_layout
+    raise _no_annotations_found(data, format)
 
 
-def endings_of_files(format: str | None = None) -> tuple[str, ...]:
+def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
     """Of the names of files that stand for a data set, in lower case."""
-    return tuple(ending for name, row in FORMATS.items() if format in (None, name) for ending in row.endings)
+    return tuple(suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes)
 
 
-def _per_split(root: Path, below: list[tuple[Path, Found]]) -> Found | None:
+def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
     """The data set whose splits are data sets of one format, each in a folder named after it; None for any others."""
-    first = below[0][1]
-    splits = [SPLIT_WORDS.get(path.name.lower()) for path, _ in below]
+    first = nested[0][1]
+    splits = [SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
     parts = [
         replace(part, split=split)
-        for split, (_, found) in zip(splits, below, strict=True)
-        for part in found.parts
+        for split, (_, layout) in zip(splits, nested, strict=True)
+        for part in layout.parts
         if part.split in (None, split)
     ]
-    whole = len(parts) == sum(len(found.parts) for _, found in below)
-    alike = {found.format for _, found in below} == {first.format}
-    described = any(path.suffix.lower() in YAML_ENDINGS for _, found in below for path in found.descriptions)
-    if None in splits or len(set(splits)) < len(splits) or not whole or not alike or described:
+    is_complete = len(parts) == sum(len(layout.parts) for _, layout in nested)
+    same_format = {layout.format for _, layout in nested} == {first.format}
+    has_yaml = any(path.suffix.lower() in YAML_SUFFIXES for _, layout in nested for path in layout.metadata_files)
+    if None in splits or len(set(splits)) < len(splits) or not is_complete or not same_format or has_yaml:
         return None
     return replace(
         first,
-        layout=f"{first.layout} per split folder",
+        description=f"{first.description} per split folder",
         root=root,
         parts=tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else 0)),
-        notes=tuple(f"{path.name}/: {note}" for path, found in below for note in found.notes),
-        descriptions=tuple(path for _, found in below for path in found.descriptions),
+        notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
+        metadata_files=tuple(path for _, layout in nested for path in layout.metadata_files),
     )
 
 
-def _of_file(data: Path, format: str | None) -> Found:
-    file_name = tfrecord_files.without_number(data.name).lower()
-    for name, row in FORMATS.items():
-        if row.from_file is not None and file_name.endswith(row.endings) and format in (None, name):
-            return row.from_file(data)
-    endings = [ending for name, row in FORMATS.items() if format in (None, name) for ending in row.endings]
-    archive = file_name.endswith(ARCHIVES)
+def _detect_file(data: Path, format: str | None) -> DatasetLayout:
+    file_name = tfrecord_files.strip_shard_number(data.name).lower()
+    for name, spec in FORMATS.items():
+        if spec.from_file is not None and file_name.endswith(spec.suffixes) and format in (None, name):
+            return spec.from_file(data)
+    suffixes = [suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes]
+    is_archive = file_name.endswith(ARCHIVE_SUFFIXES)
     raise DataError(
         f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
-        place=data,
-        cause="it is an archive" if archive else None,
-        choices=["a folder", *(f"*{ending}" for ending in endings if not ending.endswith(".gz"))],
-        fix="unpack it, and name the folder" if archive else "name the folder that has annotations and pictures",
+        location=data,
+        cause="it is an archive" if is_archive else None,
+        choices=["a folder", *(f"*{suffix}" for suffix in suffixes if not suffix.endswith(".gz"))],
+        fix="unpack it, and name the folder" if is_archive else "name the folder that has annotations and pictures",
     )
 
 
-def _in_folder(folder: Path, format: str | None) -> Found | None:
+def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
     """The data set of a folder; notes say what else it has."""
-    present: list[Found] = []
+    layouts: list[DatasetLayout] = []
     notes = []
-    for name, row in FORMATS.items():
+    for name, spec in FORMATS.items():
         if format not in (None, name):
             continue
         try:
-            found = row.find(folder)
+            layout = spec.find(folder)
         except DataError as error:
-            if not any(other.sure for other in present):
+            if not any(other.is_certain for other in layouts):
                 raise
             # another format, preferred to this one, is found already
             notes.append(f"not read: annotations in the format {name!r}, which are wrong ({error.what.rstrip('.')})")
             continue
-        if found is not None:
-            present.append(found)
-    if not present:
+        if layout is not None:
+            layouts.append(layout)
+    if not layouts:
         return None
-    chosen, *others = sorted(present, key=lambda found: not found.sure)
-    both = [
-        f"both {chosen.layout} and {other.layout} found: the first is read; --format {other.format} reads the other"
+    chosen, *others = sorted(layouts, key=lambda layout: not layout.is_certain)
+    ambiguity_notes = [
+        f"both {chosen.description} and {other.description} found: the first is read; --format {other.format} reads the other"
         for other in others
     ]
-    return replace(chosen, notes=(*both, *notes, *chosen.notes))
+    return replace(chosen, notes=(*ambiguity_notes, *notes, *chosen.notes))
 
 
-def _not_there(data: Path) -> DataError:
+def _path_not_found(data: Path) -> DataError:
     parent = data.parent
     while not parent.exists():
         parent = parent.parent
-    close = nearest(data.name, sorted(os.listdir(parent))) if parent == data.parent and parent.is_dir() else None
+    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.parent and parent.is_dir() else None
     return DataError(
         f"{str(data)!r} does not exist.",
-        place=data.absolute(),
+        location=data.absolute(),
         cause=f"the last folder of it that exists is {parent.absolute()}",
-        fix=f"did you mean {parent / close}?"
-        if close
+        fix=f"did you mean {parent / closest}?"
+        if closest
         else 'check the path; "demo" draws a data set to try things with',
     )
 
 
-def _nothing_found(data: Path, format: str | None) -> DataError:
-    looked_for = "; ".join(row.looked_for for name, row in FORMATS.items() if format in (None, name))
-    near = list(csv_files.near_misses(data)) if format in (None, "csv") else []
+def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    expected = "; ".join(spec.expected_files for name, spec in FORMATS.items() if format in (None, name))
+    near_misses = list(csv_files.describe_near_misses(data)) if format in (None, "csv") else []
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
-        place=data,
-        cause="; ".join([_what_is_there(data), *near, f"looked, there and one folder below, for {looked_for}"]),
+        location=data,
+        cause="; ".join(
+            [_describe_contents(data), *near_misses, f"looked, there and one folder below, for {expected}"]
+        ),
         fix=f"name the folder above, {data.parent}, which holds annotations"
-        if _is_inside_one(data)
+        if _is_inside_dataset(data)
         else "name the folder or the file that holds the annotations",
     )
 
 
-def _is_inside_one(data: Path) -> bool:
+def _is_inside_dataset(data: Path) -> bool:
     """Whether a folder is a part of the data set in the folder above."""
-    if data.name.lower() not in (*SPLIT_WORDS, *ANNOTATION_FOLDERS, *(name.lower() for name in PICTURE_FOLDERS)):
+    if data.name.lower() not in (*SPLIT_BY_NAME, *ANNOTATION_DIRS, *(name.lower() for name in IMAGE_DIRS)):
         return False
     try:
-        return _in_folder(data.parent, None) is not None
+        return _detect_in_folder(data.parent, None) is not None
     except (DataError, OSError):  # whatever is wrong there is not what was asked for
         return False
 
 
-def _what_is_there(folder: Path) -> str:
+def _describe_contents(folder: Path) -> str:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     if not entries:
         return "the folder is empty"
-    pictures = sum(entry.name.lower().endswith(PICTURE_ENDINGS) for entry in entries)
+    num_images = sum(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
     names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
-    names = [name for name in names if not name.lower().endswith(PICTURE_ENDINGS)]
-    holds = [*names[:SHOWN], *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
-    holds += [f"{pictures:,} pictures" if pictures > 1 else "a picture"] if pictures else []
-    return f"it holds {', '.join(holds)}" if names else f"it holds {holds[0]} and nothing else"
+    names = [name for name in names if not name.lower().endswith(IMAGE_SUFFIXES)]
+    listed = [
+        *names[:MAX_LISTED_NAMES],
+        *([f"{len(names) - MAX_LISTED_NAMES} more"] if len(names) > MAX_LISTED_NAMES else []),
+    ]
+    listed += [f"{num_images:,} pictures" if num_images > 1 else "a picture"] if num_images else []
+    return f"it holds {', '.join(listed)}" if names else f"it holds {listed[0]} and nothing else"

@@ -16,50 +16,54 @@ from stoker.data.images import source
 from stoker.data.images.headers import read_header
 from stoker.errors import DataError
 
-THREADS = 16
+IO_WORKERS = 16
 """What waits is the disk: on a file system across a network, sixteen small reads at a time."""
-AT_ONCE = 64
+CHUNK_SIZE = 64
 """Files per task: less, and handing out tasks costs more than reading them."""
-REMOTE_THREADS = 64
+REMOTE_IO_WORKERS = 64
 """For pictures in a bucket, of which each answer takes 10 … 100 ms and no processor."""
-MANY = 2000
+NOTICE_MIN_IMAGES = 2000
 """Pictures in a bucket from which on reading their sizes takes so long that it is said."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_threads(
-    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int = THREADS, at_once: int = AT_ONCE
+def map_in_threads(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    workers: int = IO_WORKERS,
+    chunk_size: int = CHUNK_SIZE,
 ) -> list[Result]:
     """The results of a function that waits for files, in the order of the items."""
 
-    def some(start: int) -> list[Result]:
-        return [function(item) for item in items[start : start + at_once]]
+    def run_chunk(start: int) -> list[Result]:
+        return [function(item) for item in items[start : start + chunk_size]]
 
-    with ThreadPoolExecutor(threads, "stoker-files") as pool:
-        return [result for results in pool.map(some, range(0, len(items), at_once)) for result in results]
+    with ThreadPoolExecutor(workers, "stoker-files") as pool:
+        return [result for results in pool.map(run_chunk, range(0, len(items), chunk_size)) for result in results]
 
 
 def read_sizes(paths: Sequence[Path]) -> tuple[NDArray[np.int32], dict[int, str]]:
     """int32 [R, 2], height and width of the upright pictures, 0 where they cannot be read; why not, by row."""
-    size = np.zeros((len(paths), 2), np.int32)
+    sizes = np.zeros((len(paths), 2), np.int32)
     unreadable = {}
-    if paths and (address := source.address_of(paths[0])) is not None:
-        if len(paths) >= MANY:
-            source.say(f"Reading the sizes of {len(paths):,} pictures, {address} and on: the first bytes of each")
-        results = in_threads(_size, paths, threads=REMOTE_THREADS, at_once=1)
+    if paths and (uri := source.path_to_uri(paths[0])) is not None:
+        if len(paths) >= NOTICE_MIN_IMAGES:
+            source.print_status(f"Reading the sizes of {len(paths):,} pictures, {uri} and on: the first bytes of each")
+        results = map_in_threads(_read_size, paths, workers=REMOTE_IO_WORKERS, chunk_size=1)
     else:
-        results = in_threads(_size, paths)
-    for row, result in enumerate(results):
+        results = map_in_threads(_read_size, paths)
+    for position, result in enumerate(results):
         if isinstance(result, str):
-            unreadable[row] = result
+            unreadable[position] = result
         else:
-            size[row] = result
-    return size, unreadable
+            sizes[position] = result
+    return sizes, unreadable
 
 
-def _size(path: Path) -> tuple[int, int] | str:
+def _read_size(path: Path) -> tuple[int, int] | str:
     try:
         return read_header(path).size
     except DataError as error:

@@ -30,7 +30,7 @@ _ITEM = re.compile(rb"\bitem\s*:?\s*[{<]")
 _ESCAPE = re.compile(
     rb"\\(?:([abfnrtv?'\"\\])|x([0-9A-Fa-f]{1,2})|([0-7]{1,3})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))"
 )
-_LETTERS = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
+_SIMPLE_ESCAPES = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
 
 
 class LabelMap(NamedTuple):
@@ -41,7 +41,7 @@ class LabelMap(NamedTuple):
     """1 or more, all different."""
     names: list[str]
     """[C], what a class is called: its display_name where it has one."""
-    keys: dict[str, int]
+    index_by_name: dict[str, int]
     """What a record may call a class, its name or its display_name → its place in `ids`."""
 
 
@@ -59,7 +59,7 @@ class _Item:
     display_name: str | None = None
 
 
-def looks_like_one(path: Path) -> bool:
+def looks_like_label_map(path: Path) -> bool:
     """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files, too."""
     with path.open("rb") as file:
         head = re.sub(rb"#[^\n]*", b"", file.read(PEEK_BYTES))
@@ -71,53 +71,57 @@ def read(path: Path) -> LabelMap:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError("A label map is not UTF-8.", place=path, cause=str(error), fix="save it as UTF-8") from error
+        raise DataError("A label map is not UTF-8.", location=path, cause=str(error), fix="save it as UTF-8") from error
     items = []
-    for item in sorted(_Parser(text, path).items(), key=lambda item: item.id or 0):
+    for item in sorted(_Parser(text, path).parse_items(), key=lambda item: item.id or 0):
         if item.id is None or not (item.name or item.display_name):
             missing = "id" if item.id is None else "name"
-            raise DataError(f"An item of a label map has no {missing}.", place=f"{path}:{item.line}", fix=EXAMPLE)
+            raise DataError(f"An item of a label map has no {missing}.", location=f"{path}:{item.line}", fix=EXAMPLE)
         if item.id == BACKGROUND and "background" in (item.name, item.display_name):
             continue
         if item.id < 1:
             raise DataError(
                 f"A label map gives a class the id {item.id}.",
-                place=f"{path}:{item.line}",
+                location=f"{path}:{item.line}",
                 cause="0 is TensorFlow's background",
                 fix="number the classes from 1, in the label map and in the records",
             )
         items.append((item.id, item))
     if not items:
-        raise DataError("A label map has no classes.", place=path, fix=EXAMPLE)
+        raise DataError("A label map has no classes.", location=path, fix=EXAMPLE)
     for (first_id, first), (second_id, second) in pairwise(items):
         if first_id == second_id:
-            place = f"{path}:{first.line} and line {second.line}"
-            raise DataError(f"Two items of a label map have the id {first_id}.", place=place, fix="give each its own")
-    return LabelMap(path, [number for number, _ in items], *_names([item for _, item in items], path))
+            location = f"{path}:{first.line} and line {second.line}"
+            raise DataError(
+                f"Two items of a label map have the id {first_id}.", location=location, fix="give each its own"
+            )
+    return LabelMap(path, [class_id for class_id, _ in items], *_collect_names([item for _, item in items], path))
 
 
-def _names(items: Sequence[_Item], path: Path) -> tuple[list[str], dict[str, int]]:
-    keys: dict[str, int] = {}
-    for place, item in enumerate(items):
+def _collect_names(items: Sequence[_Item], path: Path) -> tuple[list[str], dict[str, int]]:
+    index_by_name: dict[str, int] = {}
+    for class_index, item in enumerate(items):
         for name in dict.fromkeys(name for name in (item.name, item.display_name) if name):
-            other = keys.setdefault(name, place)
-            if other != place:
+            earlier = index_by_name.setdefault(name, class_index)
+            if earlier != class_index:
                 raise DataError(
                     f"Two items of a label map are called {name!r}.",
-                    place=f"{path}:{items[other].line} and line {item.line}",
+                    location=f"{path}:{items[earlier].line} and line {item.line}",
                     fix="give each class a name of its own",
                 )
-    return [item.display_name or item.name or "" for item in items], keys
+    return [item.display_name or item.name or "" for item in items], index_by_name
 
 
-def write(names: Sequence[str]) -> str:
+def to_text(class_names: Sequence[str]) -> str:
     """The text of a label map that numbers the classes from 1."""
-    return "".join(f"item {{\n  id: {number}\n  name: {_quoted(name)}\n}}\n" for number, name in enumerate(names, 1))
+    return "".join(
+        f"item {{\n  id: {class_id}\n  name: {_quote(name)}\n}}\n" for class_id, name in enumerate(class_names, 1)
+    )
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     escapes = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return "'" + "".join(escapes.get(letter, letter) for letter in text) + "'"
+    return "'" + "".join(escapes.get(character, character) for character in text) + "'"
 
 
 class _Parser:
@@ -125,36 +129,36 @@ class _Parser:
 
     def __init__(self, text: str, path: Path) -> None:
         self._path = path
-        self._tokens = list(self._split(text))
-        self._at = 0
+        self._tokens = list(self._tokenize(text))
+        self._position = 0
 
-    def _split(self, text: str) -> Iterator[_Token]:
-        at, line = 0, 1
-        while at < len(text):
-            match = _TOKEN.match(text, at)
+    def _tokenize(self, text: str) -> Iterator[_Token]:
+        offset, line = 0, 1
+        while offset < len(text):
+            match = _TOKEN.match(text, offset)
             if match is None:
-                raise self._error(line, f"{text[at : at + 20].splitlines()[0]!r} is not understood")
+                raise self._error(line, f"{text[offset : offset + 20].splitlines()[0]!r} is not understood")
             if match.lastgroup != "space":
                 yield _Token(str(match.lastgroup), match[0], line)
             line += match[0].count("\n")
-            at = match.end()
+            offset = match.end()
         yield _Token("end", "the end of the file", line)
 
     def _error(self, line: int, cause: str) -> DataError:
-        return DataError("A label map cannot be read.", place=f"{self._path}:{line}", cause=cause, fix=EXAMPLE)
+        return DataError("A label map cannot be read.", location=f"{self._path}:{line}", cause=cause, fix=EXAMPLE)
 
     def _next(self) -> _Token:
-        token = self._tokens[self._at]
-        self._at += 1 if token.kind != "end" else 0
+        token = self._tokens[self._position]
+        self._position += 1 if token.kind != "end" else 0
         return token
 
     def _peek(self) -> _Token:
-        return self._tokens[self._at]
+        return self._tokens[self._position]
 
-    def items(self) -> Iterator[_Item]:
+    def parse_items(self) -> Iterator[_Item]:
         """The items of the file. Raises DataError."""
         while self._peek().kind != "end":
-            field = self._field_name()
+            field = self._parse_field_name()
             if field.text != "item":
                 self._skip_value()
                 continue
@@ -165,11 +169,11 @@ class _Parser:
                 raise self._error(opening.line, f"{opening.text} follows item where {{ should")
             item = _Item(field.line)
             while self._peek().text != _CLOSING[opening.text]:
-                self._field(item)
+                self._parse_field(item)
             self._next()
             yield item
 
-    def _field_name(self) -> _Token:
+    def _parse_field_name(self) -> _Token:
         token = self._next()
         if token.text == "[":  # an extension's name
             while self._next().text != "]":
@@ -180,8 +184,8 @@ class _Parser:
             raise self._error(token.line, f"{token.text} stands where the name of a field should")
         return token
 
-    def _field(self, item: _Item) -> None:
-        field = self._field_name()
+    def _parse_field(self, item: _Item) -> None:
+        field = self._parse_field_name()
         if field.text not in ("id", "name", "display_name"):
             self._skip_value()
             return
@@ -196,30 +200,30 @@ class _Parser:
         elif value.kind != "text":
             raise self._error(value.line, f"{value.text} follows {field.text} where a quoted text should")
         elif field.text == "name":
-            item.name = self._text()
+            item.name = self._parse_text()
         else:
-            item.display_name = self._text()
+            item.display_name = self._parse_text()
 
-    def _text(self) -> str:
+    def _parse_text(self) -> str:
         """Quoted texts that stand one behind the other are one; escapes are those of C, in UTF-8."""
         pieces = []
         while self._peek().kind == "text":
             token = self._next()
-            inner, at = token.text[1:-1].encode(), 0
+            inner, offset = token.text[1:-1].encode(), 0
             for match in _ESCAPE.finditer(inner):
-                pieces += [inner[at : match.start()], self._escape(match, token.line)]
-                at = match.end()
-            pieces.append(inner[at:])
+                pieces += [inner[offset : match.start()], self._decode_escape(match, token.line)]
+                offset = match.end()
+            pieces.append(inner[offset:])
         try:
             return b"".join(pieces).decode()
         except UnicodeDecodeError as error:
-            line = self._tokens[self._at - 1].line
+            line = self._tokens[self._position - 1].line
             raise self._error(line, f"the escapes of a text are not UTF-8: {error.reason}") from error
 
-    def _escape(self, match: re.Match[bytes], line: int) -> bytes:
+    def _decode_escape(self, match: re.Match[bytes], line: int) -> bytes:
         letter, hexadecimal, octal, short, long, other = match.groups()
         if letter:
-            return bytes([_LETTERS[letter[0]]])
+            return bytes([_SIMPLE_ESCAPES[letter[0]]])
         if octal:
             return bytes([int(octal, 8) & 0xFF])
         if hexadecimal:
@@ -234,15 +238,15 @@ class _Parser:
             self._next()
         token = self._next()
         if token.text in _CLOSING:
-            depth = [_CLOSING[token.text]]
-            while depth:
+            closing_brackets = [_CLOSING[token.text]]
+            while closing_brackets:
                 inner = self._next()
                 if inner.kind == "end":
                     raise self._error(token.line, f"{token.text} is never closed")
                 if inner.kind == "mark" and inner.text in _CLOSING:
-                    depth.append(_CLOSING[inner.text])
-                elif inner.kind == "mark" and inner.text == depth[-1]:
-                    depth.pop()
+                    closing_brackets.append(_CLOSING[inner.text])
+                elif inner.kind == "mark" and inner.text == closing_brackets[-1]:
+                    closing_brackets.pop()
         elif token.kind == "text":
             while self._peek().kind == "text":
                 self._next()

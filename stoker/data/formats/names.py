@@ -14,30 +14,33 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from stoker.data.formats.tables import Columns, by_folder
-from stoker.data.validation.problems import Problems
+from stoker.data.formats.tables import AnnotationTable, group_by_folder
+from stoker.data.validation.problems import ProblemCollector
 
 
-def mend(columns: Columns, root: Path, problems: Problems) -> None:
+def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector) -> None:
     """Gives pictures the names of their files, in place, where they differ as above; each is a problem, and fixed."""
-    files = np.ones(len(columns.names), np.bool_) if columns.span is None else columns.span[:, 1] == 0
-    for number, in_folder in by_folder(columns.folder, np.flatnonzero(files)):
-        rows, text = in_folder.tolist(), columns.folders[number]
-        folder = existing(root / text)
+    is_file = np.ones(len(table.file_names), np.bool_) if table.byte_range is None else table.byte_range[:, 1] == 0
+    for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(is_file)):
+        image_indices, folder_name = indices.tolist(), table.folders[folder_index]
+        folder = find_existing_dir(root / folder_name)
         if folder is None:
             continue
-        if folder != root / text:
-            columns.folders[number] = os.path.relpath(folder, root) if folder.is_relative_to(root) else str(folder)
-            problems.add("wrong-case-name", f"{text}/: the folder is {folder.name}/", len(rows))
-        found = resolve(folder, [columns.names[row] for row in rows])
-        for row in rows if found else ():
-            said = columns.names[row]
-            if said in found:
-                columns.names[row] = found[said]
-                problems.add("wrong-case-name", f"{os.path.join(text, said)!r}: the file is {found[said]!r}")
+        if folder != root / folder_name:
+            table.folders[folder_index] = os.path.relpath(folder, root) if folder.is_relative_to(root) else str(folder)
+            problems.add("wrong-case-name", f"{folder_name}/: the folder is {folder.name}/", len(image_indices))
+        repaired = resolve_names(folder, [table.file_names[image_index] for image_index in image_indices])
+        for image_index in image_indices if repaired else ():
+            written_name = table.file_names[image_index]
+            if written_name in repaired:
+                table.file_names[image_index] = repaired[written_name]
+                problems.add(
+                    "wrong-case-name",
+                    f"{os.path.join(folder_name, written_name)!r}: the file is {repaired[written_name]!r}",
+                )
 
 
-def resolve(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Of the `names` that are no file in `folder`, those for which one file there can be meant → that file's name.
 
     A file that another name stands for already cannot be meant. Raises OSError where the folder cannot be listed.
@@ -46,58 +49,63 @@ def resolve(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return {}
     with os.scandir(folder) as entries:
         present = {entry.name for entry in entries}
-    wanted = set(names)
-    absent = wanted - present
-    free = present - wanted
-    found: dict[str, str] = {}
-    for key in (_folded, _unquoted):
-        if not absent or not free:
+    requested = set(names)
+    absent = requested - present
+    unclaimed = present - requested
+    matches: dict[str, str] = {}
+    for key in (_fold_name, _unquote_name):
+        if not absent or not unclaimed:
             break
-        files, said = _by_key(free, key), _by_key(absent, key)
-        same = {said[k][0]: files[k][0] for k in said.keys() & files.keys() if len(said[k]) == len(files[k]) == 1}
+        files_by_key, absent_by_key = _group_by_key(unclaimed, key), _group_by_key(absent, key)
+        matched = {
+            absent_by_key[k][0]: files_by_key[k][0]
+            for k in absent_by_key.keys() & files_by_key.keys()
+            if len(absent_by_key[k]) == len(files_by_key[k]) == 1
+        }
         # macOS finds a name in any case and form by itself: nothing to mend there.
-        found |= {name: file for name, file in same.items() if not (folder / name).is_file()}
-        absent, free = absent - same.keys(), free - set(same.values())
-    return found
+        matches |= {name: file for name, file in matched.items() if not (folder / name).is_file()}
+        absent, unclaimed = absent - matched.keys(), unclaimed - set(matched.values())
+    return matches
 
 
-def existing(folder: Path) -> Path | None:
+def find_existing_dir(folder: Path) -> Path | None:
     """A folder, or the one that can be meant where parts of its path are written otherwise; None: there is none."""
     if folder.is_dir():
         return folder
     if folder == folder.parent:
         return None
-    above = existing(folder.parent)
-    if above is None:
+    parent = find_existing_dir(folder.parent)
+    if parent is None:
         return None
-    inner = resolve(above, [folder.name]).get(folder.name, folder.name)
-    return above / inner if (above / inner).is_dir() else None
+    name = resolve_names(parent, [folder.name]).get(folder.name, folder.name)
+    return parent / name if (parent / name).is_dir() else None
 
 
-def alike(folder: Path, names: Iterable[str]) -> int:
+def count_matching_files(folder: Path, names: Iterable[str]) -> int:
     """How many of the names, with "/" between folders, can mean a file below `folder` though they are not its name."""
-    inside: dict[str, list[str]] = {}
+    names_by_dir: dict[str, list[str]] = {}
     for name in names:
         head, _, tail = name.rpartition("/")
-        inside.setdefault(head, []).append(tail)
-    places = {head: existing(folder / head) for head in inside}
+        names_by_dir.setdefault(head, []).append(tail)
+    existing_dirs = {head: find_existing_dir(folder / head) for head in names_by_dir}
     return sum(
-        len(resolve(place, inside[head])) + sum((place / tail).is_file() for tail in inside[head])
-        for head, place in places.items()
-        if place is not None
+        len(resolve_names(directory, names_by_dir[head]))
+        + sum((directory / tail).is_file() for tail in names_by_dir[head])
+        for head, directory in existing_dirs.items()
+        if directory is not None
     )
 
 
-def _by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+def _group_by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(key(name), []).append(name)
     return groups
 
 
-def _folded(name: str) -> str:
+def _fold_name(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold()).strip()
 
 
-def _unquoted(name: str) -> str:
-    return _folded(unquote(name))
+def _unquote_name(name: str) -> str:
+    return _fold_name(unquote(name))

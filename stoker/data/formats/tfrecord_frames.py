@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import google_crc32c
 import numpy as np
 
-from stoker.data.validation.problems import Problems
+from stoker.data.validation.problems import ProblemCollector
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -42,39 +42,43 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def begins_a_record(head: bytes) -> bool:
+def is_record_header(head: bytes) -> bool:
     """Whether the first 12 bytes of a file are a length with the right checksum."""
     return len(head) >= HEADER_BYTES and masked_crc(head[:8]) == _CRC.unpack_from(head, 8)[0]
 
 
-def frames(content: mmap.mmap, shard: str, problems: Problems) -> Iterator[Frame]:
+def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
     """The sound records of a mapped file, in order. What is damaged is put into `problems` with byte and record number;
     no byte is copied."""
-    at, number, total = 0, 0, len(content)
-    view = np.frombuffer(content, np.uint8)  # the CRC function takes no memoryview
+    offset, number, total = 0, 0, len(data)
+    view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
     try:
-        while at < total:
+        while offset < total:
             number += 1
-            place = f"{shard} @ byte {at:,}, record {number}"
-            head = content[at : at + HEADER_BYTES]
+            location = f"{shard} @ byte {offset:,}, record {number}"
+            head = data[offset : offset + HEADER_BYTES]
             if len(head) < HEADER_BYTES:
-                problems.add("truncated-shard", f"{place}: the file ends within the record's length")
+                problems.add("truncated-shard", f"{location}: the file ends within the record's length")
                 return
-            if not begins_a_record(head):
-                what = "it does not begin as a TFRecord does" if number == 1 else "the checksum of its length is wrong"
-                problems.add("damaged-shard", f"{place}: {what}; the {total - at:,} bytes from there on are left out")
+            if not is_record_header(head):
+                reason = (
+                    "it does not begin as a TFRecord does" if number == 1 else "the checksum of its length is wrong"
+                )
+                problems.add(
+                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from there on are left out"
+                )
                 return
-            start = at + HEADER_BYTES
+            start = offset + HEADER_BYTES
             stop = start + _LENGTH.unpack_from(head)[0]
             if stop + FOOTER_BYTES > total:
                 missing = stop + FOOTER_BYTES - total
-                problems.add("truncated-shard", f"{place}: the file ends {missing:,} bytes before the record does")
+                problems.add("truncated-shard", f"{location}: the file ends {missing:,} bytes before the record does")
                 return
-            if masked_crc(view[start:stop]) == _CRC.unpack_from(content, stop)[0]:  # type: ignore[arg-type]
-                yield Frame(number, at, start, stop)
+            if masked_crc(view[start:stop]) == _CRC.unpack_from(data, stop)[0]:  # type: ignore[arg-type]
+                yield Frame(number, offset, start, stop)
             else:
-                problems.add("damaged-record", place)
-            at = stop + FOOTER_BYTES
+                problems.add("damaged-record", location)
+            offset = stop + FOOTER_BYTES
     finally:
         del view  # a mapping that is looked at cannot be closed
 

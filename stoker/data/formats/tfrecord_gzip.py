@@ -28,26 +28,26 @@ def unpack(shard: Path) -> Path:
 
     Raises DataError where the gzip data are damaged, StorageError where there is no room.
     """
-    place = unpacked_path(shard)
-    if place.exists():
-        return place
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    target = unpacked_path(shard)
+    if target.exists():
+        return target
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(shard, "rb") as packed, temporary.open("wb") as file:
             shutil.copyfileobj(packed, file, _CHUNK_BYTES)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(place)
+        temporary.replace(target)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError("A compressed shard is damaged.", place=shard, cause=str(error), fix="copy it again") from error
+        raise DataError("A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again") from error
     except OSError as error:
         raise StorageError(
             "A compressed shard cannot be unpacked into the cache folder.",
-            place=temporary,
+            location=temporary,
             cause=f"{error.strerror}; {shard} is {shard.stat().st_size:,} bytes, unpacked it is more",
             fix="make room, or set STOKER_CACHE_DIR to a folder that can be written",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return place
+    return target

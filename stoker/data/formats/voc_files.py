@@ -8,97 +8,103 @@ pictures in one folder; any of these in `train/`, `valid/`, `test/`. Not here: w
 from pathlib import Path
 
 from stoker.data.formats.tables import (
-    ANNOTATION_FOLDERS,
+    ANNOTATION_DIRS,
     SPLITS,
-    Found,
-    Part,
-    annotation_files,
-    picture_folders,
-    pictures_of_split,
-    split_folders,
-    subfolders,
-    without_annotations,
+    DatasetLayout,
+    SplitFiles,
+    check_unannotated_splits,
+    iter_annotation_files,
+    iter_split_dirs,
+    iter_split_image_dirs,
+    list_image_dirs,
+    list_subdirs,
 )
 
 
-def find(folder: Path) -> Found | None:
+def find(folder: Path) -> DatasetLayout | None:
     """The Pascal VOC data set in a folder (not below it), or None."""
-    annotations = _annotations(folder)
+    annotations = _find_annotation_dir(folder)
     if annotations is not None:
-        parts, notes = _listed(folder, annotations)
-        return Found(
+        parts, notes = _parts_from_lists(folder, annotations)
+        return DatasetLayout(
             format="voc",
-            layout=f"Pascal VOC in {annotations.relative_to(folder)}/",
+            description=f"Pascal VOC in {annotations.relative_to(folder)}/",
             root=folder,
             parts=tuple(parts),
             notes=tuple(notes),
         )
     parts = []
-    for split, path in split_folders(folder):
-        place = _annotations(path) or (path if _has_xml(path) else None)
-        if place is not None:
-            parts.append(Part(split=split, annotations=place, pictures=picture_folders(path)))
+    for split, path in iter_split_dirs(folder):
+        annotation_dir = _find_annotation_dir(path) or (path if _has_xml(path) else None)
+        if annotation_dir is not None:
+            parts.append(SplitFiles(split=split, annotations=annotation_dir, image_dirs=list_image_dirs(path)))
     if parts:
-        notes = without_annotations(folder, parts)
-        return Found(
-            format="voc", layout="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
+        notes = check_unannotated_splits(folder, parts)
+        return DatasetLayout(
+            format="voc", description="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
         )
     if _has_xml(folder):
-        part = Part(split=None, annotations=folder, pictures=picture_folders(folder))
-        return Found(format="voc", layout="Pascal VOC, XML files in one folder", root=folder, parts=(part,))
+        part = SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))
+        return DatasetLayout(
+            format="voc", description="Pascal VOC, XML files in one folder", root=folder, parts=(part,)
+        )
     return None
 
 
-def xml_in(folder: Path) -> list[Path]:
+def list_xml(folder: Path) -> list[Path]:
     """The XML files of a folder of annotations."""
-    return [Path(file) for file in annotation_files(folder, (".xml",))]
+    return [Path(file) for file in iter_annotation_files(folder, (".xml",))]
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(True for _ in annotation_files(folder, (".xml",)))
+    return any(True for _ in iter_annotation_files(folder, (".xml",)))
 
 
-def _annotations(folder: Path) -> Path | None:
+def _find_annotation_dir(folder: Path) -> Path | None:
     """The folder of XML files in a folder."""
-    below = subfolders(folder)
-    place = next((below[name] for name in ANNOTATION_FOLDERS if name in below and _has_xml(below[name])), None)
-    if place is None:
+    subdirs = list_subdirs(folder)
+    directory = next((subdirs[name] for name in ANNOTATION_DIRS if name in subdirs and _has_xml(subdirs[name])), None)
+    if directory is None:
         return None
-    inner = subfolders(place).get("xmls")  # the Oxford pets' habit
-    return place if inner is None or not _has_xml(inner) else inner
+    inner = list_subdirs(directory).get("xmls")  # the Oxford pets' habit
+    return directory if inner is None or not _has_xml(inner) else inner
 
 
-def _per_split(folder: Path, annotations: Path) -> list[Part]:
+def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
     """The parts of a folder of annotations in which every XML file is in a folder named after its split."""
-    inside = [(split, path) for split, path in split_folders(annotations) if _has_xml(path)]
-    if not inside or len(xml_in(annotations)) > sum(len(xml_in(path)) for _, path in inside):
+    split_dirs = [(split, path) for split, path in iter_split_dirs(annotations) if _has_xml(path)]
+    if not split_dirs or len(list_xml(annotations)) > sum(len(list_xml(path)) for _, path in split_dirs):
         return []
-    usual = picture_folders(folder)
+    image_dirs = list_image_dirs(folder)
     return [
-        Part(split=split, annotations=path, pictures=tuple(dict.fromkeys([*pictures_of_split(folder, split), *usual])))
-        for split, path in inside
+        SplitFiles(
+            split=split,
+            annotations=path,
+            image_dirs=tuple(dict.fromkeys([*iter_split_image_dirs(folder, split), *image_dirs])),
+        )
+        for split, path in split_dirs
     ]
 
 
-def _listed(folder: Path, annotations: Path) -> tuple[list[Part], list[str]]:
+def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
     """The splits of ImageSets/Main; one part without a split where there are none.
 
     Only train, val, trainval and test: a file like aeroplane_train.txt says which pictures show that class.
     """
-    pictures = picture_folders(folder)
+    image_dirs = list_image_dirs(folder)
     main = folder / "ImageSets" / "Main"
     lists = {name: main / f"{name}.txt" for name in (*SPLITS, "trainval") if (main / f"{name}.txt").is_file()}
     notes = []
-    both = lists.pop("trainval", None)
-    if both is not None and "train" not in lists:
-        lists["train"] = both
+    trainval = lists.pop("trainval", None)
+    if trainval is not None and "train" not in lists:
+        lists["train"] = trainval
         if "val" in lists:
             notes.append("not read: ImageSets/Main/val.txt, its pictures are part of trainval.txt")
             del lists["val"]
     parts = [
-        Part(split=split, annotations=annotations, pictures=pictures, listing=lists[split])
+        SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])
         for split in SPLITS
         if split in lists
     ]
-    parts = parts or _per_split(folder, annotations)
-    return parts or [Part(split=None, annotations=annotations, pictures=pictures)], notes
+    parts = parts or _make_split_parts(folder, annotations)
+    return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes

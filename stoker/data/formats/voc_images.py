@@ -9,74 +9,80 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from stoker.data.formats.tables import PICTURE_ENDINGS, Part, folders_below
+from stoker.data.formats.tables import IMAGE_SUFFIXES, SplitFiles, iter_dirs_below
 
-PROBES = 16
+MAX_PROBES = 16
 """XML files whose pictures are looked for, to see whether these are where they are likely to be."""
 
 
-class Shelf:
+class ImageLocator:
     """The pictures of a part, each folder listed once."""
 
-    def __init__(self, part: Part, root: Path, files: list[Path]) -> None:
+    def __init__(self, part: SplitFiles, root: Path, files: list[Path]) -> None:
         """files: the part's XML files. Where none of the likely folders has a picture of theirs, others below `root`
         are looked into, and `notes` say so."""
         self.notes: list[str] = []
-        self._annotations, self._folders = part.annotations, part.pictures
-        self._inside: dict[Path, _Pictures] = {}
-        probes = files[:PROBES]
-        if probes and not any(self._pictures(file).has(file.stem) for file in probes):
-            others = tuple(place for place in folders_below(root) if any(map(_Pictures([place]).has, _stems(probes))))
-            if others:
-                shown = ", ".join(str(place.relative_to(root)) for place in others[:3])
-                self.notes.append(f"the pictures of {os.path.relpath(part.annotations, root)}/ are in {shown}")
-                self._folders, self._inside = (*others, *part.pictures), {}
+        self._annotation_dir, self._image_dirs = part.annotations, part.image_dirs
+        self._listing_by_subdir: dict[Path, _ImageListing] = {}
+        probes = files[:MAX_PROBES]
+        if probes and not any(self._listing_for(file).has_stem(file.stem) for file in probes):
+            other_dirs = tuple(
+                directory
+                for directory in iter_dirs_below(root)
+                if any(map(_ImageListing([directory]).has_stem, _list_stems(probes)))
+            )
+            if other_dirs:
+                listed = ", ".join(str(directory.relative_to(root)) for directory in other_dirs[:3])
+                self.notes.append(f"the pictures of {os.path.relpath(part.annotations, root)}/ are in {listed}")
+                self._image_dirs, self._listing_by_subdir = (*other_dirs, *part.image_dirs), {}
 
-    def of(self, file: Path, filename: str) -> tuple[Path, str]:
+    def locate(self, file: Path, filename: str) -> tuple[Path, str]:
         """Folder and name of an XML file's picture; a likely name where there is none. filename: what it says."""
-        pictures = self._pictures(file)
-        said = filename.replace("\\", "/").rpartition("/")[2]
-        name = pictures.choose(file.stem, said) or (pictures.choose(os.path.splitext(said)[0], said) if said else None)
+        listing = self._listing_for(file)
+        annotated_name = filename.replace("\\", "/").rpartition("/")[2]
+        name = listing.choose_name(file.stem, annotated_name) or (
+            listing.choose_name(os.path.splitext(annotated_name)[0], annotated_name) if annotated_name else None
+        )
         if name is None:
-            name = said if said.lower().endswith(PICTURE_ENDINGS) else f"{file.stem}.jpg"
-        return pictures.folder(name), name
+            name = annotated_name if annotated_name.lower().endswith(IMAGE_SUFFIXES) else f"{file.stem}.jpg"
+        return listing.find_folder(name), name
 
-    def _pictures(self, file: Path) -> "_Pictures":
-        inside = file.parent.relative_to(self._annotations)
-        if inside not in self._inside:
-            own = [folder / inside for folder in self._folders if (folder / inside).is_dir()]
-            self._inside[inside] = _Pictures(own or self._folders)
-        return self._inside[inside]
+    def _listing_for(self, file: Path) -> "_ImageListing":
+        subdir = file.parent.relative_to(self._annotation_dir)
+        if subdir not in self._listing_by_subdir:
+            subdirs = [folder / subdir for folder in self._image_dirs if (folder / subdir).is_dir()]
+            self._listing_by_subdir[subdir] = _ImageListing(subdirs or self._image_dirs)
+        return self._listing_by_subdir[subdir]
 
 
-def _stems(files: Iterable[Path]) -> list[str]:
+def _list_stems(files: Iterable[Path]) -> list[str]:
     return [file.stem for file in files]
 
 
-class _Pictures:
+class _ImageListing:
     """The pictures of some folders by name and stem."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         folders = list(folders)
-        self._likeliest = folders[0]
-        self._by_name: dict[str, Path] = {}
-        self._by_stem: dict[str, list[str]] = {}
+        self._default_dir = folders[0]
+        self._dir_by_name: dict[str, Path] = {}
+        self._names_by_stem: dict[str, list[str]] = {}
         for folder in folders:
             with os.scandir(folder) as entries:
-                for name in sorted(entry.name for entry in entries if entry.name.lower().endswith(PICTURE_ENDINGS)):
-                    if name not in self._by_name:
-                        self._by_name[name] = folder
-                        self._by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
+                for name in sorted(entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)):
+                    if name not in self._dir_by_name:
+                        self._dir_by_name[name] = folder
+                        self._names_by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
 
-    def has(self, stem: str) -> bool:
-        return stem.casefold() in self._by_stem
+    def has_stem(self, stem: str) -> bool:
+        return stem.casefold() in self._names_by_stem
 
-    def folder(self, name: str) -> Path:
+    def find_folder(self, name: str) -> Path:
         """The folder of a picture; the likeliest where there is none of that name."""
-        return self._by_name.get(name, self._likeliest)
+        return self._dir_by_name.get(name, self._default_dir)
 
-    def choose(self, stem: str, said: str) -> str | None:
+    def choose_name(self, stem: str, annotated_name: str) -> str | None:
         """The picture with a stem: in the same case and as <filename> says where there are several."""
-        same = self._by_stem.get(stem.casefold(), [])
-        best = sorted(same, key=lambda name: (os.path.splitext(name)[0] != stem, name != said, name))
+        candidates = self._names_by_stem.get(stem.casefold(), [])
+        best = sorted(candidates, key=lambda name: (os.path.splitext(name)[0] != stem, name != annotated_name, name))
         return best[0] if best else None

@@ -12,199 +12,205 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from stoker.data.formats.tables import (
-    PICTURE_ENDINGS,
-    SPLIT_WORDS,
+    IMAGE_SUFFIXES,
+    SPLIT_BY_NAME,
     SPLITS,
-    Found,
-    Part,
-    split_folders,
-    split_in_name,
-    subfolders,
-    without_annotations,
+    DatasetLayout,
+    SplitFiles,
+    check_unannotated_splits,
+    iter_split_dirs,
+    list_subdirs,
+    split_from_name,
 )
-from stoker.data.formats.yolo_yaml import Definition, find_definition, find_names, read_definition
+from stoker.data.formats.yolo_yaml import DatasetDefinition, find_definition, find_names_files, read_definition
 from stoker.errors import DataError
 
-PICTURE_WORDS = ("images", "jpegimages")
+IMAGE_DIR_NAMES = ("images", "jpegimages")
 """Folders of a picture's path whose last is replaced by "labels", as Ultralytics and Darknet do."""
-PROBES = 16
+MAX_PROBES = 16
 """Label files that are looked into where no data.yaml says that they are labels."""
 
 
-def find(folder: Path) -> Found | None:
+def find(folder: Path) -> DatasetLayout | None:
     """The YOLO data set in a folder (not below it), or None. Raises DataError when what describes it is wrong."""
     definition = find_definition(folder)
     if definition is not None:
         return from_file(definition)
-    for layout, parts, notes in _layouts(folder):
+    for description, parts, notes in _iter_layouts(folder):
         if parts and _has_rows(parts):
-            described = find_names(_name_places(folder, parts))
-            return Found(
+            names_files = find_names_files(_names_file_dirs(folder, parts))
+            return DatasetLayout(
                 format="yolo",
-                layout=layout,
+                description=description,
                 root=folder,
                 parts=tuple(parts),
                 notes=tuple(notes),
-                descriptions=tuple(described),
+                metadata_files=tuple(names_files),
             )
     return None
 
 
-def from_file(file: Path) -> Found:
+def from_file(file: Path) -> DatasetLayout:
     """The data set that a data.yaml or obj.data describes. Raises DataError when its pictures are not there."""
     definition = read_definition(file)
-    bases, notes = bases_of(definition)
-    parts: list[Part] = []
-    taken: list[str] = []
+    base_dirs, notes = resolve_base_dirs(definition)
+    parts: list[SplitFiles] = []
+    substitutions: list[str] = []
     for split in SPLITS:
         for entry in definition.splits.get(split, ()):
-            place = locate(entry, bases)
-            if place is None and split == "test":
+            path = resolve_path(entry, base_dirs)
+            if path is None and split == "test":
                 notes.append(f"the test split is left out: {file.name} names {entry!r}, which is not there")
                 continue
-            if place is None:
+            if path is None:
                 raise DataError(
                     f"The pictures of the {split} split are not there.",
-                    place=f"{file}: {split}: {entry}",
+                    location=f"{file}: {split}: {entry}",
                     cause=f"looked for {entry!r}, also without its first folders, in "
-                    + ", ".join(str(base) for base in bases),
+                    + ", ".join(str(base) for base in base_dirs),
                     fix="correct the line; delete it to have a part of the training pictures held back"
                     if split == "val"
                     else "correct the line, or `path`, which it is relative to",
                 )
-            if place != _joined(bases[0], entry) or not place.is_relative_to(bases[0]):
-                taken.append(f"{entry!r} is {place}")
-            if place.suffix.lower() == ".txt":
-                parts += _listed_parts(split, place, bases)
+            if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
+                substitutions.append(f"{entry!r} is {path}")
+            if path.suffix.lower() == ".txt":
+                parts += _parts_from_list(split, path, base_dirs)
             else:
-                inside = list(_parts_below(split, place))
-                if not inside and split != "test":
+                found_parts = list(_iter_parts_below(split, path))
+                if not found_parts and split != "test":
                     raise DataError(
                         f"The {split} split has no pictures.",
-                        place=place,
-                        cause=f"{file} names the folder; no file in it ends in {', '.join(PICTURE_ENDINGS)}",
+                        location=path,
+                        cause=f"{file} names the folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
                         fix="correct the line, or put the pictures there",
                     )
-                parts += inside
-    if taken:
-        notes.append(f"{file.name}: {', '.join(taken)}")
-    described = (file, *(() if definition.names else find_names(_name_places(file.parent, parts))))
-    return Found(
+                parts += found_parts
+    if substitutions:
+        notes.append(f"{file.name}: {', '.join(substitutions)}")
+    metadata_files = (file, *(() if definition.class_names else find_names_files(_names_file_dirs(file.parent, parts))))
+    return DatasetLayout(
         format="yolo",
-        layout=f"YOLO as {file.name} describes it",
-        root=bases[0],
+        description=f"YOLO as {file.name} describes it",
+        root=base_dirs[0],
         parts=tuple(parts),
         notes=tuple(notes),
-        descriptions=described,
+        metadata_files=metadata_files,
     )
 
 
-def bases_of(definition: Definition) -> tuple[tuple[Path, ...], list[str]]:
+def resolve_base_dirs(definition: DatasetDefinition) -> tuple[tuple[Path, ...], list[str]]:
     """The folders that paths may be relative to, the likeliest first: `path`, that of the file, the one above."""
-    here = definition.file.parent
-    above = (here, here.parent)
+    file_dir = definition.file.parent
+    default_dirs = (file_dir, file_dir.parent)
     if definition.path is None:
-        return above, []
-    base = locate(definition.path, above)
+        return default_dirs, []
+    base = resolve_path(definition.path, default_dirs)
     if base is None or not base.is_dir():
-        return above, [f"path {definition.path!r} of {definition.file.name} is not there: {here} is taken"]
-    notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != here else []
-    return tuple(dict.fromkeys((base, *above))), notes
+        return default_dirs, [f"path {definition.path!r} of {definition.file.name} is not there: {file_dir} is taken"]
+    notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != file_dir else []
+    return tuple(dict.fromkeys((base, *default_dirs))), notes
 
 
-def _joined(base: Path, text: str) -> Path:
+def _join(base: Path, text: str) -> Path:
     return Path(os.path.normpath(base / Path(text.replace("\\", "/")).expanduser()))
 
 
-def locate(text: str, bases: Iterable[Path], *, least: int = 2) -> Path | None:
+def resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
     """The file or folder that a written path means: as written, relative to a base; else without its first folders.
 
     Exports carry another machine's folders, and Roboflow's begin with ../ where none is meant. At least `least` parts
     of a longer path must fit, or its last one must be named after a split.
     """
-    bases = tuple(bases)
-    for base in bases:
-        if (place := _joined(base, text)).exists():
-            return place
+    base_dirs = tuple(base_dirs)
+    for base in base_dirs:
+        if (candidate := _join(base, text)).exists():
+            return candidate
     parts = [part for part in PurePosixPath(text.replace("\\", "/")).parts if part not in ("/", "..", ".")]
     parts = [part for part in parts if not part.endswith(":")]
-    for begin in range(len(parts)):
-        tail = parts[begin:]
-        if len(tail) < min(least, len(parts)) and split_in_name(tail[0]) is None:
+    for start in range(len(parts)):
+        tail = parts[start:]
+        if len(tail) < min(min_parts, len(parts)) and split_from_name(tail[0]) is None:
             break
-        for base in bases:
-            if (place := base.joinpath(*tail)).exists():
-                return place
+        for base in base_dirs:
+            if (candidate := base.joinpath(*tail)).exists():
+                return candidate
     return None
 
 
-def listed_pictures(listing: Path, bases: Iterable[Path]) -> dict[Path, list[str]]:
+def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
     """Folder → file names of the pictures that a list names, in its order. A folder that is not
     there stands as it is written. bases: what the paths may be relative to, besides the folder of the list."""
-    places = (listing.parent, *bases)
-    lines = listing.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
-    folders: dict[str, Path] = {}
-    pictures: dict[Path, dict[str, None]] = {}
+    search_dirs = (image_list.parent, *base_dirs)
+    lines = image_list.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    folder_by_head: dict[str, Path] = {}
+    names_by_folder: dict[Path, dict[str, None]] = {}
     for line in lines:
         entry = line.strip().replace("\\", "/")
         if not entry:
             continue
         head, _, name = entry.rpartition("/")
-        folder = folders.get(head)
+        folder = folder_by_head.get(head)
         if folder is None:
-            place = locate(entry, places, least=1)
-            if place is not None:
-                folder = folders[head] = place.parent
+            path = resolve_path(entry, search_dirs, min_parts=1)
+            if path is not None:
+                folder = folder_by_head[head] = path.parent
             else:  # the next picture may be there; else the folder is told by its own name
-                folder = (locate(head, places) if head else None) or _joined(places[0], head)
-        pictures.setdefault(folder, {})[name] = None
-    return {folder: list(names) for folder, names in pictures.items()}
+                folder = (resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
+        names_by_folder.setdefault(folder, {})[name] = None
+    return {folder: list(names) for folder, names in names_by_folder.items()}
 
 
-def _listed_parts(split: str, listing: Path, bases: Iterable[Path]) -> Iterator[Part]:
-    pictures = listed_pictures(listing, bases)
-    if not pictures:
+def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) -> Iterator[SplitFiles]:
+    names_by_folder = read_image_list(image_list, base_dirs)
+    if not names_by_folder:
         raise DataError(
-            f"The {split} split is empty.", place=listing, fix="list its pictures there, one a line, or delete the list"
+            f"The {split} split is empty.",
+            location=image_list,
+            fix="list its pictures there, one a line, or delete the list",
         )
-    for folder, names in pictures.items():
-        yield Part(split=split, annotations=labels_of(folder, names), pictures=(folder,), listing=listing)
+    for folder, names in names_by_folder.items():
+        yield SplitFiles(
+            split=split, annotations=find_labels_dir(folder, names), image_dirs=(folder,), image_list=image_list
+        )
 
 
-def _parts_below(split: str | None, base: Path) -> Iterator[Part]:
+def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
     """A part for every folder at or below one that holds pictures."""
-    seen: set[str] = set()
-    for place, folders, files in os.walk(base, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:  # a link to a folder above
+    visited: set[str] = set()
+    for dirpath, folders, files in os.walk(base, followlinks=True):
+        real = os.path.realpath(dirpath)
+        if real in visited:  # a link to a folder above
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = [name for name in files if is_picture(name)]
+        names = [name for name in files if is_image_name(name)]
         if names:
-            yield Part(split=split, annotations=labels_of(Path(place), names), pictures=(Path(place),))
+            yield SplitFiles(
+                split=split, annotations=find_labels_dir(Path(dirpath), names), image_dirs=(Path(dirpath),)
+            )
 
 
-def is_picture(name: str) -> bool:
-    return name.lower().endswith(PICTURE_ENDINGS) and not name.startswith(".")
+def is_image_name(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
-def labels_of(folder: Path, names: Iterable[str]) -> Path:
+def find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
     """The folder of the label files of pictures: `images` in its path replaced by `labels`, the folder itself, or a
     folder `labels` beside or in it; the first that has a label of one of these pictures."""
     names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
-    last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in PICTURE_WORDS), None)
+    last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
     if last is not None:
         above, below = Path(*folder.parts[:last]), folder.parts[last + 1 :]
         candidates[:0] = [above.joinpath(word, *below) for word in ("labels", "Labels")]
-    there = [place for place in dict.fromkeys(candidates) if place.is_dir()]
-    with_labels = (place for place in there if match_labels(names, label_files(place)))
-    return next(with_labels, next((place for place in there if place != folder), candidates[0]))
+    existing = [directory for directory in dict.fromkeys(candidates) if directory.is_dir()]
+    with_labels = (directory for directory in existing if match_labels(names, list_label_files(directory)))
+    return next(with_labels, next((directory for directory in existing if directory != folder), candidates[0]))
 
 
-def label_files(folder: Path) -> list[str]:
+def list_label_files(folder: Path) -> list[str]:
     """The .txt files in a folder, by name; none where it is not there."""
     if not folder.is_dir():
         return []
@@ -213,82 +219,86 @@ def label_files(folder: Path) -> list[str]:
     return [name for name in names if not name.startswith(".")]
 
 
-def match_labels(pictures: Iterable[str], labels: Iterable[str]) -> dict[str, str]:
+def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
     """Name of a picture → that of its label file: of the same stem; where a picture has none, the one whose stem is the
     same in another case or another form of Unicode, and which is no other picture's."""
-    by_stem = {os.path.splitext(label)[0]: label for label in labels}
-    stems = {picture: os.path.splitext(picture)[0] for picture in pictures}
-    found = {picture: by_stem[stem] for picture, stem in stems.items() if stem in by_stem}
-    if len(found) == len(stems):
-        return found
-    alike: dict[str, list[str]] = {}
+    by_stem = {os.path.splitext(label_name)[0]: label_name for label_name in label_names}
+    stems = {image_name: os.path.splitext(image_name)[0] for image_name in image_names}
+    matches = {image_name: by_stem[stem] for image_name, stem in stems.items() if stem in by_stem}
+    if len(matches) == len(stems):
+        return matches
+    labels_by_folded_stem: dict[str, list[str]] = {}
     for stem in by_stem.keys() - stems.values():
-        alike.setdefault(_folded(stem), []).append(by_stem[stem])
-    for picture, stem in stems.items():
-        if picture not in found and len(same := alike.get(_folded(stem), [])) == 1:
-            found[picture] = same[0]
-    return found
+        labels_by_folded_stem.setdefault(_fold_name(stem), []).append(by_stem[stem])
+    for image_name, stem in stems.items():
+        if image_name not in matches and len(candidates := labels_by_folded_stem.get(_fold_name(stem), [])) == 1:
+            matches[image_name] = candidates[0]
+    return matches
 
 
-def _folded(stem: str) -> str:
+def _fold_name(stem: str) -> str:
     return unicodedata.normalize("NFC", stem).casefold()
 
 
-def _layouts(folder: Path) -> Iterator[tuple[str, list[Part], list[str]]]:
+def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
     """The layouts without a description: in words, its parts, of which there may be none, and notes."""
-    below = subfolders(folder)
-    lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_WORDS.items()]
-    lists = [(split, path) for split, path in lists if path.is_file() and _lists_pictures(path)]
-    yield "YOLO with lists of pictures", [part for split, path in lists for part in _listed_parts(split, path, ())], []
-    images = next((below[word] for word in PICTURE_WORDS if word in below), None)
-    if images is not None and ("labels" in below or label_files(images)):
-        inside = subfolders(images)
-        splits = [(split, path) for name, path in inside.items() if (split := split_in_name(name)) is not None]
+    subdirs = list_subdirs(folder)
+    lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
+    lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
+    yield (
+        "YOLO with lists of pictures",
+        [part for split, path in lists for part in _parts_from_list(split, path, ())],
+        [],
+    )
+    images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
+    if images is not None and ("labels" in subdirs or list_label_files(images)):
+        image_subdirs = list_subdirs(images)
+        splits = [(split, path) for name, path in image_subdirs.items() if (split := split_from_name(name)) is not None]
         if splits:
             splits.sort(key=lambda item: SPLITS.index(item[0]))
-            others = [path.name for path in inside.values() if path not in [path for _, path in splits]]
-            if any(is_picture(name) for name in os.listdir(images)):
+            others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
+            if any(is_image_name(name) for name in os.listdir(images)):
                 others.append("the pictures in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
-            yield "YOLO in images/ and labels/", [p for s, path in splits for p in _parts_below(s, path)], notes
-        yield "YOLO in images/ and labels/", list(_parts_below(None, images)), []
+            yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
+        yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
     parts = []
-    for split, path in split_folders(folder):
-        inner = subfolders(path)
-        if "labels" in inner or "labels" in below or label_files(path):
-            base = next((inner[word] for word in PICTURE_WORDS if word in inner), path)
-            parts += [part for part in _parts_below(split, base) if label_files(part.annotations)]
+    for split, path in iter_split_dirs(folder):
+        inner = list_subdirs(path)
+        if "labels" in inner or "labels" in subdirs or list_label_files(path):
+            base = next((inner[word] for word in IMAGE_DIR_NAMES if word in inner), path)
+            parts += [part for part in _iter_parts_below(split, base) if list_label_files(part.annotations)]
     if parts and _has_rows(parts):
-        yield "YOLO per split folder", parts, without_annotations(folder, parts)
-    if label_files(folder) or "labels" in below:
-        names = [name for name in sorted(os.listdir(folder)) if is_picture(name)]
-        part = Part(split=None, annotations=labels_of(folder, names), pictures=(folder,))
+        yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
+    if list_label_files(folder) or "labels" in subdirs:
+        names = [name for name in sorted(os.listdir(folder)) if is_image_name(name)]
+        part = SplitFiles(split=None, annotations=find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and pictures in one folder", [part] if names else [], []
 
 
-def _lists_pictures(path: Path) -> bool:
+def _is_image_list(path: Path) -> bool:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        return file.readline(4096).strip().lower().endswith(PICTURE_ENDINGS)
+        return file.readline(4096).strip().lower().endswith(IMAGE_SUFFIXES)
 
 
-def _has_rows(parts: list[Part]) -> bool:
+def _has_rows(parts: list[SplitFiles]) -> bool:
     """Whether label files of pictures look like YOLO's: captions and other texts stand beside pictures, too."""
-    looked = 0
+    num_checked = 0
     for part in parts:
-        with os.scandir(part.pictures[0]) as entries:
-            pictures = [entry.name for entry in entries if is_picture(entry.name)]
-        for name in match_labels(pictures, label_files(part.annotations)).values():
-            if not (line := _first_line(part.annotations / name)):
+        with os.scandir(part.image_dirs[0]) as entries:
+            image_names = [entry.name for entry in entries if is_image_name(entry.name)]
+        for name in match_labels(image_names, list_label_files(part.annotations)).values():
+            if not (line := _read_first_line(part.annotations / name)):
                 continue
             if looks_like_row(line):
                 return True
-            looked += 1
-            if looked >= PROBES:
+            num_checked += 1
+            if num_checked >= MAX_PROBES:
                 return False
     return False
 
 
-def _first_line(path: Path) -> bytes:
+def _read_first_line(path: Path) -> bytes:
     with path.open("rb") as file:
         head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     return head.partition(b"\n")[0].strip()
@@ -304,10 +314,10 @@ def looks_like_row(line: bytes) -> bool:
 
 def is_label_file(path: Path) -> bool:
     """Whether a text file begins like YOLO labels."""
-    return looks_like_row(_first_line(path))
+    return looks_like_row(_read_first_line(path))
 
 
-def _name_places(folder: Path, parts: Iterable[Part]) -> list[Path]:
+def _names_file_dirs(folder: Path, parts: Iterable[SplitFiles]) -> list[Path]:
     """Where a list of class names may lie."""
-    labels = [part.annotations for part in parts][:PROBES]
+    labels = [part.annotations for part in parts][:MAX_PROBES]
     return list(dict.fromkeys([folder, folder / "labels", *labels, *(path.parent for path in labels)]))

@@ -13,19 +13,19 @@ from typing import Any
 
 import yaml
 
-from stoker.data.formats.tables import SPLIT_WORDS
+from stoker.data.formats.tables import SPLIT_BY_NAME
 from stoker.errors import DataError
 
-YAML_ENDINGS = (".yaml", ".yml")
+YAML_SUFFIXES = (".yaml", ".yml")
 NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "notes.json", "predefined_classes.txt")
 """Lists of class names by themselves: LabelImg's, Darknet's, Roboflow's, Label Studio's."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """A data.yaml has some kilobytes; a larger file is something else."""
-_NOTHING = ("", "~", "null", "none")
+_NULL_VALUES = ("", "~", "null", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Definition:
+class DatasetDefinition:
     """The content of a data.yaml or an obj.data file."""
 
     file: Path
@@ -33,130 +33,134 @@ class Definition:
     """Split → its folders and lists of pictures, as written."""
     path: str | None
     """What these are relative to, as written."""
-    names: tuple[str, ...] | None
+    class_names: tuple[str, ...] | None
     """The classes; None where the file names none."""
-    count: int | None
+    num_classes: int | None
     """The number of classes that the file says apart from their names (nc)."""
-    keypoint_numbers: int
+    num_keypoint_values: int
     """Numbers that a row of a pose data set has after the box; 0: the rows are boxes or polygons."""
 
 
 def find_definition(folder: Path) -> Path | None:
     """The file that describes the data set of a folder. Raises DataError when several could."""
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*YAML_ENDINGS, ".data"))
-    fitting = [path for path in files if _looks_like_definition(path)]
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*YAML_SUFFIXES, ".data"))
+    candidates = [path for path in files if _looks_like_definition(path)]
     for stem in ("data", "dataset", folder.name.lower()):
-        if usual := [path for path in fitting if path.stem.lower() == stem]:
-            return usual[0]
-    if len(fitting) > 1:
+        if preferred := [path for path in candidates if path.stem.lower() == stem]:
+            return preferred[0]
+    if len(candidates) > 1:
         raise DataError(
-            f"{len(fitting)} files could describe the data set.",
-            place=folder,
-            choices=[path.name for path in fitting],
-            fix=f"name one of them instead of the folder, e.g. {fitting[0]}",
+            f"{len(candidates)} files could describe the data set.",
+            location=folder,
+            choices=[path.name for path in candidates],
+            fix=f"name one of them instead of the folder, e.g. {candidates[0]}",
         )
-    return fitting[0] if fitting else None
+    return candidates[0] if candidates else None
 
 
 def _looks_like_definition(path: Path) -> bool:
     """Whether a file has a split and classes as keys: other YAML lies about in data folders, too."""
-    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return False
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
-    splits = keys & SPLIT_WORDS.keys()
-    usual = path.stem.lower() in ("data", "dataset")
-    return bool(splits) and ("names" in keys or "nc" in keys or usual)
+    splits = keys & SPLIT_BY_NAME.keys()
+    has_usual_name = path.stem.lower() in ("data", "dataset")
+    return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
 
 
-def read_definition(file: Path) -> Definition:
+def read_definition(file: Path) -> DatasetDefinition:
     """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
     if file.suffix.lower() == ".data":
-        content: Any = _assignments(file)
+        data: Any = _parse_assignments(file)
     else:
         try:
-            content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)  # makes text only
+            data = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)  # makes text only
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             raise DataError(
                 "The description of the data set is not valid YAML.",
-                place=file if mark is None else f"{file}:{mark.line + 1}",
+                location=file if mark is None else f"{file}:{mark.line + 1}",
                 cause=str(getattr(error, "problem", None) or error),
                 fix="correct the line; names with special characters need quotes",
             ) from error
         except UnicodeDecodeError as error:
             raise DataError(
-                "A text file is not UTF-8.", place=file, cause=str(error), fix="save it as UTF-8"
+                "A text file is not UTF-8.", location=file, cause=str(error), fix="save it as UTF-8"
             ) from error
-    if not isinstance(content, dict):
-        raise _misfit(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
+    if not isinstance(data, dict):
+        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
     splits: dict[str, tuple[str, ...]] = {}
-    for word in ("train", "val", "valid", "validation", "test"):
-        entries = _entries(file, word, content.get(word, ""))
-        if entries and SPLIT_WORDS[word] not in splits:
-            splits[SPLIT_WORDS[word]] = entries
+    for split_name in ("train", "val", "valid", "validation", "test"):
+        entries = _parse_entries(file, split_name, data.get(split_name, ""))
+        if entries and SPLIT_BY_NAME[split_name] not in splits:
+            splits[SPLIT_BY_NAME[split_name]] = entries
     if not splits:
-        raise _misfit(
+        raise _definition_error(
             file, "it names no pictures: there is no train, val or test", "add lines such as `train: images/train`"
         )
-    path = content.get("path", "")
+    path = data.get("path", "")
     if not isinstance(path, str):
-        raise _misfit(file, "path is not one folder", "name one folder, and the splits relative to it")
-    shape = content.get("kpt_shape", ["0", "0"])
-    numbers = [_whole(file, "kpt_shape", value) for value in shape] if isinstance(shape, list) else []
-    count = content.get("nc", content.get("classes", "") if file.suffix.lower() == ".data" else "")
-    return Definition(
+        raise _definition_error(file, "path is not one folder", "name one folder, and the splits relative to it")
+    kpt_shape = data.get("kpt_shape", ["0", "0"])
+    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
+    num_classes = data.get("nc", data.get("classes", "") if file.suffix.lower() == ".data" else "")
+    return DatasetDefinition(
         file=file,
         splits=splits,
-        path=None if path.lower() in _NOTHING else path,
-        names=_names(file, content.get("names", "")),
-        count=_whole(file, "nc", count) if isinstance(count, str) and count.lower() not in _NOTHING else None,
-        keypoint_numbers=numbers[0] * numbers[1] if len(numbers) == 2 else 0,
+        path=None if path.lower() in _NULL_VALUES else path,
+        class_names=_parse_names(file, data.get("names", "")),
+        num_classes=_parse_int(file, "nc", num_classes)
+        if isinstance(num_classes, str) and num_classes.lower() not in _NULL_VALUES
+        else None,
+        num_keypoint_values=kpt_dims[0] * kpt_dims[1] if len(kpt_dims) == 2 else 0,
     )
 
 
-def _assignments(file: Path) -> dict[str, str]:
+def _parse_assignments(file: Path) -> dict[str, str]:
     """The `key = value` lines of Darknet's obj.data."""
     lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
+def _parse_entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
     entries = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, str) for entry in entries):
-        raise _misfit(file, f"{key} is neither a path nor a list of paths", f"write `{key}: images/{key}`")
-    return tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NOTHING)
+        raise _definition_error(file, f"{key} is neither a path nor a list of paths", f"write `{key}: images/{key}`")
+    return tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES)
 
 
-def _whole(file: Path, key: str, value: Any) -> int:
+def _parse_int(file: Path, key: str, value: Any) -> int:
     if not (isinstance(value, str) and value.strip().isascii() and value.strip().isdigit()):
-        raise _misfit(file, f"{key} has {value!r}, which is no whole number", f"correct {key}, or delete it")
+        raise _definition_error(file, f"{key} has {value!r}, which is no whole number", f"correct {key}, or delete it")
     return int(value)
 
 
-def _names(file: Path, value: Any) -> tuple[str, ...] | None:
+def _parse_names(file: Path, value: Any) -> tuple[str, ...] | None:
     """The class names, from a list, a mapping of numbers, or the path of a file of names."""
     if isinstance(value, str):
-        if value.lower() in _NOTHING:
+        if value.lower() in _NULL_VALUES:
             return None
-        tail = value.replace("\\", "/")
-        for place in (file.parent / tail, file.parent / tail.rpartition("/")[2]):
-            if place.is_file():
-                return read_names(place)
-        raise _misfit(
+        relative_path = value.replace("\\", "/")
+        for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
+            if candidate.is_file():
+                return read_names(candidate)
+        raise _definition_error(
             file, f"names is {value!r}, neither a list nor a file that is there", "write `names: [first, second]`"
         )
     if isinstance(value, list):
         values = dict(enumerate(value))
     else:
-        values = {_whole(file, "names", key): name for key, name in value.items()}
-    odd = [number for number, name in values.items() if not isinstance(name, str) or not name.strip()]
-    if odd:
-        raise _misfit(file, f"class {odd[0]} has no name, or one that is not text", "give every class a name")
+        values = {_parse_int(file, "names", key): name for key, name in value.items()}
+    unnamed = [number for number, name in values.items() if not isinstance(name, str) or not name.strip()]
+    if unnamed:
+        raise _definition_error(
+            file, f"class {unnamed[0]} has no name, or one that is not text", "give every class a name"
+        )
     gaps = sorted(set(range(max(values, default=-1) + 1)) - values.keys())
     if gaps:
-        raise _misfit(
+        raise _definition_error(
             file,
             f"names has {len(values)} classes up to number {max(values)}, but none with the number {gaps[0]}",
             f"give class {gaps[0]} a name; numbers begin at 0 and have no gaps",
@@ -164,15 +168,15 @@ def _names(file: Path, value: Any) -> tuple[str, ...] | None:
     return tuple(values[number].strip() for number in range(len(values))) or None
 
 
-def _misfit(file: Path, cause: str, fix: str) -> DataError:
-    return DataError("The description of the data set cannot be used.", place=file, cause=cause, fix=fix)
+def _definition_error(file: Path, cause: str, fix: str) -> DataError:
+    return DataError("The description of the data set cannot be used.", location=file, cause=cause, fix=fix)
 
 
-def find_names(folders: list[Path]) -> list[Path]:
+def find_names_files(folders: list[Path]) -> list[Path]:
     """Files of class names in some folders, which need not exist."""
-    places = dict.fromkeys(folder / name for folder in folders for name in NAMES_FILES)
-    there = [path for path in places if path.is_file()]
-    return [path for path in there if path.suffix != ".json" or b'"categories"' in path.read_bytes()]
+    candidates = dict.fromkeys(folder / name for folder in folders for name in NAMES_FILES)
+    existing = [path for path in candidates if path.is_file()]
+    return [path for path in existing if path.suffix != ".json" or b'"categories"' in path.read_bytes()]
 
 
 def read_names(file: Path) -> tuple[str, ...]:
@@ -180,24 +184,24 @@ def read_names(file: Path) -> tuple[str, ...]:
     try:
         if file.suffix.lower() == ".json":
             categories = json.loads(file.read_text(encoding="utf-8-sig"))["categories"]
-            numbered = {int(entry["id"]): str(entry["name"]) for entry in categories}
-            lines = [numbered[number] for number in range(len(numbered))]
+            name_by_id = {int(entry["id"]): str(entry["name"]) for entry in categories}
+            lines = [name_by_id[number] for number in range(len(name_by_id))]
         else:
             lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             "The list of class names cannot be read.",
-            place=file,
+            location=file,
             cause=f"{type(error).__name__}: {error}",
             fix="write one name per line, in the order of the class numbers, as UTF-8",
         ) from error
     while lines and not lines[-1]:
         lines.pop()
     if not lines or not all(lines):
-        place = f"{file}:{lines.index('') + 1}" if lines else file
+        location = f"{file}:{lines.index('') + 1}" if lines else file
         raise DataError(
             "The list of class names has an empty line." if lines else "The list of class names is empty.",
-            place=place,
+            location=location,
             cause="the number of a class is the number of its line",
             fix="write one name per line",
         )

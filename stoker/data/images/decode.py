@@ -20,7 +20,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from stoker.data.images.headers import Header, header_of, unusable
+from stoker.data.images.headers import Header, decode_error, parse_header
 
 # The loader has a thread per core already; OpenCV's own pool on top only makes them wait for each other.
 cv2.setNumThreads(0)
@@ -33,56 +33,63 @@ Pixels = NDArray[np.uint8]
 Region = tuple[int, int, int, int]
 """x0, y0, x1, y1 in whole pixels of the picture as it is shown; x1 and y1 are outside."""
 
-SHRINKS = (8, 4, 2)
+DCT_DIVISORS = (8, 4, 2)
 """Divisors at which libjpeg decodes no slower than at full size. 3/8, 5/8 … have no SIMD code: they take longer."""
-ENOUGH = 0.93
+MIN_SCALE_FRACTION = 0.93
 """Share of the target's sides that a DCT scale must give. 4,000 × 3,000 squashed to 800 × 800 is then decoded at
 1,000 × 750, a quarter faster than at 2,000 × 1,500, and its height enlarged by 7 %. That is 0.41 of 255 levels from
 Pillow's antialiased bilinear resize, from which Pillow's other filters are 0.3 to 0.5 away; of its second differences
 86 % are left along the enlarged axis, 99 % along the other."""
-HARMLESS = ("extraneous bytes before marker", "Invalid SOS parameters", "unknown JFIF revision", "Unknown Adobe color")
+HARMLESS_WARNINGS = (
+    "extraneous bytes before marker",
+    "Invalid SOS parameters",
+    "unknown JFIF revision",
+    "Unknown Adobe color",
+)
 """Complaints of libjpeg (jerror.h) about files whose pixels are all there: cameras and programs write such."""
 
 _SCAN_END = re.compile(rb"\xff+[\x01-\xcf\xd8-\xfe]")
 """The next marker behind a JPEG's coded pixels; 00 (a coded FF) and D0 … D7 (restart) stand among them."""
-TURNS = {
+EXIF_TRANSFORMS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, True, False), 7: (True, True, True), 8: (True, False, True),
 }  # fmt: skip
 """EXIF's orientation (CIPA DC-008, 4.6.5): the stored pixels are mirrored top to bottom (second value), left to right
 (third), then rows and columns are swapped (first)."""
-_UNDO = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
+_INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
 """The orientation that undoes each."""
-_PILLOW_SAYS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+_PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that it cannot read."""
 
 
-def shrink_for(source: tuple[float, float], target: tuple[float, float]) -> int:
+def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float]) -> int:
     """The largest DCT divisor (1, 2, 4, 8) at which `source` (height, width) does not fall below ENOUGH of `target`."""
-    for divisor in SHRINKS:
-        least = ENOUGH * divisor
-        if source[0] >= target[0] * least and source[1] >= target[1] * least:
+    for divisor in DCT_DIVISORS:
+        min_scale = MIN_SCALE_FRACTION * divisor
+        if source[0] >= target[0] * min_scale and source[1] >= target[1] * min_scale:
             return divisor
     return 1
 
 
 def decode(data: bytes, path: Path) -> Pixels:
     """The whole picture, upright, uint8 [h, w, 3] RGB. Raises DataError."""
-    header = header_of(data, path)
+    header = parse_header(data, path)
     height, width = header.size
     out = np.empty((height, width, 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
     return out
 
 
-def thumbnail(data: bytes, path: Path, side: int, *, said: tuple[int, int] = (0, 0)) -> tuple[Pixels, tuple[int, int]]:
+def thumbnail(
+    data: bytes, path: Path, max_side: int, *, annotated_size: tuple[int, int] = (0, 0)
+) -> tuple[Pixels, tuple[int, int]]:
     """(the picture at most `side` long, uint8 [h, w, 3] RGB, as boxes were drawn on it; its own height and width).
 
     said: height and width that the annotations say; (0, 0): nothing. Raises DataError.
     """
-    header = header_of(data, path).shown_for(said)
+    header = parse_header(data, path).as_annotated(annotated_size)
     height, width = header.size
-    scale = min(1.0, side / max(height, width))
+    scale = min(1.0, max_side / max(height, width))
     out = np.empty((max(1, round(height * scale)), max(1, round(width * scale)), 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
     return out, header.size
@@ -99,58 +106,60 @@ def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header:
     picture.
     """
     if header is None:
-        header = header_of(data, path)
+        header = parse_header(data, path)
     x0, y0, x1, y1 = region
     if not (0 <= x0 < x1 <= header.size[1] and 0 <= y0 < y1 <= header.size[0]):
-        raise ValueError(f"region {region} is not inside the picture, {_sides(header.size)} pixels: {path}")
+        raise ValueError(f"region {region} is not inside the picture, {_format_size(header.size)} pixels: {path}")
     if header.orientation == 1:
         _decode_stored(data, path, header, region, out)
         return
-    swapped = TURNS[header.orientation][0]
-    stored = np.empty((out.shape[1], out.shape[0], 3) if swapped else out.shape, np.uint8)
-    _decode_stored(data, path, header, as_stored(region, header), stored)
-    np.copyto(out, _turned(stored, header.orientation))
+    is_transposed = EXIF_TRANSFORMS[header.orientation][0]
+    stored_pixels = np.empty((out.shape[1], out.shape[0], 3) if is_transposed else out.shape, np.uint8)
+    _decode_stored(data, path, header, to_stored_region(region, header), stored_pixels)
+    np.copyto(out, _apply_orientation(stored_pixels, header.orientation))
 
 
 def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out: Pixels) -> None:
     """`decode_into` for pixels as they lie in the file: `region` and `out` are in their coordinates."""
     x0, y0, x1, y1 = region
-    height, width = header.stored
-    if header.kind != "jpeg" or header.channels == 4:
-        by_pillow = header.kind in ("jpeg", "gif", "tiff")
-        whole = _decode_by_pillow(data, path) if by_pillow else _decode_by_opencv(data, path, header.kind)
-        _check_decoded(whole, header.stored, path)
-        resize_into(whole[y0:y1, x0:x1], out)
-        if not by_pillow:
+    height, width = header.stored_size
+    if header.image_format != "jpeg" or header.channels == 4:
+        use_pillow = header.image_format in ("jpeg", "gif", "tiff")
+        full_image = (
+            _decode_with_pillow(data, path) if use_pillow else _decode_with_opencv(data, path, header.image_format)
+        )
+        _check_decoded(full_image, header.stored_size, path)
+        resize_into(full_image[y0:y1, x0:x1], out)
+        if not use_pillow:
             cv2.cvtColor(out, cv2.COLOR_BGR2RGB, dst=out)
         return
-    divisor = shrink_for((y1 - y0, x1 - x0), (out.shape[0], out.shape[1]))
-    least = -(-height // divisor), -(-width // divisor)
-    pixels = _decode_jpeg(data, path, least)
-    _check_decoded(pixels, least, path)
+    divisor = choose_dct_divisor((y1 - y0, x1 - x0), (out.shape[0], out.shape[1]))
+    min_size = -(-height // divisor), -(-width // divisor)
+    pixels = _decode_jpeg(data, path, min_size)
+    _check_decoded(pixels, min_size, path)
     resize_into(pixels[y0 // divisor : -(-y1 // divisor), x0 // divisor : -(-x1 // divisor)], out)
 
 
-def as_stored(region: Region, header: Header) -> Region:
+def to_stored_region(region: Region, header: Header) -> Region:
     """A region of the picture as it is shown → the same pixels in the file."""
     x0, y0, x1, y1 = region
-    swapped, upside_down, mirrored = TURNS[header.orientation]
-    if swapped:
+    is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[header.orientation]
+    if is_transposed:
         x0, y0, x1, y1 = y0, x0, y1, x1
-    height, width = header.stored
-    if upside_down:
+    height, width = header.stored_size
+    if flip_vertical:
         y0, y1 = height - y1, height - y0
-    if mirrored:
+    if flip_horizontal:
         x0, x1 = width - x1, width - x0
     return x0, y0, x1, y1
 
 
-def _turned(stored: Pixels, orientation: int) -> Pixels:
-    swapped, upside_down, mirrored = TURNS[orientation]
-    pixels: cv2.typing.MatLike = stored
-    if upside_down or mirrored:
-        pixels = cv2.flip(pixels, -1 if upside_down and mirrored else int(mirrored))
-    if swapped:
+def _apply_orientation(stored_pixels: Pixels, orientation: int) -> Pixels:
+    is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[orientation]
+    pixels: cv2.typing.MatLike = stored_pixels
+    if flip_vertical or flip_horizontal:
+        pixels = cv2.flip(pixels, -1 if flip_vertical and flip_horizontal else int(flip_horizontal))
+    if is_transposed:
         pixels = cv2.transpose(pixels)
     return np.asarray(pixels, np.uint8)
 
@@ -161,102 +170,108 @@ def resize_into(source: Pixels, out: Pixels) -> None:
     cv2.INTER_AREA takes, at most half a level (of 255) further from Pillow's antialiased resize."""
     height, width = out.shape[:2]
     while source.shape[0] > 2 * height or source.shape[1] > 2 * width:
-        tall, wide = source.shape[0] > 2 * height, source.shape[1] > 2 * width
-        half = -(-source.shape[1] // (1 + wide)), -(-source.shape[0] // (1 + tall))
-        source = np.asarray(cv2.resize(source, half, interpolation=cv2.INTER_LINEAR), np.uint8)
-    written = cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
-    if not np.may_share_memory(written, out):  # a build of OpenCV that allocates anew: right, only slower
-        np.copyto(out, written)
+        halve_height, halve_width = source.shape[0] > 2 * height, source.shape[1] > 2 * width
+        half_size = -(-source.shape[1] // (1 + halve_width)), -(-source.shape[0] // (1 + halve_height))
+        source = np.asarray(cv2.resize(source, half_size, interpolation=cv2.INTER_LINEAR), np.uint8)
+    resized = cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
+    if not np.may_share_memory(resized, out):  # a build of OpenCV that allocates anew: right, only slower
+        np.copyto(out, resized)
 
 
-def _decode_jpeg(data: bytes, path: Path, least: tuple[int, int]) -> Pixels:
+def _decode_jpeg(data: bytes, path: Path, min_size: tuple[int, int]) -> Pixels:
     """uint8 [h, w, 3] RGB, decoded at the smallest scale that is not below `least` (height, width)."""
     try:
-        pixels = simplejpeg.decode_jpeg(data, min_height=least[0], min_width=least[1])
+        pixels = simplejpeg.decode_jpeg(data, min_height=min_size[0], min_width=min_size[1])
     except ValueError as error:
-        if not any(words in str(error) for words in HARMLESS):
-            raise unusable(path, str(error)) from error
+        if not any(warning in str(error) for warning in HARMLESS_WARNINGS):
+            raise decode_error(path, str(error)) from error
         # libjpeg says its last complaint only; whether the file is whole is seen here.
-        whole = _without_strays(data)
-        if whole is None:
-            raise unusable(path, f"the JPEG is truncated: {len(data):,} bytes and no end marker") from error
+        cleaned = _strip_stray_bytes(data)
+        if cleaned is None:
+            raise decode_error(path, f"the JPEG is truncated: {len(data):,} bytes and no end marker") from error
         try:
-            pixels = simplejpeg.decode_jpeg(whole, min_height=least[0], min_width=least[1], strict=False)
-        except ValueError as again:
-            raise unusable(path, str(again)) from again
+            pixels = simplejpeg.decode_jpeg(cleaned, min_height=min_size[0], min_width=min_size[1], strict=False)
+        except ValueError as retry_error:
+            raise decode_error(path, str(retry_error)) from retry_error
     return np.asarray(pixels, np.uint8)
 
 
-def _without_strays(data: bytes) -> bytes | None:
+def _strip_stray_bytes(data: bytes) -> bytes | None:
     """A JPEG without the bytes that stand between its segments, or behind its end; None where it has no end."""
-    parts, at = [data[:2]], 2
-    while 0 <= (at := data.find(b"\xff", at)) < len(data) - 1:
-        marker = data[at + 1]
+    segments, offset = [data[:2]], 2
+    while 0 <= (offset := data.find(b"\xff", offset)) < len(data) - 1:
+        marker = data[offset + 1]
         if marker in (0x00, 0xFF):  # a stray FF, or one that fills
-            at += 1
+            offset += 1
             continue
         if marker == 0xD9:
-            return b"".join([*parts, data[at : at + 2]])
-        end = at + 2
+            return b"".join([*segments, data[offset : offset + 2]])
+        end = offset + 2
         if not (marker == 0x01 or 0xD0 <= marker <= 0xD8):
-            end += int.from_bytes(data[at + 2 : at + 4], "big")
+            end += int.from_bytes(data[offset + 2 : offset + 4], "big")
         if marker == 0xDA:  # its coded pixels go up to the next marker
-            after = _SCAN_END.search(data, end)
-            if after is None:
+            scan_end = _SCAN_END.search(data, end)
+            if scan_end is None:
                 return None
-            end = after.start()
-        parts.append(data[at:end])
-        at = end
+            end = scan_end.start()
+        segments.append(data[offset:end])
+        offset = end
     return None
 
 
-def _decode_by_pillow(data: bytes, path: Path) -> Pixels:
+def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
     """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page. Of 16 bits the upper 8; no alpha."""
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            orientation = picture.getexif().get(0x0112, 1)
-            picture.load()
-            if picture.mode.startswith("I;16"):  # `convert` would clip
-                grey = (np.asarray(picture) >> 8).astype(np.uint8)
-                pixels = np.repeat(grey[..., None], 3, 2)
+        with Image.open(io.BytesIO(data)) as image:
+            orientation = image.getexif().get(0x0112, 1)
+            image.load()
+            if image.mode.startswith("I;16"):  # `convert` would clip
+                gray = (np.asarray(image) >> 8).astype(np.uint8)
+                pixels = np.repeat(gray[..., None], 3, 2)
             else:
-                pixels = np.asarray(picture.convert("RGB"))
-            if orientation in _UNDO and 0x0112 not in picture.getexif():  # Pillow turned it: new ones do so to TIFFs
-                pixels = _turned(pixels, _UNDO[orientation])
+                pixels = np.asarray(image.convert("RGB"))
+            if (
+                orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif()
+            ):  # Pillow turned it: new ones do so to TIFFs
+                pixels = _apply_orientation(pixels, _INVERSE_ORIENTATION[orientation])
             return pixels
-    except _PILLOW_SAYS as error:
-        raise unusable(path, str(error)) from error
+    except _PILLOW_ERRORS as error:
+        raise decode_error(path, str(error)) from error
 
 
-def _decode_by_opencv(data: bytes, path: Path, kind: str) -> Pixels:
+def _decode_with_opencv(data: bytes, path: Path, image_format: str) -> Pixels:
     """uint8 [h, w, 3] BGR, full size. 16 bits a channel keep the upper 8, grey is repeated, alpha is dropped."""
-    if kind == "png":
-        _check_png_is_whole(data, path)
+    if image_format == "png":
+        _check_png_complete(data, path)
     try:
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error as error:
-        raise unusable(path, str(error).strip()) from error
+        raise decode_error(path, str(error).strip()) from error
     if pixels is None:
-        raise unusable(path, f"it is truncated or damaged, or a variety of {kind} that OpenCV does not read")
+        raise decode_error(
+            path, f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not read"
+        )
     return np.asarray(pixels, np.uint8)
 
 
-def _check_png_is_whole(data: bytes, path: Path) -> None:
+def _check_png_complete(data: bytes, path: Path) -> None:
     """Walks the chunks to the last: OpenCV may make half a picture of a truncated file. libpng checks the CRCs."""
-    at = 8
-    while at + 12 <= len(data):
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        at += 12 + length
-        if kind == b"IEND" and at <= len(data):
+    offset = 8
+    while offset + 12 <= len(data):
+        length, chunk_type = int.from_bytes(data[offset : offset + 4], "big"), data[offset + 4 : offset + 8]
+        offset += 12 + length
+        if chunk_type == b"IEND" and offset <= len(data):
             return
-    raise unusable(path, f"the PNG is truncated: {len(data):,} bytes and no end chunk")
+    raise decode_error(path, f"the PNG is truncated: {len(data):,} bytes and no end chunk")
 
 
 def _check_decoded(pixels: Pixels, expected: tuple[int, int], path: Path) -> None:
     if pixels.shape[:2] != expected:
-        found = (pixels.shape[0], pixels.shape[1])
-        raise unusable(path, f"its header promises {_sides(expected)} pixels, it decodes to {_sides(found)}")
+        actual = (pixels.shape[0], pixels.shape[1])
+        raise decode_error(
+            path, f"its header promises {_format_size(expected)} pixels, it decodes to {_format_size(actual)}"
+        )
 
 
-def _sides(size: tuple[int, int]) -> str:
+def _format_size(size: tuple[int, int]) -> str:
     return f"{size[1]} × {size[0]}"

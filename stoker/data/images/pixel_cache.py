@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Of the file and of what decides the pixels in it: raise it when decoding or resizing changes."""
-LEAST_FACTOR, MOST_FACTOR = 1.25, 1.5
+MIN_FACTOR, MAX_FACTOR = 1.25, 1.5
 """Bounds of how much larger than in the canvas pictures are kept for crops. Below, resizing twice blurs; above, it
 costs memory (the square) for zooms that few recipes have."""
-BLOCK = 4096
+BLOCK_BYTES = 4096
 """Entries begin on whole pages: two pictures never share one."""
-SLOW_WRITE_S, PAUSES = 0.05, 4
+SLOW_WRITE_S, PAUSE_FACTOR = 0.05, 4
 """A write that takes longer, since the kernel makes writers wait for the disk, is followed by a pause of so many times
 its length: filling the cache costs the loader's threads at most a fifth of their time."""
 
@@ -48,35 +48,39 @@ HEADER_BYTES = _IDENTITY.size + _CRC.size
 
 
 @dataclass(frozen=True)
-class Form:
+class CachedImageSpec:
     """The size in which pictures are kept: `factor` times as large as the whole of them is shown in the canvas."""
 
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width."""
     resize: str
     """letterbox or squash, as `augment.place` has it."""
     factor: float
 
     @classmethod
-    def of(cls, canvas: tuple[int, int], resize: str, *, crop: float, zoom: tuple[float, float]) -> "Form":
+    def for_augmentation(
+        cls, image_size: tuple[int, int], resize: str, *, scale_jitter_prob: float, scale_range: tuple[float, float]
+    ) -> "CachedImageSpec":
         """The form for a recipe: as much larger as its crops zoom in, within LEAST_FACTOR … MOST_FACTOR; without crops
         as it is shown, so that a sample is the same to the bit as without a cache."""
-        return cls(canvas, resize, min(MOST_FACTOR, max(LEAST_FACTOR, zoom[1])) if crop > 0 else 1.0)
+        return cls(
+            image_size, resize, min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
+        )
 
-    def kept(self, size: NDArray[np.int32]) -> NDArray[np.int32]:
+    def cached_sizes(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Height and width of pictures [n, 2] → as they are kept [n, 2]: never larger than they are; 0 stays 0."""
-        known = np.maximum(size, 1)
-        scales = np.array(self.canvas) * self.factor / known
+        safe_sizes = np.maximum(sizes, 1)
+        scales = np.array(self.image_size) * self.factor / safe_sizes
         if self.resize == "letterbox":
             scales = np.repeat(scales.min(1, keepdims=True), 2, 1)
-        smaller = np.round(size * np.minimum(1.0, scales)).astype(np.int32)  # as `augment.place` rounds
-        kept: NDArray[np.int32] = np.minimum(size, np.maximum(smaller, 1))
-        return kept
+        scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(np.int32)  # as `augment.place` rounds
+        cached: NDArray[np.int32] = np.minimum(sizes, np.maximum(scaled_sizes, 1))
+        return cached
 
 
-def digest(index: "Index", form: Form) -> str:
+def cache_digest(index: "Index", spec: CachedImageSpec) -> str:
     """Names the file of an index and a form: changes with anything that decides which picture stands where."""
-    key = blake2b(f"{VERSION}\0{form!r}\0{index.identity()}".encode(), digest_size=8)
+    key = blake2b(f"{VERSION}\0{spec!r}\0{index.fingerprint()}".encode(), digest_size=8)
     return key.hexdigest()
 
 
@@ -86,88 +90,88 @@ class PixelCache:
     def __init__(
         self,
         index: "Index",
-        form: Form,
-        handle: int | None,
+        spec: CachedImageSpec,
+        fd: int | None,
         *,
-        most_bytes: int = 0,
+        max_bytes: int = 0,
         reserve_bytes: int = 0,
-        on_trouble: Callable[[str], None] | None = None,
+        on_error: Callable[[str], None] | None = None,
     ) -> None:
         """handle: an open file, which is closed with the cache; None: nothing is kept, pictures only have the form.
 
         most_bytes: what the file may take of its disk or of memory; reserve_bytes: what is left free on its disk.
         on_trouble is called once, from any thread, when nothing more can be kept.
         """
-        self._index, self._handle = index, handle
-        self._most_bytes, self._reserve_bytes, self._on_trouble = most_bytes, reserve_bytes, on_trouble
-        self._size = form.kept(index.size)
-        self._begins = offsets_of(self._size)
-        self._stamps = np.full((len(index.size), 2), -1, np.int64)
-        self._writing = handle is not None
+        self._index, self._fd = index, fd
+        self._max_bytes, self._reserve_bytes, self._on_error = max_bytes, reserve_bytes, on_error
+        self._cached_sizes = spec.cached_sizes(index.original_size)
+        self._entry_offsets = compute_entry_offsets(self._cached_sizes)
+        self._source_stamps = np.full((len(index.original_size), 2), -1, np.int64)
+        self._is_writable = fd is not None
         self._pause_until = 0.0
-        if handle is not None:
-            weakref.finalize(self, os.close, handle).atexit = False  # threads may still read at exit
+        if fd is not None:
+            weakref.finalize(self, os.close, fd).atexit = False  # threads may still read at exit
 
-    def shape(self, row: int) -> tuple[int, int] | None:
+    def shape(self, image_index: int) -> tuple[int, int] | None:
         """Height and width in which a picture is kept; None where the index does not say its size: it never is."""
-        height, width = self._size[row].tolist()
+        height, width = self._cached_sizes[image_index].tolist()
         return (height, width) if height and width else None
 
-    def make(self, row: int, data: bytes, path: Path, header: Header) -> Pixels:
+    def decode(self, image_index: int, data: bytes, path: Path, header: Header) -> Pixels:
         """The picture as it is kept, from its file, uint8 [h, w, 3] RGB; its size must be known. Raises DataError."""
         height, width = header.size
-        out = np.empty((*self._size[row].tolist(), 3), np.uint8)
+        out = np.empty((*self._cached_sizes[image_index].tolist(), 3), np.uint8)
         decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
         return out
 
-    def holds(self, row: int) -> bool:
+    def contains(self, image_index: int) -> bool:
         """Whether `get` will most likely find the picture. Its pixels are not looked at."""
-        return self._crc_of(row) is not None
+        return self._read_crc(image_index) is not None
 
-    def get(self, row: int) -> Pixels | None:
+    def get(self, image_index: int) -> Pixels | None:
         """The picture, uint8 [h, w, 3] RGB; None where it is not there, not whole, or not of the source as it is."""
-        crc = self._crc_of(row)
-        if crc is None or self._handle is None:
+        crc = self._read_crc(image_index)
+        if crc is None or self._fd is None:
             return None
-        pixels = np.empty((*self._size[row].tolist(), 3), np.uint8)
+        pixels = np.empty((*self._cached_sizes[image_index].tolist(), 3), np.uint8)
         try:
-            count = os.preadv(self._handle, [pixels.data], int(self._begins[row]) + HEADER_BYTES)
+            count = os.preadv(self._fd, [pixels.data], int(self._entry_offsets[image_index]) + HEADER_BYTES)
         except OSError as error:
-            self._give_up(f"reading failed: {error.strerror}")
+            self._disable_writes(f"reading failed: {error.strerror}")
             return None
         # Every time, 0.03 ms for 640 × 480: a disk may return other bytes at the second reading.
         return pixels if count == pixels.nbytes and google_crc32c.value(pixels) == crc else None
 
-    def put(self, row: int, pixels: Pixels) -> None:
+    def put(self, image_index: int, pixels: Pixels) -> None:
         """Keeps what `make` returned, where there is room."""
-        if not self._writing or self._handle is None or time.monotonic() < self._pause_until:
+        if not self._is_writable or self._fd is None or time.monotonic() < self._pause_until:
             return
-        identity = self._identity(row)
+        identity = self._entry_identity(image_index)
         if identity is None:
             return
-        began = time.monotonic()
+        start_s = time.monotonic()
         try:
-            if not self._has_room(self._handle, pixels.nbytes + BLOCK):
-                self._give_up("it has reached its limit, or the disk is nearly full")
+            if not self._has_room(self._fd, pixels.nbytes + BLOCK_BYTES):
+                self._disable_writes("it has reached its limit, or the disk is nearly full")
                 return
-            head, begin = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._begins[row])
-            written = os.pwritev(self._handle, [head, pixels.data], begin)
+            head, offset = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._entry_offsets[image_index])
+            written = os.pwritev(self._fd, [head, pixels.data], offset)
             if written < len(head) + pixels.nbytes:  # the rest will say why
-                os.pwrite(self._handle, (head + pixels.tobytes())[written:], begin + written)
+                os.pwrite(self._fd, (head + pixels.tobytes())[written:], offset + written)
         except OSError as error:
-            self._give_up(f"writing failed: {error.strerror}")
-        ended = time.monotonic()
-        if ended - began > SLOW_WRITE_S:
-            self._pause_until = ended + PAUSES * (ended - began)
+            self._disable_writes(f"writing failed: {error.strerror}")
+        end_s = time.monotonic()
+        if end_s - start_s > SLOW_WRITE_S:
+            self._pause_until = end_s + PAUSE_FACTOR * (end_s - start_s)
 
-    def _crc_of(self, row: int) -> int | None:
+    def _read_crc(self, image_index: int) -> int | None:
         """The checksum that the entry of a picture says; None where there is none of the source as it is."""
-        if self._handle is None or (identity := self._identity(row)) is None:
+        if self._fd is None or (identity := self._entry_identity(image_index)) is None:
             return None
         try:
-            head = os.pread(self._handle, HEADER_BYTES, int(self._begins[row]))
+            head = os.pread(self._fd, HEADER_BYTES, int(self._entry_offsets[image_index]))
         except OSError as error:
-            self._give_up(f"reading failed: {error.strerror}")
+            self._disable_writes(f"reading failed: {error.strerror}")
             return None
         if len(head) < HEADER_BYTES or not head.startswith(identity):
             return None
@@ -175,44 +179,44 @@ class PixelCache:
         (crc,) = _CRC.unpack_from(head, _IDENTITY.size)
         return crc
 
-    def _identity(self, row: int) -> bytes | None:
+    def _entry_identity(self, image_index: int) -> bytes | None:
         """The first part of the header of a picture's entry; None where the picture has no size or no file.
 
         The source is looked at once, before it is first read by this process: a file that is replaced later is noticed
         by the next process.
         """
-        height, width = self._size[row].tolist()
+        height, width = self._cached_sizes[image_index].tolist()
         if not (height and width):
             return None
-        span = self._index.span(row)
-        size, changed = self._stamps[row].tolist()
-        if size < 0:
-            path = self._index.path(row)
+        byte_range = self._index.byte_range(image_index)
+        source_bytes, mtime_ns = self._source_stamps[image_index].tolist()
+        if source_bytes < 0:
+            path = self._index.path(image_index)
             try:
-                stat = os.stat(path if span is None else path.parent)
+                stat = os.stat(path if byte_range is None else path.parent)
             except OSError:  # reading it will say why, and name it
                 return None
-            size, changed = self._stamps[row] = stat.st_size, stat.st_mtime_ns
-        return _IDENTITY.pack(_MAGIC, row, height, width, size, changed, *(span or (0, 0)))
+            source_bytes, mtime_ns = self._source_stamps[image_index] = stat.st_size, stat.st_mtime_ns
+        return _IDENTITY.pack(_MAGIC, image_index, height, width, source_bytes, mtime_ns, *(byte_range or (0, 0)))
 
-    def _has_room(self, handle: int, more: int) -> bool:
-        if os.fstat(handle).st_blocks * 512 + more > self._most_bytes:
+    def _has_room(self, fd: int, num_bytes: int) -> bool:
+        if os.fstat(fd).st_blocks * 512 + num_bytes > self._max_bytes:
             return False
         if not self._reserve_bytes:
             return True
-        disk = os.fstatvfs(handle)
-        return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + more
+        disk = os.fstatvfs(fd)
+        return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + num_bytes
 
-    def _give_up(self, why: str) -> None:
+    def _disable_writes(self, reason: str) -> None:
         """Writes nothing more. What is there is still read."""
-        if self._writing:
-            self._writing = False
-            if self._on_trouble is not None:
-                self._on_trouble(f"the cache of decoded pictures takes no more: {why}")
+        if self._is_writable:
+            self._is_writable = False
+            if self._on_error is not None:
+                self._on_error(f"the cache of decoded pictures takes no more: {reason}")
 
 
-def offsets_of(kept: NDArray[np.int32]) -> NDArray[np.int64]:
+def compute_entry_offsets(cached_sizes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Height and width as kept [n, 2] → first byte of each entry, and behind the last, the file's length [n + 1]."""
-    pixels = kept.astype(np.int64).prod(1) * 3
-    blocks = np.where(pixels > 0, -(-(pixels + HEADER_BYTES) // BLOCK), 0)
-    return np.concatenate([[0], np.cumsum(blocks * BLOCK)])
+    pixel_bytes = cached_sizes.astype(np.int64).prod(1) * 3
+    blocks = np.where(pixel_bytes > 0, -(-(pixel_bytes + HEADER_BYTES) // BLOCK_BYTES), 0)
+    return np.concatenate([[0], np.cumsum(blocks * BLOCK_BYTES)])

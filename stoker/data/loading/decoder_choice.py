@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from stoker.data.augment import geometry
 from stoker.data.images import decode
-from stoker.data.images.decode_device import Encoded, fill, is_ordinary, why_not
-from stoker.data.images.headers import header_of
+from stoker.data.images.decode_device import EncodedImage, decode_into_batch, is_device_decodable, unavailable_reason
+from stoker.data.images.headers import parse_header
 from stoker.errors import DataError, ObjectMissing
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
@@ -27,148 +27,152 @@ from stoker.hardware.device import Device
 if TYPE_CHECKING:
     from stoker.data.index import Index
 
-SAMPLE = 64
+NUM_SAMPLE_IMAGES = 64
 """Pictures that are tried, from all over the training split."""
-LIMIT_S = 5.0
+HOST_TIME_LIMIT_S = 5.0
 """Seconds after which no further one is decoded on the host."""
-GAIN = 1.1
+MIN_SPEEDUP = 1.1
 """How many times as fast the device's decoding must make training, at least: what is measured at the start of a run is
 not more exact, and a file whose coded pixels are damaged is only noticed by the host."""
 
-HERE = Path()
+NO_PATH = Path()
 """Stands for a picture's path in errors that nobody sees."""
 
-Decoder = Literal["host", "nvjpeg"]
+JpegDecoder = Literal["host", "nvjpeg"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class DecoderTimings:
     """Seconds are of one picture, on average."""
 
-    host_s: float
+    host_decode_s: float
     """A core's, decoding and resizing."""
     cores: int
     """That can decode beside the thread that issues the steps."""
     step_s: float
     """The device's, training."""
-    device_s: float | None = None
+    device_decode_s: float | None = None
     """The device's, decoding and resizing what it takes; None: it takes none."""
-    share: float = 0.0
+    device_fraction: float = 0.0
     """Of the pictures, those that it takes."""
-    tried: int = 0
+    num_images: int = 0
     """Pictures that were measured."""
 
 
-def choose(m: Measured) -> tuple[Decoder, str]:
+def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
     """Who decodes, and why.
 
     The device, where the host's cores cannot feed the steps and training becomes faster by it, even if decoding and
     steps fully shared the device's time (its JPEG engines, where it has some, work beside).
     """
-    host_per_s, step_per_s = m.cores / m.host_s, 1 / m.step_s
-    cores = "1 core decodes" if m.cores == 1 else f"{m.cores} cores decode"
-    said = f"{cores} {host_per_s:,.0f} pictures/s, steps take {step_per_s:,.0f}/s"
+    host_per_s, step_per_s = timings.cores / timings.host_decode_s, 1 / timings.step_s
+    cores_text = "1 core decodes" if timings.cores == 1 else f"{timings.cores} cores decode"
+    summary = f"{cores_text} {host_per_s:,.0f} pictures/s, steps take {step_per_s:,.0f}/s"
     if host_per_s >= step_per_s:
-        return "host", said
-    if m.device_s is None or m.share == 0:
-        return "host", f"{said}; but none of {m.tried} pictures is a JPEG that nvJPEG takes"
-    together = 1 / (m.step_s + m.share * m.device_s)
-    rest = host_per_s / (1 - m.share) if m.share < 1 else together
-    reached = min(together, rest)
-    said += f"; nvJPEG decodes {1 / m.device_s:,.0f}/s"
-    if m.share < 1:
-        said += f" of the {100 * m.share:.0f} % that it takes"
-    if reached < GAIN * host_per_s:
-        return "host", f"{said}, which would leave {reached:,.0f}/s: nothing to gain"
-    return "nvjpeg", f"{said}: with it training reaches {reached:,.0f}/s or more"
+        return "host", summary
+    if timings.device_decode_s is None or timings.device_fraction == 0:
+        return "host", f"{summary}; but none of {timings.num_images} pictures is a JPEG that nvJPEG takes"
+    device_limit_per_s = 1 / (timings.step_s + timings.device_fraction * timings.device_decode_s)
+    host_limit_per_s = host_per_s / (1 - timings.device_fraction) if timings.device_fraction < 1 else device_limit_per_s
+    reached_per_s = min(device_limit_per_s, host_limit_per_s)
+    summary += f"; nvJPEG decodes {1 / timings.device_decode_s:,.0f}/s"
+    if timings.device_fraction < 1:
+        summary += f" of the {100 * timings.device_fraction:.0f} % that it takes"
+    if reached_per_s < MIN_SPEEDUP * host_per_s:
+        return "host", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
+    return "nvjpeg", f"{summary}: with it training reaches {reached_per_s:,.0f}/s or more"
 
 
-def decide(
+def measure_and_choose_decoder(
     index: "Index",
-    rows: NDArray[np.int64],
+    image_indices: NDArray[np.int64],
     device: Device,
     *,
-    canvas: tuple[int, int],
+    image_size: tuple[int, int],
     resize: str,
-    batch: int,
-    step_s: Callable[[], float],
-) -> tuple[Decoder, str]:
+    batch_size: int,
+    measure_step_s: Callable[[], float],
+) -> tuple[JpegDecoder, str]:
     """`choose` for a data set and a device. step_s: measures a step, seconds a picture; called where it matters.
 
     Raises StorageError where a bucket cannot be read.
     """
     if device.is_cpu:
         return "host", "training is on the CPU"
-    if (why := why_not(device)) is not None:
-        return "host", f"nvJPEG cannot be had: {why}"
-    pictures = _sample(index, rows, canvas, resize)
-    host_s = _host_seconds(pictures, canvas)
-    if host_s is None:
+    if (reason := unavailable_reason(device)) is not None:
+        return "host", f"nvJPEG cannot be had: {reason}"
+    images = _sample_images(index, image_indices, image_size, resize)
+    host_decode_s = _time_host_decode(images, image_size)
+    if host_decode_s is None:
         return "host", "no picture could be measured"
-    taken = [picture for picture in pictures if is_ordinary(picture.data, picture.header)]
-    device_s, done = _device_seconds(taken, device, canvas, batch)
-    return choose(
-        Measured(
-            host_s=host_s,
+    device_images = [image for image in images if is_device_decodable(image.data, image.header)]
+    device_decode_s, num_decoded = _time_device_decode(device_images, device, image_size, batch_size)
+    return choose_decoder(
+        DecoderTimings(
+            host_decode_s=host_decode_s,
             cores=max(1, host_cores() - 1),
-            step_s=step_s(),
-            device_s=device_s,
-            share=done / len(pictures),
-            tried=len(pictures),
+            step_s=measure_step_s(),
+            device_decode_s=device_decode_s,
+            device_fraction=num_decoded / len(images),
+            num_images=len(images),
         )
     )
 
 
-def _sample(index: "Index", rows: NDArray[np.int64], canvas: tuple[int, int], resize: str) -> list[Encoded]:
+def _sample_images(
+    index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
+) -> list[EncodedImage]:
     """Pictures from all over `rows`, each to be shown whole. What cannot be used is left out: training will say so."""
-    found = []
-    for row in rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64)].tolist():
+    images = []
+    for image_index in image_indices[
+        np.linspace(0, len(image_indices) - 1, min(NUM_SAMPLE_IMAGES, len(image_indices))).astype(np.int64)
+    ].tolist():
         try:
-            data = index.read(row)
-            header = header_of(data, index.path(row))
+            data = index.read(image_index)
+            header = parse_header(data, index.path(image_index))
         except (DataError, ObjectMissing, OSError):
             continue
-        placement = geometry.place(header.size, canvas, resize)
-        found.append(Encoded(data, header, placement.region, placement.content))
-    return found
+        geom = geometry.compute_resize_geometry(header.size, image_size, resize)
+        images.append(EncodedImage(data, header, geom.region, geom.resized_size))
+    return images
 
 
-def _host_seconds(pictures: Sequence[Encoded], canvas: tuple[int, int]) -> float | None:
+def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int]) -> float | None:
     """Of a core, for one of `pictures`; None where none can be decoded."""
-    out = np.empty((*canvas, 3), np.uint8)
-    took_s: list[float] = []
-    began_s = time.perf_counter()
-    for picture in [*pictures[:1], *pictures]:
+    out = np.empty((*image_size, 3), np.uint8)
+    durations_s: list[float] = []
+    loop_start_s = time.perf_counter()
+    for image in [*images[:1], *images]:
         start_s = time.perf_counter()
-        height, width = picture.content
+        height, width = image.resized_size
         try:
-            decode.decode_into(
-                picture.data, HERE, region=picture.region, out=out[:height, :width], header=picture.header
-            )
+            decode.decode_into(image.data, NO_PATH, region=image.region, out=out[:height, :width], header=image.header)
         except DataError:
             continue
-        took_s.append(time.perf_counter() - start_s)
-        if time.perf_counter() - began_s > LIMIT_S:
+        durations_s.append(time.perf_counter() - start_s)
+        if time.perf_counter() - loop_start_s > HOST_TIME_LIMIT_S:
             break
-    counted = took_s[1:] or took_s  # the first one warms up
-    return sum(counted) / len(counted) if counted else None
+    timed_s = durations_s[1:] or durations_s  # the first one warms up
+    return sum(timed_s) / len(timed_s) if timed_s else None
 
 
-def _device_seconds(
-    pictures: Sequence[Encoded], device: Device, canvas: tuple[int, int], batch: int
+def _time_device_decode(
+    encoded: Sequence[EncodedImage], device: Device, image_size: tuple[int, int], batch_size: int
 ) -> tuple[float | None, int]:
     """(seconds of the device for one of `pictures`, in batches, None where it takes none; how many it takes)."""
     stream = device.make_stream()
-    batches = [dict(enumerate(pictures[at : at + batch])) for at in range(0, len(pictures), batch)]
-    done = len(pictures)
-    with stream.issue():
-        images = torch.empty((min(batch, SAMPLE), *canvas, 3), dtype=torch.uint8, device=device.torch_device)
-        for some in batches[:1]:
-            fill(images, some, stream)  # what happens once
-        stream.wait()
-        began_s = time.perf_counter()
-        for some in batches:
-            done -= len(fill(images, some, stream))
-        stream.wait()
-        took_s = time.perf_counter() - began_s
-    return (took_s / done if done else None), done
+    batches = [dict(enumerate(encoded[start : start + batch_size])) for start in range(0, len(encoded), batch_size)]
+    num_decoded = len(encoded)
+    with stream.activate():
+        images = torch.empty(
+            (min(batch_size, NUM_SAMPLE_IMAGES), *image_size, 3), dtype=torch.uint8, device=device.torch_device
+        )
+        for encoded_batch in batches[:1]:
+            decode_into_batch(images, encoded_batch, stream)  # what happens once
+        stream.synchronize()
+        start_s = time.perf_counter()
+        for encoded_batch in batches:
+            num_decoded -= len(decode_into_batch(images, encoded_batch, stream))
+        stream.synchronize()
+        duration_s = time.perf_counter() - start_s
+    return (duration_s / num_decoded if num_decoded else None), num_decoded

@@ -12,91 +12,97 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from stoker.data.loading.samples import Fetch, Samples
-from stoker.data.loading.wait_breakdown import FLIGHT, QUEUED, Marks
+from stoker.data.loading.samples import PendingRead, SampleStream
+from stoker.data.loading.wait_breakdown import IN_FLIGHT, QUEUED, Transitions
 from stoker.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
     from stoker.storage.fetcher import Fetcher
 
-MEMORY_SHARE = 1 / 16
+MEMORY_FRACTION = 1 / 16
 """Of the free host memory, for bytes that have come or will come before the ring has room for them."""
-USUAL_BYTES = 2**18
+DEFAULT_IMAGE_BYTES = 2**18
 """Size of a picture while none has come."""
 
 
 @dataclasses.dataclass
-class Flights:
+class PrefetchCounters:
     """Fetches since the loader was made. But for `asked`, written by the fetcher's thread alone."""
 
-    asked: int = 0
-    arrived: int = 0
+    requested: int = 0
+    completed: int = 0
     bytes: int = 0
     seconds: float = 0.0
     """Summed over the fetches, which fly side by side."""
 
 
-def positions(first: int, batch: int, stride: int) -> Iterator[int]:
+def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[int]:
     """Those of a rank's batches, whose first ones are first, first + stride, …, without an end."""
-    return (base + k for base in itertools.count(first, stride) for k in range(batch))
+    return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
-class Ahead:
+class Prefetcher:
     """The fetches of a loader from one place of the stream on. Holds no loader, as its callbacks outlive one."""
 
-    def __init__(self, samples: Samples, fetcher: "Fetcher", flights: Flights, positions: Iterator[int]) -> None:
+    def __init__(
+        self, samples: SampleStream, fetcher: "Fetcher", counters: PrefetchCounters, positions: Iterator[int]
+    ) -> None:
         """positions: those that this rank loads, in order, without an end."""
-        self._samples, self._fetcher, self._flights, self._positions = samples, fetcher, flights, positions
-        self._next = next(positions)
-        self._asked: dict[int, tuple[Fetch, Marks] | None] = {}
+        self._samples, self._fetcher, self._counters, self._positions = samples, fetcher, counters, positions
+        self._next_position = next(positions)
+        self._requests: dict[int, tuple[PendingRead, Transitions] | None] = {}
         """Position → its fetch; None where there is nothing to fetch."""
         limit, used = host_memory()
-        self._memory_bytes = MEMORY_SHARE * max(0, limit - used)
+        self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
 
-    def take(self, position: int) -> tuple[Fetch, Marks] | None:
+    def take(self, position: int) -> tuple[PendingRead, Transitions] | None:
         """The fetch of a position's picture and the marks of the sample; None where its bytes lie on a local disk."""
-        while self._next <= position:
-            self._ask_next()
-        found = self._asked.pop(position, None)
-        row = self._samples.row_at(position)
-        if found is not None and found[0].row != row:
-            return self._ask(row)
-        return found
+        while self._next_position <= position:
+            self._request_next()
+        request = self._requests.pop(position, None)
+        image_index = self._samples.image_index_at(position)
+        if request is not None and request[0].image_index != image_index:
+            return self._request(image_index)
+        return request
 
     @property
-    def most(self) -> int:
+    def max_in_flight(self) -> int:
         """For how many samples beyond the ring bytes should be under way."""
-        flights = self._flights
-        usual = flights.bytes / flights.arrived if flights.bytes else USUAL_BYTES
-        return min(self._fetcher.ahead, int(self._memory_bytes / usual))
+        counters = self._counters
+        mean_bytes = counters.bytes / counters.completed if counters.bytes else DEFAULT_IMAGE_BYTES
+        return min(self._fetcher.target_in_flight, int(self._memory_budget_bytes / mean_bytes))
 
     def top_up(self) -> None:
         """Asks for more, up to that."""
-        most = self.most
-        while len(self._asked) < most and (self._samples.train or self._next < len(self._samples)):
-            self._ask_next()
+        limit = self.max_in_flight
+        while len(self._requests) < limit and (self._samples.train or self._next_position < len(self._samples)):
+            self._request_next()
 
-    def _ask_next(self) -> None:
-        self._asked[self._next] = self._ask(self._samples.row_at(self._next))
-        self._next = next(self._positions)
+    def _request_next(self) -> None:
+        self._requests[self._next_position] = self._request(self._samples.image_index_at(self._next_position))
+        self._next_position = next(self._positions)
 
-    def _ask(self, row: int) -> tuple[Fetch, Marks] | None:
-        where = self._samples.index.remote(row) if row >= 0 and not self._samples.cached(row) else None
-        if where is None:
+    def _request(self, image_index: int) -> tuple[PendingRead, Transitions] | None:
+        location = (
+            self._samples.index.remote_object(image_index)
+            if image_index >= 0 and not self._samples.is_cached(image_index)
+            else None
+        )
+        if location is None:
             return None
-        store, key, start, length = where
-        flights, began_s = self._flights, time.perf_counter()
-        marks: Marks = [(began_s, FLIGHT)]
+        store, key, start, length = location
+        counters, start_s = self._counters, time.perf_counter()
+        transitions: Transitions = [(start_s, IN_FLIGHT)]
 
-        def note(future: "Future[bytes]") -> None:
+        def on_done(future: "Future[bytes]") -> None:
             now_s = time.perf_counter()
-            marks.append((now_s, QUEUED))
-            flights.seconds += now_s - began_s
-            flights.arrived += 1
+            transitions.append((now_s, QUEUED))
+            counters.seconds += now_s - start_s
+            counters.completed += 1
             if not future.cancelled() and future.exception() is None:
-                flights.bytes += len(future.result())
+                counters.bytes += len(future.result())
 
-        flights.asked += 1
+        counters.requested += 1
         future = self._fetcher.submit(store, key, start=start, length=length)
-        future.add_done_callback(note)
-        return Fetch(row, future), marks
+        future.add_done_callback(on_done)
+        return PendingRead(image_index, future), transitions

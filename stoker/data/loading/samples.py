@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.data.augment import geometry
-from stoker.data.batch import DRAWS, Batch
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.images import decode
-from stoker.data.images.decode_device import Encoded, is_ordinary
-from stoker.data.images.headers import Header, header_of
+from stoker.data.images.decode_device import EncodedImage, is_device_decodable
+from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.counters import Counters
-from stoker.data.loading.wait_breakdown import DECODING, READ, Marks
+from stoker.data.loading.wait_breakdown import DECODING, READ, Transitions
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 from stoker.hardware.device import Device
 
@@ -33,98 +33,103 @@ if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
 
-PADDING = (124, 116, 104)
+PAD_COLOR = (124, 116, 104)
 """RGB of the canvas beside the picture: the ImageNet mean, which normalises to about 0."""
-REPLACEMENTS = 64
+MAX_REPLACEMENTS = 64
 """How many stand-ins are drawn for a picture. All of them in quarantine, or failing too: the data set is gone."""
-EPOCHS_KEPT = 2
+MAX_CACHED_ORDERS = 2
 """Orders of epochs that are kept: where one ends, some positions belong to the next."""
-NOT_THE_PICTURE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of reading that say nothing about the file."""
 
 
-class Quarantine(NamedTuple):
+class QuarantinedImage(NamedTuple):
     """A picture that could not be used, and what stood in for it: the substance of a `schemas.Quarantined`."""
 
-    row: int
-    place: str
+    image_index: int
+    source: str
     """Path or address of the picture."""
     error: str
-    position: int
+    sample_position: int
     """Place in the stream of samples from which on the picture is not used."""
     replaced_by: int
     """Row that took its place there; -1 in an evaluation, which leaves it out."""
 
 
-class Fetch(NamedTuple):
+class PendingRead(NamedTuple):
     """The bytes of a row's picture, on their way."""
 
-    row: int
+    image_index: int
     future: "Future[bytes]"
 
 
-class Outcome(NamedTuple):
+class SampleResult(NamedTuple):
     """What came of a position: the row that was used (-1: none), and the rows that failed before it."""
 
-    row: int
+    image_index: int
     failures: list[tuple[int, Exception]]
 
 
-def box_slots(index: "Index", rows: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
+def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
     """M: the most boxes a picture of `rows` has (crowd boxes counted), at least 1, rounded up to a multiple of 8.
 
     With mosaics twice as many: one shows a good half of each of four pictures. On BCCD it has 36 boxes where a picture
     has 14; all mosaics fit then, with the slots of one picture only 37 % would.
     """
-    counts = index.offsets[rows + 1] - index.offsets[rows]
-    most = max(1, int(counts.max(initial=0))) * (2 if mosaic > 0 else 1)
-    return -(-most // 8) * 8
+    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
+    max_count = max(1, int(counts.max(initial=0))) * (2 if mosaic > 0 else 1)
+    return -(-max_count // 8) * 8
 
 
-class Slot:
+class HostBatchBuffer:
     """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
 
-    def __init__(self, device: Device, batch: int, canvas: tuple[int, int], boxes: int) -> None:
+    def __init__(self, device: Device, batch_size: int, image_size: tuple[int, int], max_boxes: int) -> None:
         def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return device.empty_host((batch, *shape), dtype)
+            return device.empty_host((batch_size, *shape), dtype)
 
-        self.canvas = canvas
+        self.image_size = image_size
         self.tensors = [
-            empty((*canvas, 3), torch.uint8),
-            empty((boxes, 4), torch.float32),
-            empty((boxes,), torch.int64),
-            empty((boxes,), torch.bool),
+            empty((*image_size, 3), torch.uint8),
+            empty((max_boxes, 4), torch.float32),
+            empty((max_boxes,), torch.int64),
+            empty((max_boxes,), torch.bool),
             empty((2,), torch.int32),
             empty((2,), torch.float32),
             empty((2,), torch.int32),
             empty((), torch.int64),
-            empty((DRAWS,), torch.float32),
+            empty((NUM_RAND,), torch.float32),
         ]
         """In the order of Batch, the images [B, H, W, 3]."""
         (
-            self.pixels, self.boxes, self.labels, self.valid, self.content, self.scale, self.size, self.image_id,
-            self.draw,
+            self.pixels, self.boxes, self.labels, self.valid, self.resized_size, self.scale, self.original_size, self.image_index,
+            self.rand,
         ) = (tensor.numpy() for tensor in self.tensors)  # fmt: skip
-        self.encoded: list[Encoded | None] = [None] * batch
+        self.encoded: list[EncodedImage | None] = [None] * batch_size
         """What the device is to decode, where `pixels` has nothing."""
-        self._padding = np.empty((*canvas, 3), np.uint8)
-        self._padding[:] = PADDING
+        self._padding = np.empty((*image_size, 3), np.uint8)
+        self._padding[:] = PAD_COLOR
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def pad(self, k: int, content: tuple[int, int]) -> None:
+    def pad(self, k: int, resized_size: tuple[int, int]) -> None:
         """Fills what `content` (height, width) leaves of picture k; by copying, NumPy repeats 3 bytes 60 × slower."""
-        height, width = content
+        height, width = resized_size
         self.pixels[k, height:] = self._padding[height:]
         self.pixels[k, :height, width:] = self._padding[:height, width:]
 
-    def blank(self, k: int) -> None:
+    def write_filler(self, k: int) -> None:
         """Makes row k one that only fills the batch: a canvas of padding without boxes, image_id -1."""
         self.pad(k, (0, 0))
-        self.boxes[k], self.labels[k], self.valid[k], self.draw[k] = 0, 0, False, 0
-        self.content[k], self.size[k], self.scale[k], self.image_id[k] = self.canvas, self.canvas, 1, -1
+        self.boxes[k], self.labels[k], self.valid[k], self.rand[k] = 0, 0, False, 0
+        self.resized_size[k], self.original_size[k], self.scale[k], self.image_index[k] = (
+            self.image_size,
+            self.image_size,
+            1,
+            -1,
+        )
 
 
 def as_batch(tensors: list[Tensor]) -> Batch:
@@ -132,83 +137,100 @@ def as_batch(tensors: list[Tensor]) -> Batch:
     return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
 
 
-class Samples:
+class SampleStream:
     """The stream. `load` runs in many threads at once; only the caller of the loader writes `quarantined`."""
 
     def __init__(
         self,
         index: "Index",
-        rows: NDArray[np.int64],
+        image_indices: NDArray[np.int64],
         *,
-        canvas: tuple[int, int],
+        image_size: tuple[int, int],
         resize: str,
-        crop: float,
-        zoom: tuple[float, float],
-        overlap: float,
-        boxes: int,
+        scale_jitter_prob: float,
+        scale_range: tuple[float, float],
+        min_object_covered: float,
+        max_boxes: int,
         seed: int,
         train: bool,
         cache: "PixelCache | None" = None,
     ) -> None:
         """cache: of decoded pictures, of this index and for this canvas and resize."""
-        self.index, self.rows, self.train, self.seed = index, np.asarray(rows, np.int64), train, seed
+        self.index, self.image_indices, self.train, self.seed = index, np.asarray(image_indices, np.int64), train, seed
         self.quarantined: dict[int, int] = {}
         """Row → position from which on it is not used."""
-        self._canvas, self._resize, self._boxes = canvas, resize, boxes
-        self._crop, self._zoom, self._overlap = crop, zoom, overlap
-        self._cache, self._defers = cache, False
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._image_size, self._resize, self._max_boxes = image_size, resize, max_boxes
+        self._scale_jitter_prob, self._scale_range, self._min_object_covered = (
+            scale_jitter_prob,
+            scale_range,
+            min_object_covered,
+        )
+        self._cache, self._defers_decode = cache, False
+        self._epoch_orders: dict[int, NDArray[np.int64]] = {}
         self._order_lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.image_indices)
 
-    def deferring(self) -> "Samples":
+    def with_deferred_decode(self) -> "SampleStream":
         """The same stream, which leaves the JPEGs that the device can take in `Slot.encoded`."""
         other = copy.copy(self)
-        other._defers = True
+        other._defers_decode = True
         return other
 
     @property
     def is_remote(self) -> bool:
         """Whether pictures lie in a bucket."""
-        return self.index.remote(int(self.rows[0])) is not None
+        return self.index.remote_object(int(self.image_indices[0])) is not None
 
-    def usable(self, row: int, position: int) -> bool:
-        return self.quarantined.get(row, position + 1) > position
+    def is_usable(self, image_index: int, position: int) -> bool:
+        return self.quarantined.get(image_index, position + 1) > position
 
-    def candidates(self, position: int) -> Iterator[int]:
+    def candidate_images(self, position: int) -> Iterator[int]:
         """The row at a position, then those that stand in for it, in the order in which they are tried."""
-        epoch, place = divmod(position, len(self.rows))
+        epoch, index_in_epoch = divmod(position, len(self.image_indices))
         if not self.train:
-            yield int(self.rows[place])
+            yield int(self.image_indices[index_in_epoch])
             return
-        yield int(self._epoch_rows(epoch)[place])
-        draws = geometry.uniforms(self.seed, epoch, place, geometry.Stream.REPLACEMENT, REPLACEMENTS)
-        for u in draws:
-            yield int(self.rows[int(u * len(self.rows))])
+        yield int(self._epoch_order(epoch)[index_in_epoch])
+        rand = geometry.random_uniform(
+            self.seed, epoch, index_in_epoch, geometry.RandomStream.REPLACEMENT, MAX_REPLACEMENTS
+        )
+        for u in rand:
+            yield int(self.image_indices[int(u * len(self.image_indices))])
 
-    def row_at(self, position: int) -> int:
+    def image_index_at(self, position: int) -> int:
         """The row that is used at a position, as far as the quarantine knows; -1 for none."""
-        if not self.train and position >= len(self.rows):
+        if not self.train and position >= len(self.image_indices):
             return -1
-        return next((row for row in self.candidates(position) if self.usable(row, position)), -1)
+        return next(
+            (image_index for image_index in self.candidate_images(position) if self.is_usable(image_index, position)),
+            -1,
+        )
 
-    def cached(self, row: int) -> bool:
+    def is_cached(self, image_index: int) -> bool:
         """Whether a row's picture most likely comes from the cache, so that nothing need be fetched for it."""
-        return self._cache is not None and self._cache.holds(row)
+        return self._cache is not None and self._cache.contains(image_index)
 
-    def _epoch_rows(self, epoch: int) -> NDArray[np.int64]:
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         with self._order_lock:  # the one that comes first in an epoch sorts for all
-            if epoch not in self._orders:
-                for old in sorted(self._orders)[: 1 - EPOCHS_KEPT]:
-                    del self._orders[old]
-                self._orders[epoch] = self.rows[geometry.order(self.seed, epoch, len(self.rows))]
-            return self._orders[epoch]
+            if epoch not in self._epoch_orders:
+                for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
+                    del self._epoch_orders[old]
+                self._epoch_orders[epoch] = self.image_indices[
+                    geometry.epoch_order(self.seed, epoch, len(self.image_indices))
+                ]
+            return self._epoch_orders[epoch]
 
     def load(
-        self, slot: Slot, k: int, position: int, counters: Counters, marks: Marks, fetch: Fetch | None = None
-    ) -> Outcome:
+        self,
+        buffer: HostBatchBuffer,
+        k: int,
+        position: int,
+        counters: Counters,
+        transitions: Transitions,
+        pending_read: PendingRead | None = None,
+    ) -> SampleResult:
         """Writes the sample of `position` into place k. What is wrong with a picture is in the outcome.
 
         fetch: bytes that were asked for ahead, which are there; used where they are of the row that it takes. Anything
@@ -216,79 +238,88 @@ class Samples:
         exception itself.
         """
         failures: list[tuple[int, Exception]] = []
-        slot.encoded[k] = None
-        if self.train or position < len(self.rows):
+        buffer.encoded[k] = None
+        if self.train or position < len(self.image_indices):
             failed: set[int] = set()
-            for row in self.candidates(position):
-                if row in failed or not self.usable(row, position):
+            for image_index in self.candidate_images(position):
+                if image_index in failed or not self.is_usable(image_index, position):
                     continue
-                path = self.index.path(row)
+                path = self.index.path(image_index)
                 try:
-                    self._load_row(slot, k, position, row, path, counters, marks, fetch)
-                    return Outcome(row, failures)
+                    self._load_image(buffer, k, position, image_index, path, counters, transitions, pending_read)
+                    return SampleResult(image_index, failures)
                 except (DataError, ObjectMissing) as error:
-                    failures.append((row, error))
+                    failures.append((image_index, error))
                 except OSError as error:
-                    if error.errno in NOT_THE_PICTURE:
-                        raise RuntimeError(f"reading {self.index.place(row)} failed: {error}") from error
-                    failures.append((row, error))
+                    if error.errno in RESOURCE_ERRNOS:
+                        raise RuntimeError(
+                            f"reading {self.index.display_source(image_index)} failed: {error}"
+                        ) from error
+                    failures.append((image_index, error))
                 except StorageError:  # a bucket that cannot be read says nothing about the picture
                     raise
                 except MemoryError as error:
-                    place = self.index.place(row)
-                    raise OutOfMemoryError("Out of host memory while loading a picture.", place=place) from error
+                    location = self.index.display_source(image_index)
+                    raise OutOfMemoryError("Out of host memory while loading a picture.", location=location) from error
                 except Exception as error:
-                    place = self.index.place(row)
-                    raise RuntimeError(f"loading {place} failed: {type(error).__name__}: {error}") from error
-                failed.add(row)
-        slot.blank(k)
-        return Outcome(-1, failures)
+                    location = self.index.display_source(image_index)
+                    raise RuntimeError(f"loading {location} failed: {type(error).__name__}: {error}") from error
+                failed.add(image_index)
+        buffer.write_filler(k)
+        return SampleResult(-1, failures)
 
-    def _load_row(
+    def _load_image(
         self,
-        slot: Slot,
+        buffer: HostBatchBuffer,
         k: int,
         position: int,
-        row: int,
+        image_index: int,
         path: Path,
         counters: Counters,
-        marks: Marks,
-        fetch: Fetch | None,
+        transitions: Transitions,
+        pending_read: PendingRead | None,
     ) -> None:
         try:
-            future = None if fetch is None or fetch.row != row else fetch.future
-            data = self._read(row, counters, marks) if future is None else future.result()
-            began_s = time.perf_counter()
-            counters.doing = DECODING, began_s
-            marks.append((began_s, DECODING))
+            future = None if pending_read is None or pending_read.image_index != image_index else pending_read.future
+            data = self._read(image_index, counters, transitions) if future is None else future.result()
+            start_s = time.perf_counter()
+            counters.current_stage = DECODING, start_s
+            transitions.append((start_s, DECODING))
             try:
-                self._place(slot, k, position, row, path, data, counters)
-                counters.pictures += 1
+                self._write_sample(buffer, k, position, image_index, path, data, counters)
+                counters.num_images += 1
             finally:
-                counters.decode_s += time.perf_counter() - began_s
+                counters.decode_s += time.perf_counter() - start_s
         finally:
-            counters.doing = None
+            counters.current_stage = None
 
-    def _read(self, row: int, counters: Counters, marks: Marks) -> bytes | decode.Pixels:
+    def _read(self, image_index: int, counters: Counters, transitions: Transitions) -> bytes | decode.Pixels:
         """The picture as it is encoded, or decoded as the cache has it."""
-        began_s = time.perf_counter()
-        counters.doing = READ, began_s
-        marks.append((began_s, READ))
+        start_s = time.perf_counter()
+        counters.current_stage = READ, start_s
+        transitions.append((start_s, READ))
         try:
-            pixels = None if self._cache is None else self._cache.get(row)
-            data = self.index.read(row) if pixels is None else b""
+            pixels = None if self._cache is None else self._cache.get(image_index)
+            data = self.index.read(image_index) if pixels is None else b""
         finally:
-            counters.read_s += time.perf_counter() - began_s
-        counters.read += 1
+            counters.read_s += time.perf_counter() - start_s
+        counters.num_reads += 1
         if pixels is not None:
-            counters.hits += 1
-            counters.hit_bytes += pixels.nbytes
+            counters.cache_hits += 1
+            counters.cache_hit_bytes += pixels.nbytes
             return pixels
         counters.read_bytes += len(data)
         return data
 
-    def _place(
-        self, slot: Slot, k: int, position: int, row: int, path: Path, data: bytes | decode.Pixels, counters: Counters
+    def _write_sample(
+        self,
+        buffer: HostBatchBuffer,
+        k: int,
+        position: int,
+        image_index: int,
+        path: Path,
+        data: bytes | decode.Pixels,
+        counters: Counters,
     ) -> None:
         """data: the encoded picture, or what the cache keeps of it: from there on all is the same for both.
 
@@ -296,62 +327,66 @@ class Samples:
         boxes are moved to it.
         """
         index = self.index
-        said = (int(index.size[row, 0]), int(index.size[row, 1]))
-        size = said
-        kept: decode.Pixels | None = None
+        annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
+        original_size = annotated_size
+        cached_pixels: decode.Pixels | None = None
         header: Header | None = None
         if isinstance(data, bytes):
-            header = header_of(data, path).shown_for(said)
-            size = header.size
-            _check_size(size, said, path)
-            if self._cache is not None and self._cache.shape(row) is not None:
-                kept = self._cache.make(row, data, path, header)
-                self._cache.put(row, kept)
-                counters.misses += 1
+            header = parse_header(data, path).as_annotated(annotated_size)
+            original_size = header.size
+            _check_size(original_size, annotated_size, path)
+            if self._cache is not None and self._cache.shape(image_index) is not None:
+                cached_pixels = self._cache.decode(image_index, data, path, header)
+                self._cache.put(image_index, cached_pixels)
+                counters.cache_misses += 1
         else:
-            kept = data
-        shown = size if kept is None else (kept.shape[0], kept.shape[1])
-        ratio = np.array((shown[0] / size[0], shown[1] / size[1]))
-        epoch, place = divmod(position, len(self.rows))
-        of_row = slice(int(index.offsets[row]), int(index.offsets[row + 1]))
-        boxes = index.boxes[of_row] * ratio[[1, 0, 1, 0]]
-        if self.train and self._crop > 0:
-            placement = geometry.draw_placement(
-                shown,
-                self._canvas,
+            cached_pixels = data
+        source_size = original_size if cached_pixels is None else (cached_pixels.shape[0], cached_pixels.shape[1])
+        cache_scale = np.array((source_size[0] / original_size[0], source_size[1] / original_size[1]))
+        epoch, index_in_epoch = divmod(position, len(self.image_indices))
+        box_slice = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+        boxes = index.boxes[box_slice] * cache_scale[[1, 0, 1, 0]]
+        if self.train and self._scale_jitter_prob > 0:
+            geom = geometry.sample_resize_geometry(
+                source_size,
+                self._image_size,
                 self._resize,
-                crop=self._crop,
-                zoom=self._zoom,
-                overlap=self._overlap,
-                boxes=boxes[~index.crowd[of_row]],
-                u=geometry.placement_draws(self.seed, epoch, place),
+                scale_jitter_prob=self._scale_jitter_prob,
+                scale_range=self._scale_range,
+                min_object_covered=self._min_object_covered,
+                boxes=boxes[~index.crowd[box_slice]],
+                u=geometry.resize_geometry_rand(self.seed, epoch, index_in_epoch),
             )
         else:
-            placement = geometry.place(shown, self._canvas, self._resize)
-        height, width = placement.content
-        out = slot.pixels[k, :height, :width]
-        if self._defers and isinstance(data, bytes) and header is not None and is_ordinary(data, header):
-            slot.encoded[k] = Encoded(data, header, placement.region, placement.content)
-        elif kept is not None:
-            x0, y0, x1, y1 = placement.region
-            decode.resize_into(kept[y0:y1, x0:x1], out)
+            geom = geometry.compute_resize_geometry(source_size, self._image_size, self._resize)
+        height, width = geom.resized_size
+        out = buffer.pixels[k, :height, :width]
+        if self._defers_decode and isinstance(data, bytes) and header is not None and is_device_decodable(data, header):
+            buffer.encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
+        elif cached_pixels is not None:
+            x0, y0, x1, y1 = geom.region
+            decode.resize_into(cached_pixels[y0:y1, x0:x1], out)
         elif isinstance(data, bytes):
-            decode.decode_into(data, path, region=placement.region, out=out, header=header)
-        if slot.encoded[k] is None:
-            slot.pad(k, placement.content)
-        slot.boxes[k], slot.labels[k], slot.valid[k] = geometry.place_boxes(
-            boxes, index.labels[of_row], index.crowd[of_row], placement, self._boxes
+            decode.decode_into(data, path, region=geom.region, out=out, header=header)
+        if buffer.encoded[k] is None:
+            buffer.pad(k, geom.resized_size)
+        buffer.boxes[k], buffer.labels[k], buffer.valid[k] = geometry.transform_boxes(
+            boxes, index.labels[box_slice], index.crowd[box_slice], geom, self._max_boxes
         )
-        slot.content[k], slot.scale[k], slot.size[k] = placement.content, placement.scale * ratio, size
-        slot.image_id[k] = row
-        slot.draw[k] = geometry.device_draws(self.seed, epoch, place, DRAWS)
+        buffer.resized_size[k], buffer.scale[k], buffer.original_size[k] = (
+            geom.resized_size,
+            geom.scale * cache_scale,
+            original_size,
+        )
+        buffer.image_index[k] = image_index
+        buffer.rand[k] = geometry.device_rand(self.seed, epoch, index_in_epoch, NUM_RAND)
 
 
-def _check_size(found: tuple[int, int], said: tuple[int, int], path: Path) -> None:
-    if 0 in said or found == said:
+def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: Path) -> None:
+    if 0 in annotated_size or header_size == annotated_size:
         return
-    cause = f"the annotations say {said[1]} × {said[0]} pixels, the file has {found[1]} × {found[0]}"
-    if found == said[::-1]:
+    cause = f"the annotations say {annotated_size[1]} × {annotated_size[0]} pixels, the file has {header_size[1]} × {header_size[0]}"
+    if header_size == annotated_size[::-1]:
         cause += ": it was turned after it was annotated, or its EXIF, which says how to show it, was lost"
     fix = "put back the picture that was annotated, or annotate this one"
-    raise DataError("The picture has another size than its annotations say.", place=path, cause=cause, fix=fix)
+    raise DataError("The picture has another size than its annotations say.", location=path, cause=cause, fix=fix)

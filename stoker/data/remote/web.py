@@ -11,89 +11,100 @@ from typing import TYPE_CHECKING
 
 from stoker.data.formats.coco_entries import read_entries
 from stoker.data.formats.coco_files import SPLIT_ALIASES
-from stoker.data.formats.csv_files import TABLE_FOLDERS
-from stoker.data.formats.csv_table import layout_of, rows_of
-from stoker.data.formats.tables import ANNOTATION_FOLDERS, PICTURE_FOLDERS, split_in_name
-from stoker.data.remote.bucket import Placed, held, home_of, root_in
-from stoker.data.remote.mirror import FIX_ROOM, complaint, expected, update
-from stoker.data.validation.problems import Problems
+from stoker.data.formats.csv_files import TABLE_DIRS
+from stoker.data.formats.csv_table import detect_csv_layout, iter_rows
+from stoker.data.formats.tables import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
+from stoker.data.remote.bucket import ResolvedDataset, lock_mirror, mirror_dir_for, mirror_root
+from stoker.data.remote.mirror import FREE_SPACE_FIX, expected_file, invalid_name_reason, update_mirror
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, writing
 from stoker.storage.store import ObjectInfo, Store, open_store
-from stoker.storage.uri import Address
+from stoker.storage.uri import StorageUri
 
 if TYPE_CHECKING:
-    from stoker.data.remote.mirror import File
+    from stoker.data.remote.mirror import MirrorFile
 
-ENDINGS = (".json", ".csv")
-PROBES = 3
+SUFFIXES = (".json", ".csv")
+MAX_PROBES = 3
 """Pictures that are asked for in each folder: the first one may be missing."""
 
 
-def place_of(address: Address) -> Placed:
+def resolve_dataset(uri: StorageUri) -> ResolvedDataset:
     """The local path that stands for a file of annotations on a web server.
 
     Raises DataError for an address that is no such file, or whose pictures are nowhere; StorageError where the server
     cannot be reached.
     """
-    if not address.name.lower().endswith(ENDINGS) or not address.key:
+    if not uri.name.lower().endswith(SUFFIXES) or not uri.key:
         raise DataError(
             "A web server does not list what is in a folder.",
-            place=address,
-            choices=[f"…/*{ending}" for ending in ENDINGS],
-            fix=f"name the file of annotations, e.g. {address.child('annotations.json')}; the pictures are looked for"
+            location=uri,
+            choices=[f"…/*{ending}" for ending in SUFFIXES],
+            fix=f"name the file of annotations, e.g. {uri.child('annotations.json')}; the pictures are looked for"
             " beside it",
         )
-    store = open_store(address)
-    info = store.stat(address.key)
+    store = open_store(uri)
+    info = store.stat(uri.key)
     if info is None:
-        raise DataError("There is no such file.", place=address, fix="correct the address")
-    above = (*ANNOTATION_FOLDERS, *TABLE_FOLDERS)
-    base = address.parent.parent if address.parent.key and address.parent.name.lower() in above else address.parent
-    home = home_of(address)
-    inner = address.key.removeprefix(base.key).lstrip("/")
-    with writing("The data set's copy in the cache cannot be written.", home, fix=FIX_ROOM), held(home, base):
-        root = root_in(home, base)
-        annotations = {inner: expected(info)}
-        stat = (root / inner).stat() if (root / inner).is_file() else None
-        if stat is None or (stat.st_size, stat.st_mtime_ns) != annotations[inner][1:]:
-            update(store, root, annotations, address)  # alone: older placeholders go
-        update(store, root, annotations | _pictures(store, base, root / inner, address), address)
-    return Placed(root / inner, root, ())
+        raise DataError("There is no such file.", location=uri, fix="correct the address")
+    annotation_folders = (*ANNOTATION_DIRS, *TABLE_DIRS)
+    base = uri.parent.parent if uri.parent.key and uri.parent.name.lower() in annotation_folders else uri.parent
+    mirror_dir = mirror_dir_for(uri)
+    relative_path = uri.key.removeprefix(base.key).lstrip("/")
+    with (
+        writing("The data set's copy in the cache cannot be written.", mirror_dir, fix=FREE_SPACE_FIX),
+        lock_mirror(mirror_dir, base),
+    ):
+        root = mirror_root(mirror_dir, base)
+        annotation_files = {relative_path: expected_file(info)}
+        stat = (root / relative_path).stat() if (root / relative_path).is_file() else None
+        if stat is None or (stat.st_size, stat.st_mtime_ns) != annotation_files[relative_path][1:]:
+            update_mirror(store, root, annotation_files, uri)  # alone: older placeholders go
+        update_mirror(store, root, annotation_files | _image_stubs(store, base, root / relative_path, uri), uri)
+    return ResolvedDataset(root / relative_path, root, ())
 
 
-def _pictures(store: Store, base: Address, file: Path, address: Address) -> "dict[str, File]":
+def _image_stubs(store: Store, base: StorageUri, file: Path, uri: StorageUri) -> "dict[str, MirrorFile]":
     """The placeholders of the pictures that a file names."""
-    names = [name for name in _named_in(file) if complaint(name) is None]
-    folder = _folder_of(store, base, address, names)
-    known = {f"{folder}/{name}" if folder else name for name in names}
-    return {name: expected(ObjectInfo(base.child(name).key, 1, None, 0.0)) for name in sorted(known)}
+    names = [name for name in _listed_images(file) if invalid_name_reason(name) is None]
+    folder = _find_image_folder(store, base, uri, names)
+    image_paths = {f"{folder}/{name}" if folder else name for name in names}
+    return {name: expected_file(ObjectInfo(base.child(name).key, 1, None, 0.0)) for name in sorted(image_paths)}
 
 
-def _named_in(file: Path) -> list[str]:
+def _listed_images(file: Path) -> list[str]:
     if file.suffix.lower() == ".json":
-        names: Iterable[str] = (one.file_name for one in read_entries(file, file.name, Problems()).images)
+        names: Iterable[str] = (image.file_name for image in read_entries(file, file.name, ProblemCollector()).images)
     else:
-        layout = layout_of(file)
+        layout = detect_csv_layout(file)
         if layout is None:
             return []
-        names = (values[layout.file] for _, values in rows_of(file, layout) if len(values) > layout.file)
+        names = (
+            values[layout.file_column] for _, values in iter_rows(file, layout) if len(values) > layout.file_column
+        )
     return list(dict.fromkeys(name.replace("\\", "/") for name in names if name))
 
 
-def _folder_of(store: Store, base: Address, address: Address, names: list[str]) -> str:
+def _find_image_folder(store: Store, base: StorageUri, uri: StorageUri, names: list[str]) -> str:
     """Where the pictures lie below `base`. Raises DataError where none of the first few is anywhere."""
-    stem = address.name.rpartition(".")[0]
-    split = split_in_name(stem)
-    tails = [stem.partition("_")[2] or stem, stem, *(SPLIT_ALIASES[split] if split else ())]
-    beside = address.parent.key.removeprefix(base.key).strip("/")
-    folders = ["", beside, *PICTURE_FOLDERS[:2], *tails, *(f"images/{tail}" for tail in tails)]
-    for name in names[:PROBES]:
+    stem = uri.name.rpartition(".")[0]
+    split = split_from_name(stem)
+    split_folders = [stem.partition("_")[2] or stem, stem, *(SPLIT_ALIASES[split] if split else ())]
+    sibling = uri.parent.key.removeprefix(base.key).strip("/")
+    folders = [
+        "",
+        sibling,
+        *IMAGE_DIRS[:2],
+        *split_folders,
+        *(f"images/{split_folder}" for split_folder in split_folders),
+    ]
+    for name in names[:MAX_PROBES]:
         for folder in dict.fromkeys(folders):
             if store.stat(base.child(f"{folder}/{name}" if folder else name).key) is not None:
                 return folder
     raise DataError(
         "The pictures are not there." if names else "The file names no pictures.",
-        place=address,
+        location=uri,
         cause=f"{names[0]!r} is in none of these folders of {base}: "
         + ", ".join(f"{folder or '.'}" for folder in dict.fromkeys(folders))
         if names

@@ -20,156 +20,177 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stoker.data.images.decode import decode_into
-from stoker.data.images.headers import Header, header_of
+from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
-from stoker.data.validation.problems import Problems
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
-CHUNK = 16
+CHUNK_SIZE = 16
 """Pictures that a thread takes at once."""
-SHRINK = {"jpeg": 8}
+DECODE_SHRINK = {"jpeg": 8}
 """How much smaller a picture is decoded; the others, which are decoded whole, at half, where resizing is cheapest."""
-ENDINGS = {
+SUFFIXES = {
     "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif"), "png": (".png",), "webp": (".webp",), "bmp": (".bmp", ".dib"),
     "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".pnm", ".ppm", ".pgm", ".pbm"),
     "jpeg 2000": (".jp2", ".j2k", ".jpx"),
 }  # fmt: skip
-KNOWN_ENDINGS = frozenset(ending for endings in ENDINGS.values() for ending in endings)
-BEGINNINGS = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
+KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+MAGIC_BYTES = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
 """Of files that were pictures once, where the rest of their header cannot be read."""
-GREY, TRANSPARENT = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
+GRAY_MODES, ALPHA_MODES = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
 """Pillow's names of channels."""
-SAID = {"The picture file is empty.": "empty-picture", "The picture is too large.": "too-large-picture"}
+KIND_BY_MESSAGE = {"The picture file is empty.": "empty-picture", "The picture is too large.": "too-large-picture"}
 """What `headers.py` says → the kind; `tests/data/test_hostile.py` holds the two together."""
 
 Progress = Callable[[int, int], None]
 """(done, of how many)."""
 
 
-class _Seen(NamedTuple):
-    row: int
-    found: list[tuple[str, str]]
+class _ImageCheck(NamedTuple):
+    image_index: int
+    problems: list[tuple[str, str]]
     """(kind, what is there)."""
     usable: bool
     digest: bytes
     """Of the file's bytes; empty where it could not be read."""
 
 
-def check_pictures(index: Index, problems: Problems, *, threads: int, progress: Progress) -> NDArray[np.bool_]:
+def check_image_files(
+    index: Index, problems: ProblemCollector, *, workers: int, progress: Progress
+) -> NDArray[np.bool_]:
     """Looks at all pictures, and adds what is found to `problems`. Returns bool [R]: which can be used."""
     usable = np.zeros(len(index), np.bool_)
-    rows_of: dict[bytes, list[int]] = {}
-    chunks = [range(start, min(start + CHUNK, len(index))) for start in range(0, len(index), CHUNK)]
-    scratch = threading.local()
-    with ThreadPoolExecutor(threads) as pool:
+    indices_by_digest: dict[bytes, list[int]] = {}
+    chunks = [range(start, min(start + CHUNK_SIZE, len(index))) for start in range(0, len(index), CHUNK_SIZE)]
+    thread_state = threading.local()
+    with ThreadPoolExecutor(workers) as pool:
         done = 0
         # `map` gives the results in order, so that reports do not depend on threads; it cancels the rest on an error
-        for seen_chunk in pool.map(lambda rows: [_look_at(index, row, scratch) for row in rows], chunks):
-            for seen in seen_chunk:
-                usable[seen.row] = seen.usable
-                for kind, text in seen.found:
-                    problems.add(kind, f"{_name(index, seen.row)}: {text}" if text else _name(index, seen.row))
-                if seen.digest:
-                    rows_of.setdefault(seen.digest, []).append(seen.row)
-            done += len(seen_chunk)
+        for results in pool.map(
+            lambda image_indices: [_check_image(index, image_index, thread_state) for image_index in image_indices],
+            chunks,
+        ):
+            for result in results:
+                usable[result.image_index] = result.usable
+                for kind, text in result.problems:
+                    problems.add(
+                        kind,
+                        f"{_relative_path(index, result.image_index)}: {text}"
+                        if text
+                        else _relative_path(index, result.image_index),
+                    )
+                if result.digest:
+                    indices_by_digest.setdefault(result.digest, []).append(result.image_index)
+            done += len(results)
             progress(done, len(index))
-    _report_copies(index, rows_of, problems)
+    _report_duplicates(index, indices_by_digest, problems)
     return usable
 
 
-def _look_at(index: Index, row: int, scratch: threading.local) -> _Seen:
-    path = index.path(row)
-    said = (int(index.size[row, 0]), int(index.size[row, 1]))
+def _check_image(index: Index, image_index: int, thread_state: threading.local) -> _ImageCheck:
+    path = index.path(image_index)
+    annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
     data, digest = b"", b""
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     try:
-        data = index.read(row)
+        data = index.read(image_index)
         digest = blake2b(data, digest_size=16).digest() if data else b""
-        stored = header_of(data, path)
-        header = stored.shown_for(said)
-        found += _oddities(data, stored, said, path)
-        if 0 not in said and header.size != said:
-            text = f"{said[1]} × {said[0]} in the annotations, {header.size[1]} × {header.size[0]} in the file"
-            found.append(("size-disagrees", text))
-            return _Seen(row, found, False, digest)
-        _decode(data, header, path, scratch)
+        file_header = parse_header(data, path)
+        header = file_header.as_annotated(annotated_size)
+        problems += _image_warnings(data, file_header, annotated_size, path)
+        if 0 not in annotated_size and header.size != annotated_size:
+            text = f"{annotated_size[1]} × {annotated_size[0]} in the annotations, {header.size[1]} × {header.size[0]} in the file"
+            problems.append(("size-disagrees", text))
+            return _ImageCheck(image_index, problems, False, digest)
+        _decode(data, header, path, thread_state)
     except DataError as error:
-        found.append((_kind_of(error, data), error.cause or ""))
-        return _Seen(row, found, False, digest)
+        problems.append((_classify_error(error, data), error.cause or ""))
+        return _ImageCheck(image_index, problems, False, digest)
     except OSError as error:
         kind = "missing-picture" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "unreadable-picture"
-        found.append((kind, "" if kind == "missing-picture" else error.strerror or str(error)))
-        return _Seen(row, found, False, digest)
-    return _Seen(row, found, True, digest)
+        problems.append((kind, "" if kind == "missing-picture" else error.strerror or str(error)))
+        return _ImageCheck(image_index, problems, False, digest)
+    return _ImageCheck(image_index, problems, True, digest)
 
 
-def _kind_of(error: DataError, data: bytes) -> str:
-    if error.what in SAID:
-        return SAID[error.what]
-    return "damaged-picture" if data.startswith(BEGINNINGS) else "not-a-picture"
+def _classify_error(error: DataError, data: bytes) -> str:
+    if error.what in KIND_BY_MESSAGE:
+        return KIND_BY_MESSAGE[error.what]
+    return "damaged-picture" if data.startswith(MAGIC_BYTES) else "not-a-picture"
 
 
-def _decode(data: bytes, header: Header, path: Path, scratch: threading.local) -> None:
+def _decode(data: bytes, header: Header, path: Path, thread_state: threading.local) -> None:
     """Decodes all of a picture, and throws it away."""
     height, width = header.size
-    shrink = SHRINK.get(header.kind, 2)
+    shrink = DECODE_SHRINK.get(header.image_format, 2)
     shape = max(1, height // shrink), max(1, width // shrink), 3
     size = shape[0] * shape[1] * 3
-    memory: NDArray[np.uint8] | None = getattr(scratch, "memory", None)
-    if memory is None or memory.size < size:
-        memory = scratch.memory = np.empty(size, np.uint8)
-    decode_into(data, path, region=(0, 0, width, height), out=memory[:size].reshape(shape), header=header)
+    buffer: NDArray[np.uint8] | None = getattr(thread_state, "memory", None)
+    if buffer is None or buffer.size < size:
+        buffer = thread_state.memory = np.empty(size, np.uint8)
+    decode_into(data, path, region=(0, 0, width, height), out=buffer[:size].reshape(shape), header=header)
 
 
-def _oddities(data: bytes, header: Header, said: tuple[int, int], path: Path) -> Iterator[tuple[str, str]]:
+def _image_warnings(
+    data: bytes, header: Header, annotated_size: tuple[int, int], path: Path
+) -> Iterator[tuple[str, str]]:
     """What is used all the same, and worth saying. said: height and width in the annotations."""
-    if header.ambiguous(said):
+    if header.is_orientation_ambiguous(annotated_size):
         yield "ambiguous-rotation", f"EXIF orientation {header.orientation}"
     elif header.orientation != 1:
-        how = "shown upright" if header.size == said else "shown as it is stored"
-        yield "rotated-picture", f"EXIF orientation {header.orientation}, {how}: {said[1]} × {said[0]}"
-    ending = os.path.splitext(path.name)[1].lower()
-    if ending in KNOWN_ENDINGS and ending not in ENDINGS[header.kind]:
-        yield "misnamed-picture", header.kind.upper()
-    mode, _, depth = _mode(data, header).partition(";")
-    if mode in GREY:
+        orientation_text = "shown upright" if header.size == annotated_size else "shown as it is stored"
+        yield (
+            "rotated-picture",
+            f"EXIF orientation {header.orientation}, {orientation_text}: {annotated_size[1]} × {annotated_size[0]}",
+        )
+    suffix = os.path.splitext(path.name)[1].lower()
+    if suffix in KNOWN_SUFFIXES and suffix not in SUFFIXES[header.image_format]:
+        yield "misnamed-picture", header.image_format.upper()
+    mode, _, bit_depth = _mode(data, header).partition(";")
+    if mode in GRAY_MODES:
         yield "grey-picture", ""
     if mode == "CMYK":
         yield "cmyk-picture", ""
-    if depth.startswith("16"):
+    if bit_depth.startswith("16"):
         yield "deep-picture", ""
-    if mode in TRANSPARENT:
+    if mode in ALPHA_MODES:
         yield "transparent-picture", ""
 
 
 def _mode(data: bytes, header: Header) -> str:
     """Channels as Pillow names them, with ";16" behind where they have so many bits; "" where that is not known."""
-    if header.kind == "jpeg":
+    if header.image_format == "jpeg":
         return {1: "L", 4: "CMYK"}.get(header.channels, "RGB")
-    if header.kind == "png":
-        depth, colours = data[24], data[25]
-        return {0: "L", 4: "LA", 6: "RGBA"}.get(colours, "RGB") + (";16" if depth == 16 else "")
+    if header.image_format == "png":
+        bit_depth, color_type = data[24], data[25]
+        return {0: "L", 4: "LA", 6: "RGBA"}.get(color_type, "RGB") + (";16" if bit_depth == 16 else "")
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            return picture.mode
+        with Image.open(io.BytesIO(data)) as image:
+            return image.mode
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decoding it says what is wrong
         return ""
 
 
-def _report_copies(index: Index, rows_of: dict[bytes, list[int]], problems: Problems) -> None:
-    several = [rows for rows in rows_of.values() if len(rows) > 1]
-    if not several:
+def _report_duplicates(index: Index, indices_by_digest: dict[bytes, list[int]], problems: ProblemCollector) -> None:
+    duplicate_groups = [image_indices for image_indices in indices_by_digest.values() if len(image_indices) > 1]
+    if not duplicate_groups:
         return
-    split_of = {row: split for split in index.splits for row in index.rows(split).tolist()}
-    for rows in several:
-        names = {_name(index, row): row for row in rows}
-        if len(names) == 1:
+    split_by_image = {
+        image_index: split for split in index.splits for image_index in index.image_indices(split).tolist()
+    }
+    for image_indices in duplicate_groups:
+        index_by_name = {_relative_path(index, image_index): image_index for image_index in image_indices}
+        if len(index_by_name) == 1:
             continue  # one file in two splits: found by its name
-        kind = "copied-picture" if len({split_of[row] for row in rows}) == 1 else "same-picture-in-two-splits"
-        text = ", ".join(f"{name} ({split_of[row]})" for name, row in names.items())
+        kind = (
+            "copied-picture"
+            if len({split_by_image[image_index] for image_index in image_indices}) == 1
+            else "same-picture-in-two-splits"
+        )
+        text = ", ".join(f"{name} ({split_by_image[image_index]})" for name, image_index in index_by_name.items())
         problems.add(kind, text)
 
 
-def _name(index: Index, row: int) -> str:
+def _relative_path(index: Index, image_index: int) -> str:
     """A picture's file relative to the data set, where it lies in it."""
-    return os.path.relpath(index.path(row), index.root)
+    return os.path.relpath(index.path(image_index), index.root)

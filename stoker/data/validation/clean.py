@@ -11,241 +11,252 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.tables import SPLITS, UNDECIDED, Columns
-from stoker.data.validation.problems import Problems
+from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
+from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
-BAD_BOXES = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
+DROPPED_BOX_KINDS = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
 """Kinds of boxes that are left out, in the order in which they are looked for."""
-NOTED_BOXES = ("reaches-outside", "tiny-box")
+REPORTED_BOX_KINDS = ("reaches-outside", "tiny-box")
 """Kinds of boxes that stay, in the same way."""
-SLACK = 1.0
+OUTSIDE_TOLERANCE_PX = 1.0
 """Pixels that a box may reach outside unsaid: rounding, and the 1-based corners of the original Pascal VOC."""
-LEAST_SIDE = 32
+MIN_IMAGE_SIDE = 32
 """Pixels from which on a picture is taken to be too large for all of a box to lie in its first pixel."""
 
 
-def keep_classes(columns: Columns, classes: tuple[str, ...]) -> Columns:
+def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> AnnotationTable:
     """The data set with these classes only, in this order: boxes of others are left out, their pictures stay. Empty:
     all. Raises UsageError for a class that the data set does not have, or that is named twice."""
     if not classes:
-        return columns
-    for number, name in enumerate(classes):
-        if name not in columns.class_names:
-            near = nearest(name, columns.class_names)
+        return table
+    for position, name in enumerate(classes):
+        if name not in table.class_names:
+            closest = nearest(name, table.class_names)
             raise UsageError(
-                f"--classes {name}: the data set has no such class" + (f"; did you mean {near!r}?" if near else "."),
-                choices=columns.class_names[:100],
+                f"--classes {name}: the data set has no such class"
+                + (f"; did you mean {closest!r}?" if closest else "."),
+                choices=table.class_names[:100],
                 fix="names are compared letter by letter, also their case; one with spaces needs quotes",
             )
-        if name in classes[:number]:
+        if name in classes[:position]:
             raise UsageError(f"--classes {name}: it is named twice.", fix="name every class once")
-    new = np.array([classes.index(name) if name in classes else -1 for name in columns.class_names], np.int32)
-    labels = new[columns.labels]
+    label_map = np.array([classes.index(name) if name in classes else -1 for name in table.class_names], np.int32)
+    labels = label_map[table.labels]
     keep = labels >= 0
-    kept = np.bincount(columns.row[keep], minlength=len(columns.names)) > 0
-    had = np.bincount(columns.row, minlength=len(columns.names)) > 0
+    has_kept_box = np.bincount(table.image_index[keep], minlength=len(table.file_names)) > 0
+    had_box = np.bincount(table.image_index, minlength=len(table.file_names)) > 0
     note = (
         f"only the classes {', '.join(classes)}: {np.count_nonzero(keep):,} of {keep.size:,} boxes;"
-        f" {np.count_nonzero(had & ~kept):,} pictures that have only others are background"
+        f" {np.count_nonzero(had_box & ~has_kept_box):,} pictures that have only others are background"
     )
     return replace(
-        columns,
+        table,
         class_names=list(classes),
-        category_ids=[columns.category_ids[columns.class_names.index(name)] for name in classes],
-        row=columns.row[keep],
-        boxes=columns.boxes[keep],
+        category_ids=[table.category_ids[table.class_names.index(name)] for name in classes],
+        image_index=table.image_index[keep],
+        boxes=table.boxes[keep],
         labels=labels[keep],
-        crowd=columns.crowd[keep],
-        area=columns.area[keep],
-        box_id=columns.box_id[keep],
-        notes=[*columns.notes, note],
+        crowd=table.crowd[keep],
+        area=table.area[keep],
+        box_id=table.box_id[keep],
+        notes=[*table.notes, note],
     )
 
 
-def drop_degenerate(columns: Columns, problems: Problems) -> Columns:
+def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) -> AnnotationTable:
     """Leaves out the boxes that have no area, in float32, none inside the picture, coordinates of 0 … 1 where pixels
     are meant, or a twin: the same corners and class in the same picture. Others stay as drawn, also those that reach
     over the edge. Fills in the area, width × height, where the source has none."""
     with np.errstate(over="ignore", invalid="ignore"):
-        corners = columns.boxes.astype(np.float32)
-        x1, y1, x2, y2 = corners.T
-        height, width = columns.size[columns.row].T
+        xyxy = table.boxes.astype(np.float32)
+        x1, y1, x2, y2 = xyxy.T
+        height, width = table.original_size[table.image_index].T
         outside = (x2 <= 0) | (y2 <= 0) | ((x1 >= width) & (width > 0)) | ((y1 >= height) & (height > 0))
-        large = (np.maximum(height, width) >= LEAST_SIDE) | (height == 0)
+        large = (np.maximum(height, width) >= MIN_IMAGE_SIDE) | (height == 0)
         tests = (
             ~(np.isfinite(x1) & np.isfinite(y1) & np.isfinite(x2) & np.isfinite(y2)),
             (x2 < x1) | (y2 < y1),
             (x2 == x1) | (y2 == y1),
             outside,
             large & (x1 >= 0) & (y1 >= 0) & (x2 <= 1) & (y2 <= 1),
-            _copies(columns, corners),
+            _find_duplicates(table, xyxy),
         )
-        beyond = (x1 < -SLACK) | (y1 < -SLACK)
-        beyond |= ((x2 > width + SLACK) & (width > 0)) | ((y2 > height + SLACK) & (height > 0))
+        reaches_outside = (x1 < -OUTSIDE_TOLERANCE_PX) | (y1 < -OUTSIDE_TOLERANCE_PX)
+        reaches_outside |= ((x2 > width + OUTSIDE_TOLERANCE_PX) & (width > 0)) | (
+            (y2 > height + OUTSIDE_TOLERANCE_PX) & (height > 0)
+        )
         tiny = (x2 - x1 < 1) | (y2 - y1 < 1)
-    _report(columns, np.select(tests, range(len(tests)), default=-1), BAD_BOXES, problems)
+    _report_boxes(table, np.select(tests, range(len(tests)), default=-1), DROPPED_BOX_KINDS, problems)
     keep = ~np.logical_or.reduce(tests)
-    for kind, test in zip(NOTED_BOXES, (beyond, tiny), strict=True):
-        _report(columns, np.where(keep & test, 0, -1), (kind,), problems)
-    boxes = columns.boxes[keep]
-    area = columns.area[keep]
-    own = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+    for kind, test in zip(REPORTED_BOX_KINDS, (reaches_outside, tiny), strict=True):
+        _report_boxes(table, np.where(keep & test, 0, -1), (kind,), problems)
+    boxes = table.boxes[keep]
+    area = table.area[keep]
+    box_area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
     return replace(
-        columns,
-        row=columns.row[keep],
+        table,
+        image_index=table.image_index[keep],
         boxes=boxes,
-        labels=columns.labels[keep],
-        crowd=columns.crowd[keep],
-        area=np.where(np.isfinite(area) & (area >= 0), area, own),
-        box_id=columns.box_id[keep],
+        labels=table.labels[keep],
+        crowd=table.crowd[keep],
+        area=np.where(np.isfinite(area) & (area >= 0), area, box_area),
+        box_id=table.box_id[keep],
     )
 
 
-def _report(columns: Columns, kind: NDArray[np.int64], names: tuple[str, ...], problems: Problems) -> None:
+def _report_boxes(
+    table: AnnotationTable, box_kind: NDArray[np.int64], kind_names: tuple[str, ...], problems: ProblemCollector
+) -> None:
     """Counts the boxes [K] of each kind, -1 for none, and describes as many as are kept as examples."""
-    for number, name in enumerate(names):
-        boxes = np.flatnonzero(kind == number).tolist()
-        described = min(len(boxes), max(1, problems.room(name)))
-        for box in boxes[: described - 1]:
-            problems.add(name, _describe(columns, box))
+    for kind_index, name in enumerate(kind_names):
+        boxes = np.flatnonzero(box_kind == kind_index).tolist()
+        num_described = min(len(boxes), max(1, problems.remaining_examples(name)))
+        for box in boxes[: num_described - 1]:
+            problems.add(name, _describe_box(table, box))
         if boxes:
-            problems.add(name, _describe(columns, boxes[described - 1]), len(boxes) - described + 1)
+            problems.add(name, _describe_box(table, boxes[num_described - 1]), len(boxes) - num_described + 1)
 
 
-def _copies(columns: Columns, corners: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArray[np.bool_]:
     """[K], whether an equal box, of the same picture and class, comes before this one.
 
     Hashes find the few that may be; COCO's 860,001 boxes take 0.1 s, a sort by all six columns ten times that.
     """
-    words = (corners + np.float32(0)).view(np.uint32).astype(np.uint64)  # adding makes -0 a 0
-    factors = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
-    mixed = (words * factors).sum(1) + columns.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
-    mixed = mixed * np.uint64(2) + columns.crowd + columns.row.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
-    order = np.argsort(mixed, kind="stable")
-    same = mixed[order][1:] == mixed[order][:-1]
-    copy = np.zeros(len(corners), np.bool_)
-    seen: set[tuple[object, ...]] = set()
+    bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # adding makes -0 a 0
+    multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+    hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    hashes = hashes * np.uint64(2) + table.crowd + table.image_index.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
+    order = np.argsort(hashes, kind="stable")
+    same = hashes[order][1:] == hashes[order][:-1]
+    is_duplicate = np.zeros(len(xyxy), np.bool_)
+    seen_keys: set[tuple[object, ...]] = set()
     for box in np.unique(np.concatenate([order[1:][same], order[:-1][same]])).tolist():
         key = (
-            int(columns.row[box]), int(columns.labels[box]), bool(columns.crowd[box]), *columns.boxes[box].tolist()
+            int(table.image_index[box]), int(table.labels[box]), bool(table.crowd[box]), *table.boxes[box].tolist()
         )  # fmt: skip
-        copy[box] = key in seen
-        seen.add(key)
-    return copy
+        is_duplicate[box] = key in seen_keys
+        seen_keys.add(key)
+    return is_duplicate
 
 
-def _describe(columns: Columns, box: int) -> str:
-    corners = ", ".join(f"{value:g}" for value in columns.boxes[box])
-    return f"{columns.picture(columns.row[box])}, {columns.box_word} {columns.box_id[box]}: [{corners}]"
+def _describe_box(table: AnnotationTable, box: int) -> str:
+    xyxy_text = ", ".join(f"{value:g}" for value in table.boxes[box])
+    return f"{table.image_path(table.image_index[box])}, {table.box_id_kind} {table.box_id[box]}: [{xyxy_text}]"
 
 
-def divide(columns: Columns, val_fraction: float, *, asked: bool) -> Columns:
+def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool) -> AnnotationTable:
     """Gives every picture a split. Those of the source stay; where it has no validation split, part of the rest becomes
     it, decided by a hash of each file's name, so that a picture stays where it is when others are added.
 
     asked: the fraction was set by the user, who is to be told when the source's own split makes it moot.
     """
-    notes = list(columns.notes)
-    split = columns.split.copy()
-    has = set(split.tolist())
-    if UNDECIDED in has or (TRAIN in has and VAL not in has):
-        rows = np.flatnonzero((split == UNDECIDED) | (split == TRAIN))
-        boxed = np.bincount(columns.row[~columns.crowd], minlength=len(split))[rows] > 0
-        held = _held_back([columns.names[row] for row in rows], val_fraction, boxed)
-        split[rows] = np.where(held, VAL, TRAIN)
-        if held.any():
-            whose = "no splits" if UNDECIDED in has else "no validation split"
+    notes = list(table.notes)
+    split = table.split.copy()
+    present_splits = set(split.tolist())
+    if UNASSIGNED in present_splits or (TRAIN in present_splits and VAL not in present_splits):
+        image_indices = np.flatnonzero((split == UNASSIGNED) | (split == TRAIN))
+        has_boxes = np.bincount(table.image_index[~table.crowd], minlength=len(split))[image_indices] > 0
+        is_val = _choose_val_images(
+            [table.file_names[image_index] for image_index in image_indices], val_fraction, has_boxes
+        )
+        split[image_indices] = np.where(is_val, VAL, TRAIN)
+        if is_val.any():
+            missing_split = "no splits" if UNASSIGNED in present_splits else "no validation split"
             notes.append(
-                f"{whose}: {val_fraction:.3g} of the pictures, {held.sum()} of {held.size}, held back"
+                f"{missing_split}: {val_fraction:.3g} of the pictures, {is_val.sum()} of {is_val.size}, held back"
                 " as validation by a hash of the file name"
             )
         else:
             notes.append("no validation split, and a single picture cannot be divided")
-    elif TRAIN not in has:
-        notes.append(f"no training split: the data set has only {' and '.join(SPLITS[k] for k in sorted(has))}")
-    elif asked:
+    elif TRAIN not in present_splits:
+        notes.append(
+            f"no training split: the data set has only {' and '.join(SPLITS[k] for k in sorted(present_splits))}"
+        )
+    elif user_set:
         notes.append(f"val_fraction {val_fraction:.3g} is not used: the data set has its own validation split")
-    return replace(columns, split=split, notes=notes)
+    return replace(table, split=split, notes=notes)
 
 
-def _held_back(names: list[str], fraction: float, boxed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _choose_val_images(names: list[str], fraction: float, has_boxes: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[N], which file names are held back; at least one and not all, of the pictures with boxes where there are two of
     those, since a split without boxes is of no use, else of all."""
-    value = np.array([_uniform(name) for name in names])
-    held = value < fraction
-    some = np.flatnonzero(boxed) if np.count_nonzero(boxed) > 1 else np.arange(held.size)
-    if some.size > 1:
-        held[some[value[some].argmin()]] = True
-        held[some[value[some].argmax()]] = False
-    if np.count_nonzero(boxed) == 1:
-        held &= ~boxed
-    return held
+    hash_values = np.array([_hash_to_unit_interval(name) for name in names])
+    is_val = hash_values < fraction
+    candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(is_val.size)
+    if candidates.size > 1:
+        is_val[candidates[hash_values[candidates].argmin()]] = True
+        is_val[candidates[hash_values[candidates].argmax()]] = False
+    if np.count_nonzero(has_boxes) == 1:
+        is_val &= ~has_boxes
+    return is_val
 
 
-def _uniform(name: str) -> float:
+def _hash_to_unit_interval(name: str) -> float:
     """A number in [0, 1) that depends on the text alone; composed and decomposed Unicode (macOS) are one text."""
     text = unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 
-def check(columns: Columns, problems: Problems) -> None:
+def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector) -> None:
     """Finds what is odd about classes and splits; crowd boxes do not count, since they are neither learned from nor
     to be found. Raises DataError when nothing can be learned from the training split."""
-    labels, split_of_box = columns.labels[~columns.crowd], columns.split[columns.row[~columns.crowd]]
-    if (columns.split == TRAIN).any() and not (split_of_box == TRAIN).any():
+    labels, box_split = table.labels[~table.crowd], table.split[table.image_index[~table.crowd]]
+    if (table.split == TRAIN).any() and not (box_split == TRAIN).any():
         raise DataError(
             "The training split has no boxes.",
-            place=columns.picture(int(np.flatnonzero(columns.split == TRAIN)[0])) + " and all others",
-            cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.found()) or None,
+            location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",
+            cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.summarize()) or None,
             fix="check that these are annotations for detection, with boxes",
         )
-    for number, name in enumerate(SPLITS):
-        pictures = int((columns.split == number).sum())
-        if number != TEST and not (split_of_box == number).any():
-            problems.add("empty-split", f"{name}: {f'{_pictures(pictures)}, no box' if pictures else 'no picture'}")
-        elif pictures and not (split_of_box == number).any():
-            problems.add("split-without-boxes", f"{name}: {_pictures(pictures)}")
-    _check_classes(columns.class_names, labels, split_of_box, problems)
-    _check_splits(columns, problems)
+    for split_index, name in enumerate(SPLITS):
+        num_images = int((table.split == split_index).sum())
+        if split_index != TEST and not (box_split == split_index).any():
+            problems.add(
+                "empty-split", f"{name}: {f'{_format_image_count(num_images)}, no box' if num_images else 'no picture'}"
+            )
+        elif num_images and not (box_split == split_index).any():
+            problems.add("split-without-boxes", f"{name}: {_format_image_count(num_images)}")
+    _check_classes(table.class_names, labels, box_split, problems)
+    _check_splits(table, problems)
 
 
-def _pictures(count: int) -> str:
+def _format_image_count(count: int) -> str:
     return "1 picture" if count == 1 else f"{count:,} pictures"
 
 
-def _check_splits(columns: Columns, problems: Problems) -> None:
+def _check_splits(table: AnnotationTable, problems: ProblemCollector) -> None:
     """Finds pictures that are in more than one split."""
-    keys = list(zip(columns.folder.tolist(), columns.names, strict=True))
+    keys = list(zip(table.folder_index.tolist(), table.file_names, strict=True))
     if len(set(keys)) == len(keys):
         return
-    rows: dict[tuple[int, str], list[int]] = {}
-    for row, key in enumerate(keys):
-        rows.setdefault(key, []).append(row)
-    for same in rows.values():
-        if len(same) > 1:
-            names = [SPLITS[columns.split[row]] for row in same]
-            problems.add("in-two-splits", f"{columns.picture(same[0])}: {', '.join(names)}")
+    indices_by_key: dict[tuple[int, str], list[int]] = {}
+    for image_index, key in enumerate(keys):
+        indices_by_key.setdefault(key, []).append(image_index)
+    for indices in indices_by_key.values():
+        if len(indices) > 1:
+            names = [SPLITS[table.split[image_index]] for image_index in indices]
+            problems.add("in-two-splits", f"{table.image_path(indices[0])}: {', '.join(names)}")
 
 
 def _check_classes(
-    class_names: list[str], labels: NDArray[np.int32], split_of_box: NDArray[np.int8], problems: Problems
+    class_names: list[str], labels: NDArray[np.int32], box_split: NDArray[np.int8], problems: ProblemCollector
 ) -> None:
     """labels, split_of_box [K]: of the boxes that count."""
-    alike: dict[str, list[str]] = {}
+    names_by_key: dict[str, list[str]] = {}
     for name in class_names:
-        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
-    for names in alike.values():
+        names_by_key.setdefault(" ".join(name.split()).casefold(), []).append(name)
+    for names in names_by_key.values():
         if len(names) > 1 or names[0] != names[0].strip():
             problems.add("similar-class-names", ", ".join(map(repr, names)))
-    count = len(class_names)
+    num_classes = len(class_names)
     per_split = np.stack(
-        [np.bincount(labels[split_of_box == number], minlength=count) for number in range(len(SPLITS))]
+        [np.bincount(labels[box_split == split_index], minlength=num_classes) for split_index in range(len(SPLITS))]
     )
     used = per_split.sum(0) > 0
     for label in np.flatnonzero(~used).tolist():
         problems.add("unused-class", class_names[label])
-    for number in np.flatnonzero(per_split.sum(1)).tolist():
-        for label in np.flatnonzero(used & (per_split[number] == 0)).tolist():
-            problems.add("class-not-in-split", f"{class_names[label]}: not in {SPLITS[number]}")
+    for split_index in np.flatnonzero(per_split.sum(1)).tolist():
+        for label in np.flatnonzero(used & (per_split[split_index] == 0)).tolist():
+            problems.add("class-not-in-split", f"{class_names[label]}: not in {SPLITS[split_index]}")

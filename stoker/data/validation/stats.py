@@ -13,28 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.anchor_fit import (
-    Anchors,
-    Floats,
-    Sides,
-    best_canvas,
+    AnchorConfig,
+    BoxDimensions,
+    FloatArray,
+    best_image_size,
     best_iou,
-    box_sides,
-    recommend,
+    box_dimensions,
+    recommend_anchors,
 )
-from stoker.data.formats.image_sizes import REMOTE_THREADS
+from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
 from stoker.data.images import source as places
-from stoker.data.images.headers import header_of, read_header
+from stoker.data.images.headers import parse_header, read_header
 from stoker.data.index import Index
 from stoker.errors import DataError
 
 SMALL, LARGE = 32, 96
 """COCO's limits of small, medium and large objects: the root of their area in pixels (cocodataset.org, evaluation)."""
-BANDS = ("small", "medium", "large")
-GRID = 32
+AREA_RANGES = ("small", "medium", "large")
+GRID_SIZE = 32
 """Cells of the map of places along each side of the picture."""
-IOUS = (0.5, 0.4)
+IOU_THRESHOLDS = (0.5, 0.4)
 """RetinaNet's: an anchor from 0.5 is matched, below 0.4 it is background (arXiv 1708.02002, section 4)."""
-MOST_SIZES = 12
+MAX_SIZES = 12
 """Sizes of pictures that are listed."""
 
 
@@ -42,11 +42,11 @@ class Distribution(msgspec.Struct, kw_only=True):
     """A histogram with its landmarks; every number is absent where nothing was counted."""
 
     count: int
-    least: float | None
+    min: float | None
     p10: float | None
     median: float | None
     p90: float | None
-    most: float | None
+    max: float | None
     mean: float | None
     edges: list[float]
     """n + 1, ascending; the first and the last bin also hold what lies beyond."""
@@ -56,35 +56,35 @@ class Distribution(msgspec.Struct, kw_only=True):
 
 class SplitStats(msgspec.Struct, kw_only=True):
     split: str
-    pictures: int
-    without_boxes: int
-    boxes: int
+    num_images: int
+    num_images_without_boxes: int
+    num_boxes: int
     """Crowd boxes apart."""
-    crowd: int
+    num_crowd_boxes: int
 
 
 class ClassStats(msgspec.Struct, kw_only=True):
     name: str
-    boxes: int
-    share: float
+    num_boxes: int
+    box_fraction: float
     """Of all boxes, 0 … 1."""
-    pictures: int
+    num_images: int
     """That have at least one."""
     by_split: dict[str, int]
 
 
-class SizeCount(msgspec.Struct, kw_only=True):
+class ImageSizeCount(msgspec.Struct, kw_only=True):
     height: int
     width: int
-    pictures: int
+    num_images: int
 
 
-class Coverage(msgspec.Struct, kw_only=True):
+class AnchorCoverage(msgspec.Struct, kw_only=True):
     """How well anchors fit: shares of boxes, 0 … 1, whose best IoU with a shape laid on their centre is at least so."""
 
-    what: str
+    name: str
     """Whose anchors."""
-    why: str
+    reason: str
     sizes: list[float]
     scales: list[float]
     ratios: list[float]
@@ -94,7 +94,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     """The same by size on the canvas, small, medium, large; only those that there are."""
 
 
-class Stats(msgspec.Struct, kw_only=True):
+class DatasetStats(msgspec.Struct, kw_only=True):
     """The numbers of a data set, or of one split."""
 
     data: str
@@ -102,236 +102,253 @@ class Stats(msgspec.Struct, kw_only=True):
     splits: list[SplitStats]
     classes: list[ClassStats]
     """In the data set's order."""
-    picture_sizes: list[SizeCount]
+    image_sizes: list[ImageSizeCount]
     """The most common ones, the most common first."""
-    sizes_in_all: int
+    num_image_sizes: int
     """How many different ones there are."""
-    sizes_unknown: int
+    num_unknown_sizes: int
     """Pictures whose size is neither in the annotations nor to be read."""
-    picture_sides: Distribution
+    sqrt_image_area: Distribution
     """Root of the area of the pictures, pixels."""
-    boxes_per_picture: Distribution
-    box_sides: Distribution
+    boxes_per_image: Distribution
+    sqrt_box_area: Distribution
     """Root of the area of the boxes, pixels of the picture."""
-    box_sides_on_canvas: Distribution
-    by_size: dict[str, float]
+    sqrt_box_area_resized: Distribution
+    fraction_by_area: dict[str, float]
     """Shares of the boxes that are small, medium, large in the picture, by COCO's limits."""
-    by_size_on_canvas: dict[str, float]
-    aspects: Distribution
+    fraction_by_area_resized: dict[str, float]
+    aspect_ratios: Distribution
     """Height over width of the boxes."""
-    places: list[list[float]]
+    box_heatmap: list[list[float]]
     """[GRID][GRID], rows from the top: the share of the boxes that cover this part of their picture."""
     resize: str
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width."""
-    canvas_why: str
-    anchors: list[Coverage]
+    image_size_reason: str
+    anchors: list[AnchorCoverage]
     """The model's own first, then the recommended ones where they differ."""
     anchors_note: str
     flags: str
     """What to give `stoker train`; empty where nothing is to be changed."""
 
 
-def gather(
+def compute_stats(
     index: Index,
     *,
     data: str,
     split: str | None = None,
-    canvas: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
     side: int,
     resize: str = "letterbox",
-    anchors: Anchors,
+    anchors: AnchorConfig,
     model: str,
-) -> Stats:
+) -> DatasetStats:
     """The numbers of an index, or of one of its splits.
 
     canvas: height and width; default: the best one of about `side`². anchors: those of `model`, which names them.
     Raises DataError when there is no such split.
     """
     splits = index.splits if split is None else (split,)
-    rows = np.concatenate([index.rows(name) for name in splits])
-    sizes = _sizes(index, rows)
-    known = sizes[rows][(sizes[rows] > 0).all(1)]
-    asked = canvas is not None
+    image_indices = np.concatenate([index.image_indices(name) for name in splits])
+    sizes = _original_sizes(index, image_indices)
+    known_sizes = sizes[image_indices][(sizes[image_indices] > 0).all(1)]
+    image_size_given = image_size is not None
     # As a training chooses it: from the pictures that it trains on.
-    trained = index.rows("train") if "train" in splits else rows
-    canvas, why = (canvas, "asked for") if canvas is not None else best_canvas(sizes[trained], side)
-    sides = box_sides(index, rows, canvas, resize, sizes)
-    roots, canvas_roots = np.sqrt(sides.original.prod(1)), np.sqrt(sides.canvas.prod(1))
-    counts = np.diff(index.offsets)[rows]
-    kinds, pictures = np.unique(known, axis=0, return_counts=True)
-    order = np.argsort(-pictures, kind="stable")[:MOST_SIZES]
-    usable = (sides.original > 0).all(1)
-    best, best_why = recommend(sides.canvas, canvas, anchors, iou=IOUS[0])
-    judged = [_coverage(f"{model}'s own", "its paper's", anchors, sides.canvas, canvas_roots)]
+    train_indices = index.image_indices("train") if "train" in splits else image_indices
+    image_size, image_size_reason = (
+        (image_size, "asked for") if image_size is not None else best_image_size(sizes[train_indices], side)
+    )
+    dims = box_dimensions(index, image_indices, image_size, resize, sizes)
+    sqrt_areas, resized_sqrt_areas = np.sqrt(dims.original_wh.prod(1)), np.sqrt(dims.resized_wh.prod(1))
+    boxes_per_image = np.diff(index.offsets)[image_indices]
+    unique_sizes, size_counts = np.unique(known_sizes, axis=0, return_counts=True)
+    order = np.argsort(-size_counts, kind="stable")[:MAX_SIZES]
+    has_area = (dims.original_wh > 0).all(1)
+    best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
+    coverages = [_anchor_coverage(f"{model}'s own", "its paper's", anchors, dims.resized_wh, resized_sqrt_areas)]
     if best != anchors:
-        judged.append(_coverage("recommended", best_why, best, sides.canvas, canvas_roots))
-    return Stats(
+        coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
+    return DatasetStats(
         data=data,
         format=index.format,
-        splits=[_split(index, name) for name in splits],
-        classes=_classes(index, splits),
-        picture_sizes=[
-            SizeCount(height=int(kinds[n, 0]), width=int(kinds[n, 1]), pictures=int(pictures[n])) for n in order
+        splits=[_split_stats(index, name) for name in splits],
+        classes=_class_stats(index, splits),
+        image_sizes=[
+            ImageSizeCount(
+                height=int(unique_sizes[n, 0]), width=int(unique_sizes[n, 1]), num_images=int(size_counts[n])
+            )
+            for n in order
         ],
-        sizes_in_all=len(kinds),
-        sizes_unknown=len(rows) - len(known),
-        picture_sides=_distribution(np.sqrt(known.astype(np.float64).prod(1)), _octaves(32, 8192, 4)),
-        boxes_per_picture=_distribution(counts.astype(np.float64), _counting(counts)),
-        box_sides=_distribution(roots, _octaves(2, 2048, 4)),
-        box_sides_on_canvas=_distribution(canvas_roots, _octaves(2, 2048, 4)),
-        by_size=_bands(roots),
-        by_size_on_canvas=_bands(canvas_roots),
+        num_image_sizes=len(unique_sizes),
+        num_unknown_sizes=len(image_indices) - len(known_sizes),
+        sqrt_image_area=_make_distribution(np.sqrt(known_sizes.astype(np.float64).prod(1)), _log_bins(32, 8192, 4)),
+        boxes_per_image=_make_distribution(boxes_per_image.astype(np.float64), _count_bins(boxes_per_image)),
+        sqrt_box_area=_make_distribution(sqrt_areas, _log_bins(2, 2048, 4)),
+        sqrt_box_area_resized=_make_distribution(resized_sqrt_areas, _log_bins(2, 2048, 4)),
+        fraction_by_area=_fraction_by_area(sqrt_areas),
+        fraction_by_area_resized=_fraction_by_area(resized_sqrt_areas),
         # Squares in the middle of a bin.
-        aspects=_distribution(sides.original[usable, 1] / sides.original[usable, 0], _octaves(2**-4.125, 2**4.125, 4)),
-        places=_places(index, sides, sizes),
+        aspect_ratios=_make_distribution(
+            dims.original_wh[has_area, 1] / dims.original_wh[has_area, 0], _log_bins(2**-4.125, 2**4.125, 4)
+        ),
+        box_heatmap=_box_heatmap(index, dims, sizes),
         resize=resize,
-        canvas=canvas,
-        canvas_why=why,
-        anchors=judged,
+        image_size=image_size,
+        image_size_reason=image_size_reason,
+        anchors=coverages,
         anchors_note="an anchor is laid on the centre of each box; on a model's grid it is up to half a stride away",
-        flags=_flags(canvas if asked or sizes is not index.size else None, best if best != anchors else None, anchors),
+        flags=_train_flags(
+            image_size if image_size_given or sizes is not index.original_size else None,
+            best if best != anchors else None,
+            anchors,
+        ),
     )
 
 
-def _sizes(index: Index, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int32]:
     """int32 [R, 2], height and width as shown; read from the pictures where the annotations are silent."""
-    silent = rows[(index.size[rows] <= 0).any(1)].tolist()
-    if not silent:
-        return index.size
-    sizes = np.array(index.size)
+    unknown_indices = image_indices[(index.original_size[image_indices] <= 0).any(1)].tolist()
+    if not unknown_indices:
+        return index.original_size
+    sizes = np.array(index.original_size)
 
-    def look(row: int) -> tuple[int, int]:
+    def read_size(image_index: int) -> tuple[int, int]:
         try:
-            if index.span(row) is None:
-                return read_header(index.path(row)).size
-            return header_of(index.read(row), index.path(row)).size
+            if index.byte_range(image_index) is None:
+                return read_header(index.path(image_index)).size
+            return parse_header(index.read(image_index), index.path(image_index)).size
         except (DataError, OSError):  # counted as unknown; `data check` says what is wrong
             return 0, 0
 
-    threads = 8 if places.address_of(index.root) is None else REMOTE_THREADS  # they wait, mostly
-    with ThreadPoolExecutor(threads, "stoker-stats") as pool:
-        for row, size in zip(silent, pool.map(look, silent), strict=True):
-            sizes[row] = size
+    workers = 8 if places.path_to_uri(index.root) is None else REMOTE_IO_WORKERS  # they wait, mostly
+    with ThreadPoolExecutor(workers, "stoker-stats") as pool:
+        for image_index, size in zip(unknown_indices, pool.map(read_size, unknown_indices), strict=True):
+            sizes[image_index] = size
     return sizes
 
 
-def _split(index: Index, name: str) -> SplitStats:
-    rows = index.rows(name)
-    box = _boxes_of(index, rows)
-    crowd = int(index.crowd[box].sum())
+def _split_stats(index: Index, name: str) -> SplitStats:
+    image_indices = index.image_indices(name)
+    box_index = _box_indices(index, image_indices)
+    crowd = int(index.crowd[box_index].sum())
     return SplitStats(
         split=name,
-        pictures=len(rows),
-        without_boxes=int((np.diff(index.offsets)[rows] == 0).sum()),
-        boxes=len(box) - crowd,
-        crowd=crowd,
+        num_images=len(image_indices),
+        num_images_without_boxes=int((np.diff(index.offsets)[image_indices] == 0).sum()),
+        num_boxes=len(box_index) - crowd,
+        num_crowd_boxes=crowd,
     )
 
 
-def _classes(index: Index, splits: Sequence[str]) -> list[ClassStats]:
-    number = len(index.class_names)
-    boxes, pictures = np.zeros((len(splits), number), np.int64), np.zeros(number, np.int64)
-    row_of_box = np.repeat(np.arange(len(index)), np.diff(index.offsets))
+def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
+    num_classes = len(index.class_names)
+    box_counts, image_counts = np.zeros((len(splits), num_classes), np.int64), np.zeros(num_classes, np.int64)
+    box_image_index = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     for n, name in enumerate(splits):
-        box = _boxes_of(index, index.rows(name))
-        box = box[~index.crowd[box]]
-        boxes[n] = np.bincount(index.labels[box], minlength=number)
-        pairs = np.unique(row_of_box[box] * number + index.labels[box])
-        pictures += np.bincount(pairs % number, minlength=number)
-    total = max(1, int(boxes.sum()))
+        box_index = _box_indices(index, index.image_indices(name))
+        box_index = box_index[~index.crowd[box_index]]
+        box_counts[n] = np.bincount(index.labels[box_index], minlength=num_classes)
+        image_class_pairs = np.unique(box_image_index[box_index] * num_classes + index.labels[box_index])
+        image_counts += np.bincount(image_class_pairs % num_classes, minlength=num_classes)
+    total = max(1, int(box_counts.sum()))
     return [
         ClassStats(
             name=name,
-            boxes=int(boxes[:, label].sum()),
-            share=float(boxes[:, label].sum() / total),
-            pictures=int(pictures[label]),
-            by_split={split: int(boxes[n, label]) for n, split in enumerate(splits)},
+            num_boxes=int(box_counts[:, label].sum()),
+            box_fraction=float(box_counts[:, label].sum() / total),
+            num_images=int(image_counts[label]),
+            by_split={split: int(box_counts[n, label]) for n, split in enumerate(splits)},
         )
         for label, name in enumerate(index.class_names)
     ]
 
 
-def _boxes_of(index: Index, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    chosen = np.zeros(len(index), np.bool_)
-    chosen[rows] = True
-    return np.flatnonzero(np.repeat(chosen, np.diff(index.offsets)))
+def _box_indices(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    selected = np.zeros(len(index), np.bool_)
+    selected[image_indices] = True
+    return np.flatnonzero(np.repeat(selected, np.diff(index.offsets)))
 
 
-def _distribution(values: Floats, edges: Floats) -> Distribution:
+def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
     """Bins at both ends without a count are left out."""
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
-    filled = np.flatnonzero(counts)
-    first, last = (int(filled[0]), int(filled[-1])) if filled.size else (0, -1)
-    marks = [float(x) for x in np.percentile(values, [0, 10, 50, 90, 100])] if values.size else [None] * 5
+    nonempty = np.flatnonzero(counts)
+    first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
+    percentiles = [float(x) for x in np.percentile(values, [0, 10, 50, 90, 100])] if values.size else [None] * 5
     return Distribution(
         count=values.size,
-        least=marks[0],
-        p10=marks[1],
-        median=marks[2],
-        p90=marks[3],
-        most=marks[4],
+        min=percentiles[0],
+        p10=percentiles[1],
+        median=percentiles[2],
+        p90=percentiles[3],
+        max=percentiles[4],
         mean=float(values.mean()) if values.size else None,
         edges=[float(edge) for edge in edges[first : last + 2]],
         counts=[int(count) for count in counts[first : last + 1]],
     )
 
 
-def _octaves(low: float, high: float, steps: int) -> Floats:
+def _log_bins(low: float, high: float, bins_per_octave: int) -> FloatArray:
     """Edges from low to high, `steps` to each doubling."""
-    return low * 2.0 ** (np.arange(round(np.log2(high / low)) * steps + 1) / steps)
+    return low * 2.0 ** (np.arange(round(np.log2(high / low)) * bins_per_octave + 1) / bins_per_octave)
 
 
-def _counting(counts: NDArray[np.int64]) -> Floats:
+def _count_bins(counts: NDArray[np.int64]) -> FloatArray:
     """Edges of about 30 bins of one whole width from 0 to the 99th percentile; the last one holds what lies beyond."""
-    top = int(np.percentile(counts, 99)) + 1 if counts.size else 1
-    width = max(1, -(-top // 30))
-    edges: Floats = np.arange(0, top + 1 + width, width).astype(np.float64) - 0.5
+    upper = int(np.percentile(counts, 99)) + 1 if counts.size else 1
+    width = max(1, -(-upper // 30))
+    edges: FloatArray = np.arange(0, upper + 1 + width, width).astype(np.float64) - 0.5
     return edges
 
 
-def _bands(roots: Floats) -> dict[str, float]:
-    found = np.bincount(np.digitize(roots, (SMALL, LARGE)), minlength=3) / max(1, len(roots))
-    return dict(zip(BANDS, found.tolist(), strict=True))
+def _fraction_by_area(sqrt_areas: FloatArray) -> dict[str, float]:
+    fractions = np.bincount(np.digitize(sqrt_areas, (SMALL, LARGE)), minlength=3) / max(1, len(sqrt_areas))
+    return dict(zip(AREA_RANGES, fractions.tolist(), strict=True))
 
 
-def _places(index: Index, sides: Sides, sizes: NDArray[np.int32]) -> list[list[float]]:
+def _box_heatmap(index: Index, dims: BoxDimensions, sizes: NDArray[np.int32]) -> list[list[float]]:
     """Each box adds one to the cells that it covers: as four corners, summed up along both axes afterwards."""
-    height, width = sizes[sides.row].T.astype(np.float64)
-    corners = index.boxes[sides.box].astype(np.float64) / np.stack([width, height] * 2, 1) * GRID
-    x0, y0 = np.clip(np.floor(corners[:, :2]), 0, GRID - 1).astype(np.int64).T
-    x1, y1 = np.clip(np.ceil(corners[:, 2:]), 1, GRID).astype(np.int64).T
-    change = np.zeros((GRID + 1, GRID + 1), np.int64)
+    height, width = sizes[dims.image_index].T.astype(np.float64)
+    grid_xyxy = index.boxes[dims.box_index].astype(np.float64) / np.stack([width, height] * 2, 1) * GRID_SIZE
+    x0, y0 = np.clip(np.floor(grid_xyxy[:, :2]), 0, GRID_SIZE - 1).astype(np.int64).T
+    x1, y1 = np.clip(np.ceil(grid_xyxy[:, 2:]), 1, GRID_SIZE).astype(np.int64).T
+    deltas = np.zeros((GRID_SIZE + 1, GRID_SIZE + 1), np.int64)
     for y, x, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
-        np.add.at(change, (y, x), sign)
-    covered = change.cumsum(0).cumsum(1)[:GRID, :GRID] / max(1, len(sides.box))
-    found: list[list[float]] = covered.tolist()
-    return found
+        np.add.at(deltas, (y, x), sign)
+    covered = deltas.cumsum(0).cumsum(1)[:GRID_SIZE, :GRID_SIZE] / max(1, len(dims.box_index))
+    heatmap: list[list[float]] = covered.tolist()
+    return heatmap
 
 
-def _coverage(what: str, why: str, anchors: Anchors, sides: Floats, roots: Floats) -> Coverage:
-    reached = best_iou(sides, anchors.shapes())
-    band = np.digitize(roots, (SMALL, LARGE))
+def _anchor_coverage(
+    anchors_name: str, reason: str, anchors: AnchorConfig, box_wh: FloatArray, sqrt_areas: FloatArray
+) -> AnchorCoverage:
+    max_ious = best_iou(box_wh, anchors.anchor_wh())
+    area_range = np.digitize(sqrt_areas, (SMALL, LARGE))
 
-    def shares(some: Floats) -> dict[str, float]:
-        return {f"{iou:g}": float((some >= iou).mean()) for iou in IOUS} if some.size else {}
+    def fraction_by_iou(ious: FloatArray) -> dict[str, float]:
+        return {f"{iou:g}": float((ious >= iou).mean()) for iou in IOU_THRESHOLDS} if ious.size else {}
 
-    return Coverage(
-        what=what,
-        why=why,
+    return AnchorCoverage(
+        name=anchors_name,
+        reason=reason,
         sizes=list(anchors.sizes),
         scales=list(anchors.scales),
         ratios=list(anchors.ratios),
-        all=shares(reached),
-        by_size={name: found for n, name in enumerate(BANDS) if (found := shares(reached[band == n]))},
+        all=fraction_by_iou(max_ious),
+        by_size={
+            range_name: fractions
+            for n, range_name in enumerate(AREA_RANGES)
+            if (fractions := fraction_by_iou(max_ious[area_range == n]))
+        },
     )
 
 
-def _flags(canvas: tuple[int, int] | None, best: Anchors | None, default: Anchors) -> str:
+def _train_flags(image_size: tuple[int, int] | None, best: AnchorConfig | None, default: AnchorConfig) -> str:
     """Only what a training would not choose by itself: another canvas, or one whose pictures had to be looked at."""
-    parts = [] if canvas is None else [f"--canvas {canvas[0]} {canvas[1]}"]
+    flags = [] if image_size is None else [f"--canvas {image_size[0]} {image_size[1]}"]
     if best is not None:
-        parts.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
+        flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
         if best.ratios != default.ratios:
-            parts.append("--anchor-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
-    return " ".join(parts)
+            flags.append("--anchor-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
+    return " ".join(flags)

@@ -29,11 +29,11 @@ Reason = Literal[
 REASONS: tuple[str, ...] = get_args(Reason)
 
 
-class Limit(msgspec.Struct, frozen=True):
+class Threshold(msgspec.Struct, frozen=True):
     """A condition of a rule beside its threshold. said: what it bounds, and where the number comes from."""
 
     value: float
-    said: str
+    description: str
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,48 +42,48 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     title: str
     reason: Reason
-    looks_like: str
+    symptom: str
     """What a person sees."""
-    needs: tuple[str, ...]
+    required_records: tuple[str, ...]
     """Records without which the rule abstains, as `file: field`."""
-    measure: str
+    metric: str
     """What is compared with the thresholds."""
-    info_from: float | None = None
-    warn_from: float | None = None
-    critical_from: float | None = None
+    info_threshold: float | None = None
+    warning_threshold: float | None = None
+    critical_threshold: float | None = None
     """The rule is silent below the least of them. None: the cause is never that grave."""
-    below: bool = False
+    lower_is_worse: bool = False
     """The thresholds are reached from above: less is worse."""
     source: str
     """Where the thresholds come from."""
-    limits: dict[str, Limit] = {}
-    over: tuple[str, ...] = ()
+    thresholds: dict[str, Threshold] = {}
+    supersedes: tuple[str, ...] = ()
     """Causes that say the same less exactly: where this one is found, they are left out."""
     probe: str = ""
     """The one of schemas.PROBE_KINDS that makes the run faster when the cause is there."""
     confidence: float = 0.7
     """Without a probe. 0.9: a clock measured it; 0.7: counters agree; 0.5: something else could look the same."""
     fix: str
-    fix_elsewhere: str = ""
+    external_fix: str = ""
     """The same for a run that `stoker train` did not make, in the words of such jobs; empty: as `fix`."""
     command: str | None = None
     """What to run or to add to the command line."""
-    patch: dict[str, Any] = {}
+    config_patch: dict[str, Any] = {}
     """Settings of config.toml that mend it, by their names there."""
 
-    def limit(self, name: str) -> float:
-        return self.limits[name].value
+    def threshold(self, name: str) -> float:
+        return self.thresholds[name].value
 
     def severity(self, measured: float) -> str | None:
         """How grave it is; None: not there."""
         for name, threshold in (
-            ("critical", self.critical_from),
-            ("warning", self.warn_from),
-            ("info", self.info_from),
+            ("critical", self.critical_threshold),
+            ("warning", self.warning_threshold),
+            ("info", self.info_threshold),
         ):
-            if threshold is not None and (measured <= threshold if self.below else measured >= threshold):
+            if threshold is not None and (measured <= threshold if self.lower_is_worse else measured >= threshold):
                 return name
         return None
 
 
-OUR_JUDGMENT = "our judgment"
+HEURISTIC = "our judgment"

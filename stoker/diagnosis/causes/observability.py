@@ -1,19 +1,21 @@
 """Causes of the reason "blindness": what nobody can see, or what two witnesses say differently. Data only."""
 
-from stoker.diagnosis.causes.cause import OUR_JUDGMENT, Cause, Limit
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
 
-ROWS = (
+CAUSES = (
     Cause(
         id="unattributed_time",
         title="Time that no clock saw",
         reason="blindness",
-        looks_like="the phases that are named do not explain the run",
-        needs=("steps.jsonl: phases",),
-        info_from=0.03,
-        warn_from=0.10,
-        measure="unattributed, share of the device time after the start; of a watched job never above info",
+        symptom="the phases that are named do not explain the run",
+        required_records=("steps.jsonl: phases",),
+        info_threshold=0.03,
+        warning_threshold=0.10,
+        metric="unattributed, share of the device time after the start; of a watched job never above info",
         source="what stoker's own tests allow the ledger in steady state is 3 %",
-        limits={"watched": Limit(0.50, "of a job that stoker did not write: from where on it is told (our judgment)")},
+        thresholds={
+            "watched": Threshold(0.50, "of a job that stoker did not write: from where on it is told (our judgment)")
+        },
         confidence=0.9,
         fix="A process that was stopped or swapped out, or work between steps that nothing brackets "
         "(`stoker.measure` has "
@@ -23,10 +25,10 @@ ROWS = (
         id="witnesses_disagree",
         title="The driver saw the GPU work when the run did not",
         reason="blindness",
-        looks_like="utilisation is high while the ledger says that the device waits",
-        needs=("steps.jsonl: phases", "devices.jsonl: gpus.utilisation of just the devices that train"),
-        warn_from=0.25,
-        measure="the driver's utilisation minus the share of phases in which the device works",
+        symptom="utilisation is high while the ledger says that the device waits",
+        required_records=("steps.jsonl: phases", "devices.jsonl: gpus.utilisation of just the devices that train"),
+        warning_threshold=0.25,
+        metric="the driver's utilisation minus the share of phases in which the device works",
         source="our judgment: beyond what the driver's sample period blurs, as starved_inside_steps",
         confidence=0.6,
         fix="Another process on the GPU (nvidia-smi), or work that the ledger does not know: report it",
@@ -36,20 +38,20 @@ ROWS = (
         id="gpu_not_used",
         title="There is a GPU, and the job does not use it",
         reason="blindness",
-        looks_like="the job trains, slowly, on the processors",
-        needs=("devices.jsonl: gpus.utilisation", "steps.jsonl: steps"),
-        warn_from=1,
-        measure="1: steps were done, and no GPU did anything",
+        symptom="the job trains, slowly, on the processors",
+        required_records=("devices.jsonl: gpus.utilisation", "steps.jsonl: steps"),
+        warning_threshold=1,
+        metric="1: steps were done, and no GPU did anything",
         source="by count",
-        limits={
-            "idle": Limit(0.02, "mean utilisation below which a GPU is not used (our judgment)"),
-            "samples": Limit(20, "samples while steps were done (our judgment)"),
+        thresholds={
+            "idle": Threshold(0.02, "mean utilisation below which a GPU is not used (our judgment)"),
+            "samples": Threshold(20, "samples while steps were done (our judgment)"),
         },
-        over=("idle_gpus", "gpu_memory_unused"),
+        supersedes=("idle_gpus", "gpu_memory_unused"),
         confidence=0.8,
         fix="A build of the framework with CUDA for this driver (torch.cuda.is_available(), "
         "tf.config.list_physical_devices('GPU')); in a container `--gpus all`; of stoker leave --device out",
-        fix_elsewhere="A build of the framework with CUDA for this driver (torch.cuda.is_available(), "
+        external_fix="A build of the framework with CUDA for this driver (torch.cuda.is_available(), "
         "tf.config.list_physical_devices('GPU')), the model and the batches moved there; in a "
         "container `--gpus all`",
         command="nvidia-smi",
@@ -58,11 +60,11 @@ ROWS = (
         id="no_telemetry",
         title="Nobody watched the machine",
         reason="blindness",
-        looks_like="devices.jsonl is missing or has no GPU of a run on a GPU: half of the diagnosis abstains",
-        needs=("steps.jsonl: wall_s",),
-        info_from=3600.0,
-        measure="seconds of the run without a line of devices.jsonl, or on a GPU without one that has a GPU",
-        source=OUR_JUDGMENT,
+        symptom="devices.jsonl is missing or has no GPU of a run on a GPU: half of the diagnosis abstains",
+        required_records=("steps.jsonl: wall_s",),
+        info_threshold=3600.0,
+        metric="seconds of the run without a line of devices.jsonl, or on a GPU without one that has a GPU",
+        source=HEURISTIC,
         confidence=0.9,
         fix="Look for the event that says why (NVML, /proc in the container); install the driver's libnvidia-ml there",
     ),
@@ -70,11 +72,11 @@ ROWS = (
         id="job_says_no_steps",
         title="The watched job says nothing about its steps",
         reason="blindness",
-        looks_like="no steps, no losses: only the machine's counters tell of it",
-        needs=("events.jsonl: data.watched", "steps.jsonl: steps"),
-        info_from=120.0,
-        measure="seconds watched without a step",
-        source=OUR_JUDGMENT,
+        symptom="no steps, no losses: only the machine's counters tell of it",
+        required_records=("events.jsonl: data.watched", "steps.jsonl: steps"),
+        info_threshold=120.0,
+        metric="seconds watched without a step",
+        source=HEURISTIC,
         confidence=0.9,
         fix="Have it print steps and losses (`loss: 0.5` with a counter is enough), or `with stoker.measure(…)` around "
         "its loop",

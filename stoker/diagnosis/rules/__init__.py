@@ -6,8 +6,8 @@ zero. A file for each group of causes; `finding.py` says how a rule says somethi
 `postmortem.py`.
 """
 
-from stoker.diagnosis.reader import read
-from stoker.diagnosis.rules.engine import RULES, diagnose, judge, write_findings
-from stoker.diagnosis.run_data import Records
+from stoker.diagnosis.reader import read_run
+from stoker.diagnosis.rules.engine import RULES, diagnose, run_rules, write_findings
+from stoker.diagnosis.run_data import RunRecords
 
-__all__ = ["RULES", "Records", "diagnose", "judge", "read", "write_findings"]
+__all__ = ["RULES", "RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]

@@ -3,96 +3,114 @@
 Clocks, heat and other users of the GPUs: `gpus.py`.
 """
 
-from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.catalogue import CATALOG
 from stoker.diagnosis.rules.finding import (
-    attempts,
-    counter,
-    found,
-    of_phase,
-    percent,
-    phase,
-    share_of,
-    taken_by_others,
+    attempts_evidence,
+    counter_evidence,
+    cpu_taken_by_others,
+    format_percent,
+    fraction_of_phase,
+    make_finding,
+    make_phase_finding,
+    phase_evidence,
 )
-from stoker.diagnosis.run_data import Records
+from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
 
-def startup_heavy(seen: Records) -> Finding | None:
+def startup_heavy(run: RunRecords) -> Finding | None:
     """compile counts as far as it belongs to the start: what comes later is `recompiles`."""
-    compile_s = max(0.0, seen.seconds("compile") - seen.steady.phases.get("compile", 0.0))
-    seconds = seen.seconds("startup") + compile_s
-    if seconds < CATALOGUE["startup_heavy"].limit("least_s") or not seen.totals.steps:  # it may still be starting
+    compile_s = max(0.0, run.phase_seconds("compile") - run.steady.phases.get("compile", 0.0))
+    seconds = run.phase_seconds("startup") + compile_s
+    if seconds < CATALOG["startup_heavy"].threshold("least_s") or not run.totals.steps:  # it may still be starting
         return None
-    evidence = [phase(seen, "startup"), phase(seen, "compile") if compile_s else None, attempts(seen)]
-    return found(seen, "startup_heavy", seconds / seen.totals.device_s, evidence, lost_s=seconds)
-
-
-def checkpoint_heavy(seen: Records) -> Finding | None:
-    return _checkpoints(seen, "checkpoint_heavy", [])
-
-
-def checkpoint_disk_slow(seen: Records) -> Finding | None:
-    waited = seen.host.psi_io.value
-    if waited is None or waited < CATALOGUE["checkpoint_disk_slow"].limit("psi_io"):
-        return None
-    said = counter("some task waited for storage {} of the time", waited, "psi_io")
-    return _checkpoints(seen, "checkpoint_disk_slow", [said])
-
-
-def cpu_quota(seen: Records) -> Finding | None:
-    withheld = seen.host.withheld.value
-    if withheld is None:
-        return None
-    said = counter("the CPU quota withheld {} of the processor time that the run wanted", withheld, "throttled_s")
-    return found(seen, "cpu_quota", withheld, [said, _waiting_for_cores(seen)], lost_s=_of_cores(seen, withheld),
-                 estimate=_SHARE_OF_CORES)  # fmt: skip
-
-
-def cpu_contention(seen: Records) -> Finding | None:
-    """A busy neighbour alone takes nothing: the run must have wanted more than it got."""
-    taken, busy, others, got = taken_by_others(seen), seen.cores_busy, seen.host.others.value, seen.host.process_cpu
-    if taken is None or busy is None or others is None or got.value is None:
-        return None
-    share, wanted = taken
-    text = f"the cores were {100 * busy:.0f} % busy, {100 * others:.0f} % with other processes"
-    wants = f"its threads wanted {wanted:.2f} cores and got {got.value:.2f}"
     evidence = [
-        Evidence(text=text, value=others, place="devices.jsonl: cpu, process_cpu"),
-        Evidence(text=wants, value=share, place="devices.jsonl: threads_running, process_cpu"),
-        _waiting_for_cores(seen),
+        phase_evidence(run, "startup"),
+        phase_evidence(run, "compile") if compile_s else None,
+        attempts_evidence(run),
     ]
-    return found(seen, "cpu_contention", share, evidence, lost_s=_of_cores(seen, share), estimate=_SHARE_OF_CORES)
+    return make_finding(run, "startup_heavy", seconds / run.totals.device_s, evidence, lost_s=seconds)
 
 
-def threads_oversubscribed(seen: Records) -> Finding | None:
-    cause, running, cores = CATALOGUE["threads_oversubscribed"], seen.host.threads_running, seen.host.cores
-    if running.value is None or not cores or running.count < cause.limit("samples"):
+def checkpoint_heavy(run: RunRecords) -> Finding | None:
+    return _checkpoint_finding(run, "checkpoint_heavy", [])
+
+
+def checkpoint_disk_slow(run: RunRecords) -> Finding | None:
+    waiting_fraction = run.host.psi_io.value
+    if waiting_fraction is None or waiting_fraction < CATALOG["checkpoint_disk_slow"].threshold("psi_io"):
         return None
-    if running.value - cores < cause.limit("more"):
+    io_evidence = counter_evidence("some task waited for storage {} of the time", waiting_fraction, "psi_io")
+    return _checkpoint_finding(run, "checkpoint_disk_slow", [io_evidence])
+
+
+def cpu_quota(run: RunRecords) -> Finding | None:
+    throttled = run.host.throttled.value
+    if throttled is None:
         return None
-    text = f"{running.value:,.0f} threads ran or wanted to, on {cores:g} cores"
-    said = Evidence(text=text, value=running.value / cores, place="devices.jsonl: threads_running, cores")
-    return found(seen, cause.id, running.value / cores, [said, _waiting_for_cores(seen)])
+    quota_evidence = counter_evidence(
+        "the CPU quota withheld {} of the processor time that the run wanted", throttled, "throttled_s"
+    )
+    return make_finding(run, "cpu_quota", throttled, [quota_evidence, _cpu_pressure_evidence(run)], lost_s=_lost_to_cpu_s(run, throttled),
+                 estimate_basis=_CPU_ESTIMATE)  # fmt: skip
 
 
-def idle_by_intent(seen: Records) -> Finding | None:
-    return of_phase(seen, "idle_by_intent", "idle")
+def cpu_contention(run: RunRecords) -> Finding | None:
+    """A busy neighbour alone takes nothing: the run must have wanted more than it got."""
+    taken_cpu, cpu_utilization, other_processes_cpu, process_cpu = (
+        cpu_taken_by_others(run),
+        run.cpu_utilization,
+        run.host.other_processes_cpu.value,
+        run.host.process_cpu,
+    )
+    if taken_cpu is None or cpu_utilization is None or other_processes_cpu is None or process_cpu.value is None:
+        return None
+    fraction, demanded = taken_cpu
+    text = f"the cores were {100 * cpu_utilization:.0f} % busy, {100 * other_processes_cpu:.0f} % with other processes"
+    demand_text = f"its threads wanted {demanded:.2f} cores and got {process_cpu.value:.2f}"
+    evidence = [
+        Evidence(text=text, value=other_processes_cpu, source="devices.jsonl: cpu, process_cpu"),
+        Evidence(text=demand_text, value=fraction, source="devices.jsonl: threads_running, process_cpu"),
+        _cpu_pressure_evidence(run),
+    ]
+    return make_finding(
+        run, "cpu_contention", fraction, evidence, lost_s=_lost_to_cpu_s(run, fraction), estimate_basis=_CPU_ESTIMATE
+    )
 
 
-def work_lost_to_restarts(seen: Records) -> Finding | None:
-    lost_s = seen.seconds("recovery")
-    return found(seen, "work_lost_to_restarts", seen.share("recovery"), [phase(seen, "recovery"), attempts(seen)],
+def threads_oversubscribed(run: RunRecords) -> Finding | None:
+    cause, threads_running, cores = CATALOG["threads_oversubscribed"], run.host.threads_running, run.host.cores
+    if threads_running.value is None or not cores or threads_running.count < cause.threshold("samples"):
+        return None
+    if threads_running.value - cores < cause.threshold("more"):
+        return None
+    text = f"{threads_running.value:,.0f} threads ran or wanted to, on {cores:g} cores"
+    thread_evidence = Evidence(
+        text=text, value=threads_running.value / cores, source="devices.jsonl: threads_running, cores"
+    )
+    return make_finding(run, cause.id, threads_running.value / cores, [thread_evidence, _cpu_pressure_evidence(run)])
+
+
+def idle_by_intent(run: RunRecords) -> Finding | None:
+    return make_phase_finding(run, "idle_by_intent", "idle")
+
+
+def work_lost_to_restarts(run: RunRecords) -> Finding | None:
+    lost_s = run.phase_seconds("recovery")
+    return make_finding(run, "work_lost_to_restarts", run.phase_fraction("recovery"), [phase_evidence(run, "recovery"), attempts_evidence(run)],
                  lost_s=lost_s)  # fmt: skip
 
 
-def frequent_restarts(seen: Records) -> Finding | None:
-    count = seen.totals.attempts
-    if not count or seen.totals.wall_s / count > CATALOGUE["frequent_restarts"].limit("mean_s"):
+def frequent_restarts(run: RunRecords) -> Finding | None:
+    count = run.totals.attempts
+    if not count or run.totals.wall_s / count > CATALOG["frequent_restarts"].threshold("mean_s"):
         return None
-    text = f"an attempt lasts {seen.totals.wall_s / count / 60:.1f} min on average"
-    evidence = [attempts(seen), Evidence(text=text, value=seen.totals.wall_s / count, place="steps.jsonl: wall_s")]
-    return found(seen, "frequent_restarts", count, evidence)
+    text = f"an attempt lasts {run.totals.wall_s / count / 60:.1f} min on average"
+    evidence = [
+        attempts_evidence(run),
+        Evidence(text=text, value=run.totals.wall_s / count, source="steps.jsonl: wall_s"),
+    ]
+    return make_finding(run, "frequent_restarts", count, evidence)
 
 
 RULES = (
@@ -100,31 +118,33 @@ RULES = (
     idle_by_intent, work_lost_to_restarts, frequent_restarts,
 )  # fmt: skip
 
-_SHARE_OF_CORES = "this share of the processor time, of what waits for processors"
+_CPU_ESTIMATE = "this share of the processor time, of what waits for processors"
 
 
-def _checkpoints(seen: Records, cause_id: str, more: list[Evidence | None]) -> Finding | None:
+def _checkpoint_finding(run: RunRecords, cause_id: str, extra_evidence: list[Evidence | None]) -> Finding | None:
     """The last checkpoint is what the run leaves behind, so it does not count."""
-    cause, count = CATALOGUE[cause_id], seen.checkpoints
-    if seen.seconds("checkpoint") < cause.limit("least_s"):
+    cause, count = CATALOG[cause_id], run.num_checkpoints
+    if run.phase_seconds("checkpoint") < cause.threshold("least_s"):
         return None
-    share = share_of(seen, "checkpoint")
-    if share is None or (count and share * (count - 1) / count < (cause.warn_from or 0.0)):
+    fraction = fraction_of_phase(run, "checkpoint")
+    if fraction is None or (count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0)):
         return None
-    said = (
-        Evidence(text=f"{count} checkpoints", value=float(count), place="events.jsonl: checkpoint") if count else None
+    count_evidence = (
+        Evidence(text=f"{count} checkpoints", value=float(count), source="events.jsonl: checkpoint") if count else None
     )
-    return of_phase(seen, cause_id, "checkpoint", more=[said, *more])
+    return make_phase_finding(run, cause_id, "checkpoint", extra_evidence=[count_evidence, *extra_evidence])
 
 
-def _of_cores(seen: Records, share: float) -> float:
+def _lost_to_cpu_s(run: RunRecords, fraction: float) -> float:
     """Device-seconds that a lack of processors took: a device that computes there loses them in all that it does."""
-    names = ("compute", "input_wait", "host", "unattributed", "eval") if seen.on_cpu else ("input_wait", "host")
-    return share * seen.seconds(*names)
+    names = ("compute", "input_wait", "host", "unattributed", "eval") if run.on_cpu else ("input_wait", "host")
+    return fraction * run.phase_seconds(*names)
 
 
-def _waiting_for_cores(seen: Records) -> Evidence | None:
-    waited = seen.host.psi_cpu.value
-    if waited is None:
+def _cpu_pressure_evidence(run: RunRecords) -> Evidence | None:
+    waiting_fraction = run.host.psi_cpu.value
+    if waiting_fraction is None:
         return None
-    return counter(f"some task waited for a core {percent(waited)} of the time", waited, "psi_cpu")
+    return counter_evidence(
+        f"some task waited for a core {format_percent(waiting_fraction)} of the time", waiting_fraction, "psi_cpu"
+    )

@@ -1,68 +1,68 @@
 """Rules of "communication": exchanges, the ranks that hold them up, and the link to the host."""
 
-from stoker.diagnosis.catalogue import CATALOGUE
+from stoker.diagnosis.catalogue import CATALOG
 from stoker.diagnosis.rules.finding import (
-    found,
+    format_percent,
+    fraction_of_phase,
     is_long_enough,
-    of_phase,
-    percent,
-    phase,
-    sampled_s,
-    share_of,
-    stack_share,
-    stacks,
+    make_finding,
+    make_phase_finding,
+    phase_evidence,
+    sampled_device_s,
+    stack_evidence,
+    stack_fraction,
 )
-from stoker.diagnosis.run_data import Records
+from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
 
-def straggler(seen: Records) -> Finding | None:
+def straggler(run: RunRecords) -> Finding | None:
     """Only where it is mostly one: ranks that are late by turns are no slow rank."""
-    cause, slowest = CATALOGUE["straggler"], seen.totals.slowest
-    waited_s = seen.seconds("straggler")
-    share = share_of(seen, "straggler")
-    if share is None or waited_s <= 0:
+    cause, slowest = CATALOG["straggler"], run.totals.slowest
+    waited_s = run.phase_seconds("straggler")
+    fraction = fraction_of_phase(run, "straggler")
+    if fraction is None or waited_s <= 0:
         return None
-    named = None
+    slowest_evidence = None
     if slowest:
         rank = max(slowest, key=lambda name: slowest[name])
-        of_all = slowest[rank] / sum(slowest.values())
-        if of_all < cause.limit("one"):
+        slowest_fraction = slowest[rank] / sum(slowest.values())
+        if slowest_fraction < cause.threshold("one"):
             return None
         text = f"rank {rank} is the slow one: the others waited {slowest[rank]:,.1f} device-seconds for it"
-        named = Evidence(text=text, value=float(rank), place="ranks/*/steps.jsonl: phases.comm")
-    of_waiting = share * seen.ranks / (seen.ranks - 1) if seen.ranks > 1 else share
-    return found(seen, cause.id, of_waiting, [named, phase(seen, "straggler")], lost_s=waited_s,
-                 confidence=None if named else 0.6)  # fmt: skip
+        slowest_evidence = Evidence(text=text, value=float(rank), source="ranks/*/steps.jsonl: phases.comm")
+    waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
+    return make_finding(run, cause.id, waiting_fraction, [slowest_evidence, phase_evidence(run, "straggler")], lost_s=waited_s,
+                 confidence=None if slowest_evidence else 0.6)  # fmt: skip
 
 
-def communication_bound(seen: Records) -> Finding | None:
-    if seen.seconds("comm") > 0:
-        return of_phase(seen, "communication_bound", "comm")
-    traces = seen.traces
+def communication_bound(run: RunRecords) -> Finding | None:
+    if run.phase_seconds("comm") > 0:
+        return make_phase_finding(run, "communication_bound", "comm")
+    traces = run.traces
     if traces.wall_s > 0 and traces.comm_s > 0:
-        share = traces.comm_s / traces.wall_s
-        text = f"nothing but exchanges ran in {percent(share)} of {traces.steps} traced steps"
-        evidence = [Evidence(text=text, value=share, place="traces.jsonl: comm_s")]
-        return found(seen, "communication_bound", share, evidence, lost_s=share * seen.seconds("compute"),
-                     estimate="the traced share of the time in steps")  # fmt: skip
-    sampled = stack_share(seen, "communication_bound", "comm")
-    if sampled is None or not is_long_enough(seen):
+        fraction = traces.comm_s / traces.wall_s
+        text = f"nothing but exchanges ran in {format_percent(fraction)} of {traces.steps} traced steps"
+        evidence = [Evidence(text=text, value=fraction, source="traces.jsonl: comm_s")]
+        return make_finding(run, "communication_bound", fraction, evidence, lost_s=fraction * run.phase_seconds("compute"),
+                     estimate_basis="the traced share of the time in steps")  # fmt: skip
+    sampled_fraction = stack_fraction(run, "communication_bound", "comm")
+    if sampled_fraction is None or not is_long_enough(run):
         return None
-    return found(seen, "communication_bound", sampled, [stacks(seen, "an exchange", "comm")],
-                 lost_s=sampled_s(seen, sampled), estimate="the share of the main thread's stacks")  # fmt: skip
+    return make_finding(run, "communication_bound", sampled_fraction, [stack_evidence(run, "an exchange", "comm")],
+                 lost_s=sampled_device_s(run, sampled_fraction), estimate_basis="the share of the main thread's stacks")  # fmt: skip
 
 
-def pcie_degraded(seen: Records) -> Finding | None:
-    cause = CATALOGUE["pcie_degraded"]
-    rows = [(gpu.link_missing.value, index, gpu.link) for index, gpu in seen.gpus.items()
-            if gpu.link_missing.value is not None and gpu.link_missing.count >= cause.limit("samples")]  # fmt: skip
-    if not rows:
+def pcie_degraded(run: RunRecords) -> Finding | None:
+    cause = CATALOG["pcie_degraded"]
+    link_deficits = [(gpu.link_deficit.value, index, gpu.link_description) for index, gpu in run.gpus.items()
+            if gpu.link_deficit.value is not None and gpu.link_deficit.count >= cause.threshold("samples")]  # fmt: skip
+    if not link_deficits:
         return None
-    missing, index, link = max(rows)
+    link_deficit, index, link = max(link_deficits)
     text = f"the link of GPU {index} is {link} while it works"
-    evidence = [Evidence(text=text, value=missing, place="devices.jsonl: gpus.pcie_generation, pcie_width")]
-    return found(seen, cause.id, missing, evidence)
+    evidence = [Evidence(text=text, value=link_deficit, source="devices.jsonl: gpus.pcie_generation, pcie_width")]
+    return make_finding(run, cause.id, link_deficit, evidence)
 
 
 RULES = (straggler, communication_bound, pcie_degraded)

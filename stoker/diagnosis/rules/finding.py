@@ -4,23 +4,23 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.diagnosis.catalogue import CATALOGUE, common
-from stoker.diagnosis.run_data import Records
+from stoker.diagnosis.catalogue import CATALOG, common_threshold
+from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
 
-def found(
-    seen: Records,
+def make_finding(
+    run: RunRecords,
     cause_id: str,
     measured: float | None,
     evidence: Iterable[Evidence | None],
     *,
     lost_s: float | None = None,
-    estimate: str = "",
-    threshold: float | None = None,
-    more_fix: str = "",
+    estimate_basis: str = "",
+    min_measured: float | None = None,
+    fix_suffix: str = "",
     command: str | None = None,
-    patch: dict[str, Any] | None = None,
+    config_patch: dict[str, Any] | None = None,
     confidence: float | None = None,
 ) -> Finding | None:
     """The finding of a cause, where what was measured reaches its threshold; None elsewhere, and without a measure.
@@ -30,172 +30,210 @@ def found(
     """
     if measured is None:
         return None
-    cause = CATALOGUE[cause_id]
+    cause = CATALOG[cause_id]
     severity = cause.severity(measured)
-    if severity is None or (threshold is not None and measured < threshold):
+    if severity is None or (min_measured is not None and measured < min_measured):
         return None
-    lines = [line for line in evidence if line is not None]
-    fix = cause.fix + more_fix if seen.ours else cause.fix_elsewhere or cause.fix
-    fix, command, patch = _way_out(seen, fix, command or cause.command, patch, cause.patch)
+    evidence_lines = [line for line in evidence if line is not None]
+    fix = cause.fix + fix_suffix if run.is_native_run else cause.external_fix or cause.fix
+    fix, command, config_patch = _resolve_fix(run, fix, command or cause.command, config_patch, cause.config_patch)
     if lost_s is not None:
-        lost_s = min(max(0.0, lost_s), seen.totals.device_s)
-        if estimate:
-            lines.append(Evidence(text=f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate}", value=lost_s))
+        lost_s = min(max(0.0, lost_s), run.totals.device_s)
+        if estimate_basis:
+            evidence_lines.append(
+                Evidence(text=f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate_basis}", value=lost_s)
+            )
     return Finding(
         cause=cause.id,
         severity=severity,
         title=cause.title,
-        evidence=lines,
+        evidence=evidence_lines,
         lost_device_s=lost_s,
-        lost_money=lost_s * seen.price / 3600 if lost_s is not None and seen.price > 0 else None,
+        lost_cost=lost_s * run.price_per_device_hour / 3600
+        if lost_s is not None and run.price_per_device_hour > 0
+        else None,
         fix=fix,
         command=command,
         confidence=cause.confidence if confidence is None else confidence,
-        patch=patch,
+        config_patch=config_patch,
     )
 
 
-def _way_out(
-    seen: Records, fix: str, command: str | None, patch: dict[str, Any] | None, usual: dict[str, Any]
+def _resolve_fix(
+    run: RunRecords, fix: str, command: str | None, config_patch: dict[str, Any] | None, default_patch: dict[str, Any]
 ) -> tuple[str, str | None, dict[str, Any]]:
     """What can be done: a job of others knows none of stoker's flags and settings, and what is set is not advised."""
-    patch = usual if patch is None else patch
-    flag = command is not None and command.startswith("--")
-    if not seen.ours:
-        return fix, None if flag else command, {}
-    if patch and all(seen.settings.get(name) == value for name, value in patch.items()):
-        set_so = ", ".join(f"{name} is {value}" for name, value in patch.items())
-        return f"{fix} ({set_so} already)", None if flag else command, {}
-    return fix, command, patch
+    config_patch = default_patch if config_patch is None else config_patch
+    is_flag = command is not None and command.startswith("--")
+    if not run.is_native_run:
+        return fix, None if is_flag else command, {}
+    if config_patch and all(run.settings.get(name) == value for name, value in config_patch.items()):
+        current_values = ", ".join(f"{name} is {value}" for name, value in config_patch.items())
+        return f"{fix} ({current_values} already)", None if is_flag else command, {}
+    return fix, command, config_patch
 
 
-def is_long_enough(seen: Records) -> bool:
+def is_long_enough(run: RunRecords) -> bool:
     """Whether shares of the time after the start say something."""
-    return seen.steady.wall_s >= common("steady_s")
+    return run.steady.wall_s >= common_threshold("steady_s")
 
 
-def has_stacks(seen: Records) -> bool:
+def has_enough_stacks(run: RunRecords) -> bool:
     """Whether there are enough samples of stacks for their shares to say something."""
-    return seen.stacks.samples >= common("samples")
+    return run.stacks.samples >= common_threshold("samples")
 
 
-def stack_share(seen: Records, cause_id: str, *kinds: str) -> float | None:
+def stack_fraction(run: RunRecords, cause_id: str, *kinds: str) -> float | None:
     """Share of the main thread's samples in these kinds; None where they are too few for the cause to be sure."""
-    if not has_stacks(seen):
+    if not has_enough_stacks(run):
         return None
-    share = seen.stacks.share(*kinds)
-    error = math.sqrt(share * (1 - share) / seen.stacks.samples) if 0 < share < 1 else 0.0
-    least = CATALOGUE[cause_id].warn_from or 0.0
-    return share if share - common("sigmas") * error >= least else None
+    fraction = run.stacks.fraction(*kinds)
+    error = math.sqrt(fraction * (1 - fraction) / run.stacks.samples) if 0 < fraction < 1 else 0.0
+    min_fraction = CATALOG[cause_id].warning_threshold or 0.0
+    return fraction if fraction - common_threshold("sigmas") * error >= min_fraction else None
 
 
-def sampled_s(seen: Records, share: float) -> float | None:
+def sampled_device_s(run: RunRecords, fraction: float) -> float | None:
     """The device-seconds of a share that samples of stacks showed; None where they are too few to say how many."""
-    if not 0 < share < 1:
-        return share * seen.steady.device_s
-    error = math.sqrt((1 - share) / (share * seen.stacks.samples))
-    return share * seen.steady.device_s if error <= common("sampled_error") else None
+    if not 0 < fraction < 1:
+        return fraction * run.steady.device_s
+    error = math.sqrt((1 - fraction) / (fraction * run.stacks.samples))
+    return fraction * run.steady.device_s if error <= common_threshold("sampled_error") else None
 
 
-def taken_by_others(seen: Records) -> tuple[float, float] | None:
+def cpu_taken_by_others(run: RunRecords) -> tuple[float, float] | None:
     """(share of the time for which that held the run up, the processor time that its threads wanted, in cores): of one
     thread or less, the time that it stood and others had its processor; of more, their share of what was wanted.
     Threads that ran or waited for a processor are compared with what they got; what a quota or the run's own number of
     threads withholds is not others'. None where the cores are not full, or nobody counted the threads."""
-    busy, others, cores = seen.cores_busy, seen.host.others.value, seen.host.cores
-    got, wanted = seen.host.process_cpu, seen.host.threads_running.value
-    if busy is None or others is None or not cores or got.value is None or wanted is None:
+    cpu_utilization, other_processes_cpu, cores = (
+        run.cpu_utilization,
+        run.host.other_processes_cpu.value,
+        run.host.cores,
+    )
+    process_cpu, demanded = run.host.process_cpu, run.host.threads_running.value
+    if (
+        cpu_utilization is None
+        or other_processes_cpu is None
+        or not cores
+        or process_cpu.value is None
+        or demanded is None
+    ):
         return None
-    if busy < CATALOGUE["cpu_contention"].limit("busy") or got.count < common("samples") or wanted <= 0:
+    if (
+        cpu_utilization < CATALOG["cpu_contention"].threshold("busy")
+        or process_cpu.count < common_threshold("samples")
+        or demanded <= 0
+    ):
         return None
-    withheld = seen.host.withheld.value or 0.0
-    missing = min(others * cores, wanted - got.value) - withheld * got.value
-    return max(0.0, missing) / max(1.0, wanted), wanted
+    throttled = run.host.throttled.value or 0.0
+    missing_cores = min(other_processes_cpu * cores, demanded - process_cpu.value) - throttled * process_cpu.value
+    return max(0.0, missing_cores) / max(1.0, demanded), demanded
 
 
-def wanted_cpu(seen: Records) -> float | None:
+def cpu_demand(run: RunRecords) -> float | None:
     """Cores' worth of processor time that the run used, or would have used if others and quotas had left it to the run.
     None where there are few samples, or processor time was withheld and nobody knows how much."""
-    used = seen.host.process_cpu
-    if used.value is None or used.count < common("samples"):
+    process_cpu = run.host.process_cpu
+    if process_cpu.value is None or process_cpu.count < common_threshold("samples"):
         return None
-    more = held_back(seen)
-    return None if more is None else used.value * more
+    demand_ratio = cpu_demand_ratio(run)
+    return None if demand_ratio is None else process_cpu.value * demand_ratio
 
 
-def held_back(seen: Records) -> float | None:
+def cpu_demand_ratio(run: RunRecords) -> float | None:
     """How many times as much processor time the run's threads wanted as they got: 1 where the cores have room. None
     where they are full, others use them too, and nobody counted the threads."""
-    cause, busy, others = CATALOGUE["cpu_contention"], seen.cores_busy, seen.host.others.value
-    full = busy is not None and busy >= cause.limit("busy")
-    quota = CATALOGUE["cpu_quota"].severity(seen.host.withheld.value or 0.0) is not None
-    if not full and not quota:
+    cause, cpu_utilization, other_processes_cpu = (
+        CATALOG["cpu_contention"],
+        run.cpu_utilization,
+        run.host.other_processes_cpu.value,
+    )
+    is_saturated = cpu_utilization is not None and cpu_utilization >= cause.threshold("busy")
+    is_throttled = CATALOG["cpu_quota"].severity(run.host.throttled.value or 0.0) is not None
+    if not is_saturated and not is_throttled:
         return 1.0
-    got, wanted = seen.host.process_cpu.value, seen.host.threads_running.value
-    if got and wanted is not None:
-        return max(1.0, wanted / got)
-    return None if quota or (others is not None and cause.severity(others) is not None) else 1.0
+    process_cpu, demanded = run.host.process_cpu.value, run.host.threads_running.value
+    if process_cpu and demanded is not None:
+        return max(1.0, demanded / process_cpu)
+    return (
+        None
+        if is_throttled or (other_processes_cpu is not None and cause.severity(other_processes_cpu) is not None)
+        else 1.0
+    )
 
 
-def thread_cpu(seen: Records, *phases: str) -> float | None:
+def thread_cpu_utilization(run: RunRecords, *phases: str) -> float | None:
     """Processor seconds that the training thread wanted for each second of these phases, after the start, where it
     computes by itself. None: nobody measured, or a device computes, whose phases are not the thread's."""
-    took_s, more = sum(seen.steady.phases.get(name, 0.0) for name in phases), held_back(seen)
-    if not seen.steady.cpu or not seen.on_cpu or took_s <= 0 or more is None:
+    duration_s, demand_ratio = sum(run.steady.phases.get(name, 0.0) for name in phases), cpu_demand_ratio(run)
+    if not run.steady.thread_cpu_s or not run.on_cpu or duration_s <= 0 or demand_ratio is None:
         return None
-    return more * sum(seen.steady.cpu.get(name, 0.0) for name in phases) / took_s
+    return demand_ratio * sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases) / duration_s
 
 
-def share_of(seen: Records, *phases: str) -> float | None:
+def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
     """Of the device time after the start; None in a run that is too short. Exchanges are those of all ranks."""
-    if not is_long_enough(seen):
+    if not is_long_enough(run):
         return None
-    if seen.ranks > 1 and {"comm", "straggler"} & set(phases):
-        steady_s = seen.totals.device_s - seen.seconds("startup", "compile")
-        return seen.seconds(*phases) / steady_s if steady_s > 0 else None
-    return seen.steady_share(*phases)
+    if run.num_ranks > 1 and {"comm", "straggler"} & set(phases):
+        steady_s = run.totals.device_s - run.phase_seconds("startup", "compile")
+        return run.phase_seconds(*phases) / steady_s if steady_s > 0 else None
+    return run.steady_phase_fraction(*phases)
 
 
-def of_phase(
-    seen: Records, cause_id: str, *phases: str, more: Iterable[Evidence | None] = (), not_s: float = 0.0, **options: Any
+def make_phase_finding(
+    run: RunRecords,
+    cause_id: str,
+    *phases: str,
+    extra_evidence: Iterable[Evidence | None] = (),
+    excluded_s: float = 0.0,
+    **options: Any,
 ) -> Finding | None:
     """A cause that is as large as its phases: a clock measured them. not_s: seconds of them that it did not take."""
-    evidence = [*(phase(seen, name) for name in phases if seen.seconds(name) > 0), *more]
-    return found(seen, cause_id, share_of(seen, *phases), evidence, lost_s=seen.seconds(*phases) - not_s, **options)
+    evidence = [*(phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0), *extra_evidence]
+    return make_finding(
+        run,
+        cause_id,
+        fraction_of_phase(run, *phases),
+        evidence,
+        lost_s=run.phase_seconds(*phases) - excluded_s,
+        **options,
+    )
 
 
-def phase(seen: Records, name: str) -> Evidence:
-    share = seen.share(name)
-    text = f"{name}: {seen.seconds(name):,.1f} device-seconds, {percent(share)} of the run"
-    later = share_of(seen, name)
-    if later is not None and abs(later - share) >= 0.01:
-        text += f", {percent(later)} of the time after its start"
-    return Evidence(text=text, value=share, place=f"steps.jsonl: phases.{name}")
+def phase_evidence(run: RunRecords, name: str) -> Evidence:
+    fraction = run.phase_fraction(name)
+    text = f"{name}: {run.phase_seconds(name):,.1f} device-seconds, {format_percent(fraction)} of the run"
+    steady_fraction = fraction_of_phase(run, name)
+    if steady_fraction is not None and abs(steady_fraction - fraction) >= 0.01:
+        text += f", {format_percent(steady_fraction)} of the time after its start"
+    return Evidence(text=text, value=fraction, source=f"steps.jsonl: phases.{name}")
 
 
-def counter(text: str, value: float | None, place: str) -> Evidence | None:
+def counter_evidence(text: str, value: float | None, field: str) -> Evidence | None:
     """A line of devices.jsonl's numbers; None where nobody recorded it. `{}` of the text is the value in percent."""
     if value is None:
         return None
-    return Evidence(text=text.format(percent(value)), value=value, place=f"devices.jsonl: {place}")
+    return Evidence(text=text.format(format_percent(value)), value=value, source=f"devices.jsonl: {field}")
 
 
-def stacks(seen: Records, what: str, *kinds: str) -> Evidence | None:
+def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence | None:
     """Where the main thread was, by samples of its stack, and in which of its own lines most."""
-    if not seen.stacks.samples:
+    if not run.stacks.samples:
         return None
-    share = seen.stacks.share(*kinds)
-    text = f"the main thread was in {what} in {percent(share)} of {seen.stacks.samples} samples"
-    frames = sorted(seen.stacks.frames.items(), key=lambda item: -item[1])[:2]
+    fraction = run.stacks.fraction(*kinds)
+    text = f"the main thread was in {description} in {format_percent(fraction)} of {run.stacks.samples} samples"
+    frames = sorted(run.stacks.frames.items(), key=lambda item: -item[1])[:2]
     if frames:
         text += "; most often at " + ", ".join(frame for frame, _ in frames)
-    return Evidence(text=text, value=share, place="stacks.jsonl: main, frames")
+    return Evidence(text=text, value=fraction, source="stacks.jsonl: main, frames")
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share < 0.995 or share > 1 else "100 %"
+def format_percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %" if fraction < 0.995 or fraction > 1 else "100 %"
 
 
-def attempts(seen: Records) -> Evidence:
-    count = seen.totals.attempts
-    return Evidence(text=f"{count} attempts", value=float(count), place="events.jsonl: attempt")
+def attempts_evidence(run: RunRecords) -> Evidence:
+    count = run.totals.attempts
+    return Evidence(text=f"{count} attempts", value=float(count), source="events.jsonl: attempt")

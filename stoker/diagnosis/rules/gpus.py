@@ -2,141 +2,165 @@
 
 from collections.abc import Callable
 
-from stoker.diagnosis.catalogue import CATALOGUE
-from stoker.diagnosis.rules.finding import found, percent
-from stoker.diagnosis.run_data import Gpu, Records
-from stoker.diagnosis.xids import UNKNOWN, XIDS
+from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.rules.finding import format_percent, make_finding
+from stoker.diagnosis.run_data import GpuStats, RunRecords
+from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
 from stoker.runs.schemas import Evidence, Finding
 
 
-def gpu_hot(seen: Records) -> Finding | None:
-    worst = _worst(seen, "gpu_hot", lambda gpu: gpu.hot / gpu.busy)
+def gpu_hot(run: RunRecords) -> Finding | None:
+    worst = _find_worst(run, "gpu_hot", lambda gpu: gpu.thermal_throttled_samples / gpu.busy_samples)
     if worst is None:
         return None
-    share, index, gpu = worst
-    text = f"GPU {index} was throttled by heat in {percent(share)} of {gpu.busy} samples under load"
-    if gpu.temperature.most is not None:
-        text += f", at {gpu.temperature.most:.0f} °C"
-    evidence = [Evidence(text=text, value=share, place="devices.jsonl: gpus.throttle_reasons"), _clock(gpu, index)]
-    return found(seen, "gpu_hot", share, evidence, lost_s=_slower(seen, gpu), estimate=_CLOCK)
-
-
-def gpu_power_capped(seen: Records) -> Finding | None:
-    cause = CATALOGUE["gpu_power_capped"]
-    worst = _worst(seen, cause.id, lambda gpu: gpu.clock_missing.value
-                   if gpu.capped / gpu.busy >= cause.limit("capped") else None)  # fmt: skip
-    if worst is None:
-        return None
-    missing, index, gpu = worst
-    text = f"the power limit held GPU {index} in {percent(gpu.capped / gpu.busy)} of {gpu.busy} samples under load"
+    fraction, index, gpu = worst
+    text = f"GPU {index} was throttled by heat in {format_percent(fraction)} of {gpu.busy_samples} samples under load"
+    if gpu.temperature.max_value is not None:
+        text += f", at {gpu.temperature.max_value:.0f} °C"
     evidence = [
-        Evidence(text=text, value=gpu.capped / gpu.busy, place="devices.jsonl: "
-        "gpus.throttle_reasons"), _clock(gpu, index),
-    ]  # fmt: skip
-    return found(seen, cause.id, missing, evidence, lost_s=_slower(seen, gpu), estimate=_CLOCK)
+        Evidence(text=text, value=fraction, source="devices.jsonl: gpus.throttle_reasons"),
+        _clock_evidence(gpu, index),
+    ]
+    return make_finding(
+        run, "gpu_hot", fraction, evidence, lost_s=_clock_lost_s(run, gpu), estimate_basis=_CLOCK_ESTIMATE
+    )
 
 
-def gpu_clock_low(seen: Records) -> Finding | None:
-    worst = _worst(seen, "gpu_clock_low", lambda gpu: gpu.clock_missing.value)
+def gpu_power_capped(run: RunRecords) -> Finding | None:
+    cause = CATALOG["gpu_power_capped"]
+    worst = _find_worst(run, cause.id, lambda gpu: gpu.clock_deficit.value
+                   if gpu.power_capped_samples / gpu.busy_samples >= cause.threshold("capped") else None)  # fmt: skip
     if worst is None:
         return None
-    missing, index, gpu = worst
-    said = None
-    if gpu.set_low:
-        text = f"the driver says that somebody has set it, in {percent(gpu.set_low / gpu.busy)} of the samples"
-        said = Evidence(text=text, value=gpu.set_low / gpu.busy, place="devices.jsonl: gpus.throttle_reasons")
-    return found(seen, "gpu_clock_low", missing, [_clock(gpu, index), said], lost_s=_slower(seen, gpu), estimate=_CLOCK)
+    clock_deficit, index, gpu = worst
+    text = f"the power limit held GPU {index} in {format_percent(gpu.power_capped_samples / gpu.busy_samples)} of {gpu.busy_samples} samples under load"
+    evidence = [
+        Evidence(text=text, value=gpu.power_capped_samples / gpu.busy_samples, source="devices.jsonl: "
+        "gpus.throttle_reasons"), _clock_evidence(gpu, index),
+    ]  # fmt: skip
+    return make_finding(
+        run, cause.id, clock_deficit, evidence, lost_s=_clock_lost_s(run, gpu), estimate_basis=_CLOCK_ESTIMATE
+    )
 
 
-def gpu_shared(seen: Records) -> Finding | None:
-    shares = [(gpu.others.value, index) for index, gpu in seen.gpus.items() if gpu.others.value is not None]
-    if not shares:
+def gpu_clock_low(run: RunRecords) -> Finding | None:
+    worst = _find_worst(run, "gpu_clock_low", lambda gpu: gpu.clock_deficit.value)
+    if worst is None:
         return None
-    share, index = max(shares)
-    text = f"another process was on GPU {index} in {percent(share)} of the samples"
-    return found(seen, "gpu_shared", share,
-                 [Evidence(text=text, value=share, place="devices.jsonl: gpus.other_processes")])  # fmt: skip
+    clock_deficit, index, gpu = worst
+    driver_evidence = None
+    if gpu.app_clock_samples:
+        text = f"the driver says that somebody has set it, in {format_percent(gpu.app_clock_samples / gpu.busy_samples)} of the samples"
+        driver_evidence = Evidence(
+            text=text, value=gpu.app_clock_samples / gpu.busy_samples, source="devices.jsonl: gpus.throttle_reasons"
+        )
+    return make_finding(
+        run,
+        "gpu_clock_low",
+        clock_deficit,
+        [_clock_evidence(gpu, index), driver_evidence],
+        lost_s=_clock_lost_s(run, gpu),
+        estimate_basis=_CLOCK_ESTIMATE,
+    )
 
 
-def idle_gpus(seen: Records) -> Finding | None:
+def gpu_shared(run: RunRecords) -> Finding | None:
+    fractions = [
+        (gpu.other_processes.value, index) for index, gpu in run.gpus.items() if gpu.other_processes.value is not None
+    ]
+    if not fractions:
+        return None
+    fraction, index = max(fractions)
+    text = f"another process was on GPU {index} in {format_percent(fraction)} of the samples"
+    return make_finding(run, "gpu_shared", fraction,
+                 [Evidence(text=text, value=fraction, source="devices.jsonl: gpus.other_processes")])  # fmt: skip
+
+
+def idle_gpus(run: RunRecords) -> Finding | None:
     """What they cost is lost device time only where the ledger counts them."""
-    cause = CATALOGUE["idle_gpus"]
-    used = {index: gpu.utilisation.value for index, gpu in seen.gpus.items()
-            if gpu.utilisation.value is not None and gpu.utilisation.count >= cause.limit("samples")}  # fmt: skip
-    idle = sorted(index for index, share in used.items() if share < cause.limit("idle"))
-    if len(used) < 2 or max(used.values()) < cause.limit("works"):
+    cause = CATALOG["idle_gpus"]
+    utilization = {index: gpu.utilization.value for index, gpu in run.gpus.items()
+            if gpu.utilization.value is not None and gpu.utilization.count >= cause.threshold("samples")}  # fmt: skip
+    idle = sorted(index for index, fraction in utilization.items() if fraction < cause.threshold("idle"))
+    if len(utilization) < 2 or max(utilization.values()) < cause.threshold("works"):
         return None
-    text = f"GPU {', '.join(map(str, idle))} did nothing, of {len(used)} GPUs"
-    counted = seen.totals.devices >= len(used)
-    evidence = [Evidence(text=text, value=float(len(idle)), place="devices.jsonl: gpus.utilisation")]
-    lost_s = len(idle) * seen.totals.wall_s if counted else None
-    return found(seen, cause.id, len(idle), evidence, lost_s=lost_s)
+    text = f"GPU {', '.join(map(str, idle))} did nothing, of {len(utilization)} GPUs"
+    is_counted = run.totals.devices >= len(utilization)
+    evidence = [Evidence(text=text, value=float(len(idle)), source="devices.jsonl: gpus.utilisation")]
+    lost_s = len(idle) * run.totals.wall_s if is_counted else None
+    return make_finding(run, cause.id, len(idle), evidence, lost_s=lost_s)
 
 
-def gpu_errors(seen: Records) -> Finding | None:
+def gpu_errors(run: RunRecords) -> Finding | None:
     counts: dict[tuple[int, int], int] = {}
-    for index, gpu in seen.gpus.items():
-        for number, times in gpu.xids.items():
-            counts[index, number] = counts.get((index, number), 0) + times
-    for event in seen.gpu_faults:
-        where, xid_number = event.data.get("gpu"), event.data.get("xid")
-        key = where if isinstance(where, int) else -1
+    for index, gpu in run.gpus.items():
+        for number, count in gpu.xid_counts.items():
+            counts[index, number] = counts.get((index, number), 0) + count
+    for event in run.gpu_faults:
+        gpu_index, xid_number = event.data.get("gpu"), event.data.get("xid")
+        key = gpu_index if isinstance(gpu_index, int) else -1
         if isinstance(xid_number, int) and (key, xid_number) not in counts:
             counts[key, xid_number] = 1
     if not counts:
         return None
-    evidence, grave = [], 1
-    for (index, number), times in sorted(counts.items()):
-        xid = XIDS.get(number, UNKNOWN)
-        grave = grave if xid.whose == "program" else 2
-        which = f"GPU {index}" if index >= 0 else "a GPU"
-        text = f"Xid {number} on {which}, {times} times: {xid.meaning}; mostly the {xid.whose}'s. {xid.fix}"
-        if xid.whose == "either":
-            text = f"Xid {number} on {which}, {times} times: {xid.meaning}. {xid.fix}"
-        evidence.append(Evidence(text=text, value=float(number), place="devices.jsonl: gpus.xids"))
-    return found(seen, "gpu_errors", grave, evidence[:5])
+    evidence, fault_level = [], 1
+    for (index, number), count in sorted(counts.items()):
+        xid = XIDS.get(number, UNKNOWN_XID)
+        fault_level = fault_level if xid.origin == "program" else 2
+        gpu_name = f"GPU {index}" if index >= 0 else "a GPU"
+        text = f"Xid {number} on {gpu_name}, {count} times: {xid.meaning}; mostly the {xid.origin}'s. {xid.fix}"
+        if xid.origin == "either":
+            text = f"Xid {number} on {gpu_name}, {count} times: {xid.meaning}. {xid.fix}"
+        evidence.append(Evidence(text=text, value=float(number), source="devices.jsonl: gpus.xids"))
+    return make_finding(run, "gpu_errors", fault_level, evidence[:5])
 
 
-def gpu_memory_errors(seen: Records) -> Finding | None:
-    cause = CATALOGUE["gpu_memory_errors"]
+def gpu_memory_errors(run: RunRecords) -> Finding | None:
+    cause = CATALOG["gpu_memory_errors"]
     worst, evidence = 0.0, []
-    for index, gpu in seen.gpus.items():
+    for index, gpu in run.gpus.items():
         corrected, uncorrected = (0 if pair is None else max(0, pair[1] - pair[0])
-                                  for pair in (gpu.corrected, gpu.uncorrected))  # fmt: skip
+                                  for pair in (gpu.ecc_corrected, gpu.ecc_uncorrected))  # fmt: skip
         if corrected or uncorrected:
             text = f"GPU {index}: {corrected:,} errors corrected, {uncorrected:,} not, while the run lived"
             evidence.append(Evidence(text=text, value=float(corrected + uncorrected),
-                                     place="devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"))  # fmt: skip
-            worst = max(worst, corrected + uncorrected * cause.limit("uncorrected"))
-    return found(seen, cause.id, worst, evidence)
+                                     source="devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"))  # fmt: skip
+            worst = max(worst, corrected + uncorrected * cause.threshold("uncorrected"))
+    return make_finding(run, cause.id, worst, evidence)
 
 
 RULES = (
     gpu_hot, gpu_power_capped, gpu_clock_low, gpu_shared, idle_gpus, gpu_errors, gpu_memory_errors,
 )  # fmt: skip
 
-_CLOCK = "the share of the clock that is missing, of the time in which the device computed"
+_CLOCK_ESTIMATE = "the share of the clock that is missing, of the time in which the device computed"
 
 
-def _worst(seen: Records, cause_id: str, measure: Callable[[Gpu], float | None]) -> tuple[float, int, Gpu] | None:
+def _find_worst(
+    run: RunRecords, cause_id: str, measure: Callable[[GpuStats], float | None]
+) -> tuple[float, int, GpuStats] | None:
     """(the largest measure, its GPU) of those with enough samples under load."""
-    least = CATALOGUE[cause_id].limit("samples")
-    rows = [(value, index) for index, gpu in seen.gpus.items()
-            if gpu.busy >= least and (value := measure(gpu)) is not None]  # fmt: skip
-    if not rows:
+    min_samples = CATALOG[cause_id].threshold("samples")
+    candidates = [(value, index) for index, gpu in run.gpus.items()
+            if gpu.busy_samples >= min_samples and (value := measure(gpu)) is not None]  # fmt: skip
+    if not candidates:
         return None
-    value, index = max(rows)
-    return value, index, seen.gpus[index]
+    value, index = max(candidates)
+    return value, index, run.gpus[index]
 
 
-def _clock(gpu: Gpu, index: int) -> Evidence | None:
-    missing = gpu.clock_missing.value
-    if missing is None:
+def _clock_evidence(gpu: GpuStats, index: int) -> Evidence | None:
+    clock_deficit = gpu.clock_deficit.value
+    if clock_deficit is None:
         return None
-    text = f"the clock of GPU {index} was at {percent(1 - missing)} of its largest under load"
-    return Evidence(text=text, value=1 - missing, place="devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
+    text = f"the clock of GPU {index} was at {format_percent(1 - clock_deficit)} of its largest under load"
+    return Evidence(text=text, value=1 - clock_deficit, source="devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
 
 
-def _slower(seen: Records, gpu: Gpu) -> float | None:
-    missing = gpu.clock_missing.value
-    return None if missing is None or not seen.seconds("compute") else missing * seen.seconds("compute")
+def _clock_lost_s(run: RunRecords, gpu: GpuStats) -> float | None:
+    clock_deficit = gpu.clock_deficit.value
+    return (
+        None
+        if clock_deficit is None or not run.phase_seconds("compute")
+        else clock_deficit * run.phase_seconds("compute")
+    )

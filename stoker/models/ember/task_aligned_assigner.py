@@ -14,33 +14,33 @@ from torch import Tensor
 
 from stoker.models.layers.boxes import iou
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.matching import BACKGROUND, blocks
+from stoker.models.layers.matching import BACKGROUND, plan_blocks
 
 ALPHA, BETA = 1.0, 6.0
 """Of the score and of the IoU: TOOD, section 4.1."""
 
 
-class Aligned(NamedTuple):
+class TALAssignment(NamedTuple):
     """For B pictures at A points."""
 
-    slot: Tensor
+    gt_index: Tensor
     """int64 [B, A], of the box that a point has to find, or `BACKGROUND`."""
     quality: Tensor
     """float32 [B, A], what its score for that box's class should be, 0 … 1; 0 where there is no box."""
 
 
-def assign(
+def assign_task_aligned(
     logits: Tensor,
-    predicted: Tensor,
-    centre: Tensor,
+    pred_boxes: Tensor,
+    center: Tensor,
     boxes: Tensor,
     labels: Tensor,
     valid: Tensor,
     *,
-    reach: float,
-    most: int,
+    center_radius: float,
+    topk: int,
     block: int | None = None,
-) -> Aligned:
+) -> TALAssignment:
     """The box of each point. Without gradients.
 
     logits: [B, A, C], of the classes, of any type; predicted: float32 [B, A, 4] xyxy; centre: float32 [A, 2], the
@@ -49,58 +49,63 @@ def assign(
     one. Of two boxes that a point overlaps equally, the one in the lower slot has it. Pictures are taken together,
     and slots apart, so that no more than `block` alignments are computed at once; default: as suits the device.
     """
-    parts, rows = blocks(boxes, centre.shape[0], block)
-    most = min(most, centre.shape[0])
+    image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
+    topk = min(topk, center.shape[0])
     with torch.no_grad():
-        found = [
-            _assign(logits[p], predicted[p], centre, boxes[p], labels[p], valid[p], reach, most, rows) for p in parts
+        assignments = [
+            _assign(
+                logits[p], pred_boxes[p], center, boxes[p], labels[p], valid[p], center_radius, topk, boxes_per_block
+            )
+            for p in image_slices
         ]
-        return Aligned(*(torch.cat(column) for column in zip(*found, strict=True)))
+        return TALAssignment(*(torch.cat(column) for column in zip(*assignments, strict=True)))
 
 
 def _assign(
     logits: Tensor,
-    predicted: Tensor,
-    centre: Tensor,
+    pred_boxes: Tensor,
+    center: Tensor,
     boxes: Tensor,
     labels: Tensor,
     valid: Tensor,
-    reach: float,
-    most: int,
-    rows: int,
-) -> Aligned:
-    shape = predicted.shape[:2]
-    slot = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    overlap, alignment = predicted.new_full(shape, -1.0), predicted.new_zeros(shape)
+    center_radius: float,
+    topk: int,
+    boxes_per_block: int,
+) -> TALAssignment:
+    shape = pred_boxes.shape[:2]
+    gt_index = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
+    best_iou, alignment = pred_boxes.new_full(shape, -1.0), pred_boxes.new_zeros(shape)
     by_class = logits.transpose(1, 2)
-    for start in range(0, boxes.shape[1], rows):
-        part = slice(start, start + rows)
-        with_each = iou(boxes[:, part], predicted)
-        score = at_least_fp32(by_class.gather(1, labels[:, part, None].expand(-1, -1, shape[1]))).sigmoid()
-        aligned = torch.where(
-            _is_near(boxes[:, part], centre, reach) & valid[:, part, None], score**ALPHA * with_each**BETA, -1.0
+    for start in range(0, boxes.shape[1], boxes_per_block):
+        block = slice(start, start + boxes_per_block)
+        pairwise_iou = iou(boxes[:, block], pred_boxes)
+        score = at_least_fp32(by_class.gather(1, labels[:, block, None].expand(-1, -1, shape[1]))).sigmoid()
+        pairwise_alignment = torch.where(
+            _is_candidate(boxes[:, block], center, center_radius) & valid[:, block, None],
+            score**ALPHA * pairwise_iou**BETA,
+            -1.0,
         )
-        value, place = aligned.topk(most, dim=2)
-        wanted = torch.zeros_like(aligned, dtype=torch.bool).scatter_(2, place, value >= 0)
-        largest, index = torch.where(wanted, with_each, -1.0).max(dim=1)
-        better = largest > overlap  # strictly, so that the lowest slot keeps a point that equal boxes share
-        slot = torch.where(better, index + start, slot)
-        overlap = torch.where(better, largest, overlap)
-        alignment = torch.where(better, aligned.gather(1, index[:, None])[:, 0], alignment)
-    positive, index = slot >= 0, slot.clamp(min=0)
+        value, point_index = pairwise_alignment.topk(topk, dim=2)
+        is_topk = torch.zeros_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value >= 0)
+        max_iou, index = torch.where(is_topk, pairwise_iou, -1.0).max(dim=1)
+        better = max_iou > best_iou  # strictly, so that the lowest slot keeps a point that equal boxes share
+        gt_index = torch.where(better, index + start, gt_index)
+        best_iou = torch.where(better, max_iou, best_iou)
+        alignment = torch.where(better, pairwise_alignment.gather(1, index[:, None])[:, 0], alignment)
+    positive, index = gt_index >= 0, gt_index.clamp(min=0)
 
-    def of_its_box(values: Tensor) -> Tensor:
+    def max_over_gt(values: Tensor) -> Tensor:
         """The largest of the values of all points that have the same box."""
         values = torch.where(positive, values, 0.0)
         return values.new_zeros(valid.shape).scatter_reduce(1, index, values, "amax").gather(1, index)
 
-    scaled = alignment / of_its_box(alignment).clamp(min=torch.finfo(alignment.dtype).tiny) * of_its_box(overlap)
-    return Aligned(slot, torch.where(positive, scaled, 0.0))
+    scaled = alignment / max_over_gt(alignment).clamp(min=torch.finfo(alignment.dtype).tiny) * max_over_gt(best_iou)
+    return TALAssignment(gt_index, torch.where(positive, scaled, 0.0))
 
 
-def _is_near(boxes: Tensor, centre: Tensor, reach: float) -> Tensor:
+def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
     """bool [B, M, A]: the points inside of each box, or within `reach` of its centre along x and y."""
-    middle = (boxes[..., :2] + boxes[..., 2:]) / 2
-    half = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=reach)
-    off = (centre - middle[..., None, :]).abs() <= half[..., None, :]
-    return off[..., 0] & off[..., 1]
+    box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
+    half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
+    is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]
+    return is_within[..., 0] & is_within[..., 1]

@@ -12,38 +12,38 @@ import torch
 from torch import Tensor
 
 from stoker.config.settings import ModelSettings
-from stoker.data.batch import Batch, Draw
-from stoker.hardware.host_sync import allow_host_wait
-from stoker.models.architecture import PRETRAINED, Build, Defaults
-from stoker.models.backbones import FeaturePyramid, pyramid
-from stoker.models.detector import ClassLayer, Detector
-from stoker.models.faster_rcnn.roi_heads import RegionHead, boxes_of_classes, region_loss, sample_regions
+from stoker.data.batch import Batch, RandSlot
+from stoker.hardware.host_sync import allow_host_sync
+from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
+from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
+from stoker.models.detector import ClassHeadSpec, Detector
+from stoker.models.faster_rcnn.roi_heads import RoIHead, decode_class_boxes, roi_loss, sample_rois
 from stoker.models.faster_rcnn.rpn import (
-    ROUNDS,
-    Predicted,
-    ProposalNetwork,
-    proposal_loss,
+    NMS_ROUNDS,
+    RegionProposalNetwork,
+    RPNOutputs,
     propose,
-    propose_for_training,
+    propose_in_groups,
+    rpn_loss,
 )
 from stoker.models.layers.boxes import clip
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.postprocess import Candidates
-from stoker.models.layers.roi_align import pool
-from stoker.models.layers.sampling import take
+from stoker.models.layers.roi_align import multiscale_roi_align
+from stoker.models.layers.sampling import batched_gather
 
-UNCONVERGED = 0.01
+MAX_UNCONVERGED_FRACTION = 0.01
 """Share of pictures whose proposals are not suppressed to the end above which the user is told. Our judgment."""
-SMALLEST_PX = 1e-2
+MIN_BOX_PX = 1e-2
 """A detection with a shorter side is none (torchvision)."""
 
 
-class Raw(NamedTuple):
+class FasterRCNNOutputs(NamedTuple):
     """What the network says before it has looked at any region."""
 
-    predicted: Predicted
+    rpn_outputs: RPNOutputs
     """Of the first stage, at all levels."""
-    levels: tuple[Tensor, ...]
+    features: tuple[Tensor, ...]
     """The levels that regions are pooled from, finest first, each [B, C, h, w]."""
     strides: tuple[int, ...]
     """Of `levels`, in pixels of the canvas."""
@@ -53,48 +53,52 @@ class FasterRCNN(Detector):
     """The detector. pooled: how many levels, from the finest, regions are pooled from (each half the one before it);
     proposal_score: the least probability of an object that a proposal has."""
 
-    train_proposals = 2000
+    num_train_proposals = 2000
     """Proposals of a picture that regions are sampled from, and anchors of a level that go into their suppression
     (torchvision)."""
-    test_proposals = 1000
+    num_test_proposals = 1000
     """The same in evaluation."""
-    per_picture = 1000
+    max_candidates = 1000
     """Candidates of a picture: its best scores of a class at a region. torchvision has no bound; above the usual
     threshold of 0.05 there are fewer once the model has learnt something."""
 
-    nms_pictures: Tensor
+    nms_images: Tensor
     """int64 []: pictures whose proposals were suppressed, in all losses since the model was made."""
     nms_unconverged: Tensor
     """int64 []: those of them whose proposals were not suppressed to the end."""
 
     def __init__(
         self,
-        backbone: FeaturePyramid,
+        backbone: BackboneWithFPN,
         settings: ModelSettings,
-        class_count: int,
+        num_classes: int,
         *,
         channels: int,
-        pooled: int,
-        proposal_score: float,
+        num_pooled_levels: int,
+        rpn_score_thresh: float,
     ) -> None:
-        super().__init__(settings, class_count)
-        self.pooled, self.proposal_score = pooled, proposal_score
+        super().__init__(settings, num_classes)
+        self.num_pooled_levels, self.rpn_score_thresh = num_pooled_levels, rpn_score_thresh
         self.backbone = backbone
-        self.rpn = ProposalNetwork(
-            channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, ratios=settings.anchor_ratios
+        self.rpn = RegionProposalNetwork(
+            channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, aspect_ratios=settings.aspect_ratios
         )
-        self.roi_heads = RegionHead(channels, class_count)
-        self.register_buffer("nms_pictures", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.roi_heads = RoIHead(channels, num_classes)
+        self.register_buffer("nms_images", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("nms_unconverged", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def forward(self, images: Tensor) -> Raw:
+    def forward(self, images: Tensor) -> FasterRCNNOutputs:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.pixels(images))
-        canvas = (images.shape[2], images.shape[3])
-        pooled = tuple(levels[: self.pooled])
-        return Raw(self.rpn(levels, canvas), pooled, tuple(canvas[0] // level.shape[2] for level in pooled))
+        levels = self.backbone(self.normalize(images))
+        image_size = (images.shape[2], images.shape[3])
+        pooled_levels = tuple(levels[: self.num_pooled_levels])
+        return FasterRCNNOutputs(
+            self.rpn(levels, image_size),
+            pooled_levels,
+            tuple(image_size[0] // level.shape[2] for level in pooled_levels),
+        )
 
-    def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, outputs: FasterRCNNOutputs, batch: Batch) -> dict[str, Tensor]:
         """torchvision's four, fp32 scalars: of the first stage `loss_objectness` and `loss_rpn_box_reg`, summed over
         the sampled anchors of the batch and divided by their number; of the second `loss_classifier` and
         `loss_box_reg`, the same over regions.
@@ -103,115 +107,133 @@ class FasterRCNN(Detector):
         nearly always, 512 regions unless there are fewer proposals. Where one has fewer, its samples weigh a little
         more in a small part than they would in the whole.
         """
-        settings, draw = self.settings, batch.draw[:, Draw.SAMPLE]
-        kind = raw.predicted.logits.device.type
-        with torch.autocast(kind, enabled=False):
-            predicted = _in_fp32(raw.predicted)
-            boxes = batch.boxes.to(predicted.deltas.dtype)
-            objectness, rpn_boxes = proposal_loss(
-                predicted,
+        settings, rand = self.settings, batch.rand[:, RandSlot.SAMPLE]
+        device_type = outputs.rpn_outputs.logits.device.type
+        with torch.autocast(device_type, enabled=False):
+            rpn_outputs = _in_fp32(outputs.rpn_outputs)
+            boxes = batch.boxes.to(rpn_outputs.deltas.dtype)
+            objectness_loss, rpn_box_loss = rpn_loss(
+                rpn_outputs,
                 boxes,
                 batch.valid,
-                draw,
-                foreground_iou=settings.foreground_iou,
-                background_iou=settings.background_iou,
+                rand,
+                fg_iou_thresh=settings.fg_iou_thresh,
+                bg_iou_thresh=settings.bg_iou_thresh,
             )
             with torch.no_grad():
-                proposals = propose_for_training(
-                    predicted,
-                    batch.content,
-                    per_level=self.train_proposals,
-                    slots=self.train_proposals,
-                    score_threshold=self.proposal_score,
+                proposals = propose_in_groups(
+                    rpn_outputs,
+                    batch.resized_size,
+                    pre_nms_top_n=self.num_train_proposals,
+                    post_nms_top_n=self.num_train_proposals,
+                    score_threshold=self.rpn_score_thresh,
                 )
-                self.nms_pictures += proposals.valid.shape[0]
+                self.nms_images += proposals.valid.shape[0]
                 self.nms_unconverged += proposals.unconverged.sum()
-                regions = sample_regions(proposals, boxes, batch.labels, batch.valid, draw)
-            features = pool(raw.levels, raw.strides, regions.boxes)
+                rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
+            features = multiscale_roi_align(outputs.features, outputs.strides, rois.boxes)
         logits, deltas = self.roi_heads(features)
-        with torch.autocast(kind, enabled=False):
-            classes, region_boxes = region_loss(at_least_fp32(logits), at_least_fp32(deltas), regions)
+        with torch.autocast(device_type, enabled=False):
+            class_loss, roi_box_loss = roi_loss(at_least_fp32(logits), at_least_fp32(deltas), rois)
         return {
-            "loss_objectness": objectness,
-            "loss_rpn_box_reg": rpn_boxes,
-            "loss_classifier": classes,
-            "loss_box_reg": region_boxes,
+            "loss_objectness": objectness_loss,
+            "loss_rpn_box_reg": rpn_box_loss,
+            "loss_classifier": class_loss,
+            "loss_box_reg": roi_box_loss,
         }
 
-    def candidates(self, raw: Raw, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+    def candidates(
+        self, outputs: FasterRCNNOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+    ) -> Candidates:
         """The `per_picture` best scores of a class at a proposed region, with that class's box."""
-        kind = raw.predicted.logits.device.type
-        with torch.autocast(kind, enabled=False):
+        device_type = outputs.rpn_outputs.logits.device.type
+        with torch.autocast(device_type, enabled=False):
             proposals = propose(
-                _in_fp32(raw.predicted),
-                content,
-                per_level=self.test_proposals,
-                slots=self.test_proposals,
-                score_threshold=self.proposal_score,
+                _in_fp32(outputs.rpn_outputs),
+                resized_size,
+                pre_nms_top_n=self.num_test_proposals,
+                post_nms_top_n=self.num_test_proposals,
+                score_threshold=self.rpn_score_thresh,
             )
-            features = pool(raw.levels, raw.strides, proposals.boxes)
+            features = multiscale_roi_align(outputs.features, outputs.strides, proposals.boxes)
         logits, deltas = self.roi_heads(features)
-        with torch.autocast(kind, enabled=False):
-            slots, classes = proposals.valid.shape[1], self.class_count
-            scores = at_least_fp32(logits).softmax(dim=1)[:, 1:].reshape(-1, slots, classes)
+        with torch.autocast(device_type, enabled=False):
+            num_proposals, num_classes = proposals.valid.shape[1], self.num_classes
+            scores = at_least_fp32(logits).softmax(dim=1)[:, 1:].reshape(-1, num_proposals, num_classes)
             scores = torch.where(proposals.valid[..., None], scores, 0.0).flatten(1)
-            score, place = scores.topk(min(self.per_picture, slots * classes), dim=1)
+            score, indices = scores.topk(min(self.max_candidates, num_proposals * num_classes), dim=1)
             # Each place is a region and a class; of the boxes only those of the best places are decoded.
-            chosen = take(at_least_fp32(deltas)[:, 1:].reshape(-1, slots * classes, 4), place)
-            boxes = clip(boxes_of_classes(chosen, take(proposals.boxes, place // classes)), content)
-            is_box = ((boxes[..., 2:] - boxes[..., :2]) >= SMALLEST_PX).all(-1)
-            return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), place % classes)
+            selected_deltas = batched_gather(
+                at_least_fp32(deltas)[:, 1:].reshape(-1, num_proposals * num_classes, 4), indices
+            )
+            boxes = clip(
+                decode_class_boxes(selected_deltas, batched_gather(proposals.boxes, indices // num_classes)),
+                resized_size,
+            )
+            is_box = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_BOX_PX).all(-1)
+            return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), indices % num_classes)
 
-    def remark(self) -> str | None:
+    def training_warning(self) -> str | None:
         """Whether suppression in the first stage ran out of rounds on more than UNCONVERGED of the pictures."""
-        with allow_host_wait("remark"):
-            pictures, unconverged = int(self.nms_pictures), int(self.nms_unconverged)
-        if unconverged <= UNCONVERGED * pictures:
+        with allow_host_sync("remark"):
+            num_images, num_unconverged = int(self.nms_images), int(self.nms_unconverged)
+        if num_unconverged <= MAX_UNCONVERGED_FRACTION * num_images:
             return None
         return (
-            f"{unconverged:,} of {pictures:,} pictures had proposals that overlap in chains of more than {ROUNDS}: "
+            f"{num_unconverged:,} of {num_images:,} pictures had proposals that overlap in chains of more than {NMS_ROUNDS}: "
             f"some that a better one suppresses stayed, and the second stage learned from them, too. No harm in the "
-            f"first steps; where the share stays above {100 * UNCONVERGED:.0f} %, detections may be worse"
+            f"first steps; where the share stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
         )
 
-    def class_layers(self) -> tuple[ClassLayer, ...]:
+    def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         predictor = "roi_heads.box_predictor."
         return (
-            ClassLayer(predictor + "cls_score", background=True),
-            ClassLayer(predictor + "bbox_pred", per_class=4, background=True),
+            ClassHeadSpec(predictor + "cls_score", has_background=True),
+            ClassHeadSpec(predictor + "bbox_pred", outputs_per_class=4, has_background=True),
         )
 
 
-def _in_fp32(predicted: Predicted) -> Predicted:
-    return predicted._replace(logits=at_least_fp32(predicted.logits), deltas=at_least_fp32(predicted.deltas))
+def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
+    return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))
 
 
-FASTER_RCNN: Defaults = {
+FASTER_RCNN_DEFAULTS: Defaults = {
     "foreground_iou": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
     "background_iou": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
     "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
     "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
     "anchor_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
-    **PRETRAINED,
+    **PRETRAINED_DEFAULTS,
 }
 
 
-def faster_rcnn_on(
-    body: str, *, outputs: Mapping[str, int] | None = None, pooled: int = 4, proposal_score: float = 0.0
-) -> Build:
+def faster_rcnn_builder(
+    backbone_name: str,
+    *,
+    return_layers: Mapping[str, int] | None = None,
+    num_pooled_levels: int = 4,
+    rpn_score_thresh: float = 0.0,
+) -> ModelBuilder:
     """Builds Faster R-CNNs on a body of BODIES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
     proposal_score: as in `FasterRCNN`."""
 
-    def build(settings: ModelSettings, class_count: int) -> FasterRCNN:
-        backbone = pyramid(
-            body,
+    def build(settings: ModelSettings, num_classes: int) -> FasterRCNN:
+        backbone = build_backbone_with_fpn(
+            backbone_name,
             256,
-            norm=settings.norm,
-            trainable_stages=settings.trainable_stages,
-            finest=2,
-            coarser="pool",
-            outputs=outputs,
+            norm=settings.backbone_norm,
+            trainable_stages=settings.trainable_backbone_layers,
+            min_level=2,
+            extra_blocks="pool",
+            return_layers=return_layers,
         )
-        return FasterRCNN(backbone, settings, class_count, channels=256, pooled=pooled, proposal_score=proposal_score)
+        return FasterRCNN(
+            backbone,
+            settings,
+            num_classes,
+            channels=256,
+            num_pooled_levels=num_pooled_levels,
+            rpn_score_thresh=rpn_score_thresh,
+        )
 
     return build

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.faster_rcnn.rpn import Proposals, offset_loss
+from stoker.models.faster_rcnn.rpn import Proposals, smooth_l1_box_loss
 from stoker.models.layers.boxes import decode, encode, iou
-from stoker.models.layers.roi_align import SIDE
-from stoker.models.layers.sampling import lots, sample, take
+from stoker.models.layers.roi_align import OUTPUT_SIZE
+from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
 HIDDEN = 1024
 """Width of both hidden layers of the box head (FPN, arXiv 1612.03144, section 4.2)."""
-FOREGROUND_IOU = 0.5
+FG_IOU_THRESH = 0.5
 """A region that overlaps a box by less is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
-SAMPLED, SAMPLED_POSITIVE = 512, 128
+SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 512, 128
 """Regions of a picture that the loss looks at, and how many of them may be positive (torchvision, Detectron)."""
-OFFSET_SCALE = (10.0, 10.0, 5.0, 5.0)
+BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 """Factors of the encoded offsets x, y, log w, log h: the inverse of their usual spread (torchvision, Detectron)."""
 
 
-class Regions(NamedTuple):
+class SampledRois(NamedTuple):
     """S slots of each picture."""
 
     boxes: Tensor
@@ -36,7 +36,7 @@ class Regions(NamedTuple):
     """[B, S, 4], the encoded box; anything where not `positive`."""
     positive: Tensor
     """bool [B, S]."""
-    taken: Tensor
+    valid: Tensor
     """bool [B, S]."""
 
 
@@ -45,7 +45,7 @@ class BoxHead(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.fc6 = nn.Linear(channels * SIDE**2, HIDDEN)
+        self.fc6 = nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN)
         self.fc7 = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -55,73 +55,73 @@ class BoxHead(nn.Module):
 class BoxPredictor(nn.Module):
     """Classes and, for each class, a box: [N, HIDDEN] → ([N, 1 + C], [N, (1 + C) · 4])."""
 
-    def __init__(self, class_count: int) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.cls_score = nn.Linear(HIDDEN, 1 + class_count)
-        self.bbox_pred = nn.Linear(HIDDEN, (1 + class_count) * 4)
+        self.cls_score = nn.Linear(HIDDEN, 1 + num_classes)
+        self.bbox_pred = nn.Linear(HIDDEN, (1 + num_classes) * 4)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.cls_score(hidden), self.bbox_pred(hidden)
 
 
-class RegionHead(nn.Module):
+class RoIHead(nn.Module):
     """Judges regions: pooled features [B · S, C, SIDE, SIDE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
 
-    def __init__(self, channels: int, class_count: int) -> None:
+    def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
         self.box_head = BoxHead(channels)
-        self.box_predictor = BoxPredictor(class_count)
+        self.box_predictor = BoxPredictor(num_classes)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         logits, deltas = self.box_predictor(self.box_head(features))
         return logits, deltas.unflatten(1, (-1, 4))
 
 
-def sample_regions(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tensor, draw: Tensor) -> Regions:
+def sample_rois(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tensor, rand: Tensor) -> SampledRois:
     """Proposals and the boxes themselves, of which a sample is taken.
 
     boxes: [B, M, 4]; labels: int64 [B, M]; valid: bool [B, M]; draw: float32 [B] in [0, 1), decides the sample.
     """
     # A box of no area would be a region without a logarithm of its size; it could teach nothing.
     valid = valid & (boxes[..., 2:] > boxes[..., :2]).all(-1)
-    regions = torch.cat((proposals.boxes, boxes), dim=1)
-    there = torch.cat((proposals.valid, valid), dim=1)
-    overlap, slot = iou(boxes, regions).masked_fill(~valid[..., None], -1.0).max(dim=1)
-    positive = overlap >= FOREGROUND_IOU
-    chosen = sample(
-        lots(draw, regions.shape[1], purpose=1),
-        there & positive,
-        there & ~positive,
-        slots=SAMPLED,
-        positives=SAMPLED_POSITIVE,
+    rois = torch.cat((proposals.boxes, boxes), dim=1)
+    is_available = torch.cat((proposals.valid, valid), dim=1)
+    overlap, gt_index = iou(boxes, rois).masked_fill(~valid[..., None], -1.0).max(dim=1)
+    positive = overlap >= FG_IOU_THRESH
+    sampled = sample_balanced(
+        random_keys(rand, rois.shape[1], stream=1),
+        is_available & positive,
+        is_available & ~positive,
+        num_samples=SAMPLES_PER_IMAGE,
+        max_positives=MAX_POSITIVES_PER_IMAGE,
     )
-    own = chosen.of(slot)
-    picked = chosen.of(regions)
-    offsets = encode(take(boxes, own), picked) * _scale_like(picked)
-    target = torch.where(chosen.positive, take(labels, own) + 1, 0)
-    return Regions(picked, target, offsets, chosen.positive, chosen.taken)
+    sampled_gt_index = sampled.gather(gt_index)
+    sampled_boxes = sampled.gather(rois)
+    offsets = encode(batched_gather(boxes, sampled_gt_index), sampled_boxes) * _coder_weights_like(sampled_boxes)
+    target = torch.where(sampled.positive, batched_gather(labels, sampled_gt_index) + 1, 0)
+    return SampledRois(sampled_boxes, target, offsets, sampled.positive, sampled.valid)
 
 
-def region_loss(logits: Tensor, deltas: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
+def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor, Tensor]:
     """(classes, boxes): scalars, both divided by the number of sampled regions of the batch.
 
     logits: at least fp32 [B · S, 1 + C]; deltas: [B · S, 1 + C, 4], of which the box of the region's class counts.
     """
-    count = regions.taken.sum().clamp(min=1)
-    target = regions.target.flatten()
-    classes = functional.cross_entropy(logits, target, reduction="none").view_as(regions.taken)
-    own = deltas.gather(1, target[:, None, None].expand(-1, 1, 4)).view_as(regions.offsets)
-    offsets = offset_loss(own, regions.offsets, regions.positive)
-    return torch.where(regions.taken, classes, 0.0).sum() / count, offsets / count
+    num_sampled = rois.valid.sum().clamp(min=1)
+    target = rois.target.flatten()
+    class_losses = functional.cross_entropy(logits, target, reduction="none").view_as(rois.valid)
+    class_deltas = deltas.gather(1, target[:, None, None].expand(-1, 1, 4)).view_as(rois.offsets)
+    offset_sum = smooth_l1_box_loss(class_deltas, rois.offsets, rois.positive)
+    return torch.where(rois.valid, class_losses, 0.0).sum() / num_sampled, offset_sum / num_sampled
 
 
-def boxes_of_classes(deltas: Tensor, regions: Tensor) -> Tensor:
+def decode_class_boxes(deltas: Tensor, rois: Tensor) -> Tensor:
     """Boxes [..., 4] that deltas [..., 4] mean at regions [..., 4]."""
-    return decode(deltas / _scale_like(regions), regions)
+    return decode(deltas / _coder_weights_like(rois), rois)
 
 
-def _scale_like(boxes: Tensor) -> Tensor:
+def _coder_weights_like(boxes: Tensor) -> Tensor:
     """OFFSET_SCALE beside boxes: [4] on their device, made there."""
-    x, _, w, _ = OFFSET_SCALE
-    side = torch.arange(4, device=boxes.device)
-    return torch.where(side < 2, x, w).to(boxes.dtype)
+    x, _, w, _ = BOX_CODER_WEIGHTS
+    coordinate = torch.arange(4, device=boxes.device)
+    return torch.where(coordinate < 2, x, w).to(boxes.dtype)

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.layers.anchors import Anchors
+from stoker.models.layers.anchors import AnchorGenerator
 from stoker.models.layers.boxes import cell_anchors, clip, decode, encode, iou
-from stoker.models.layers.matching import BACKGROUND, match
-from stoker.models.layers.sampling import lots, sample, take
+from stoker.models.layers.matching import BACKGROUND, match_anchors
+from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
-IOU_THRESHOLD = 0.7
+NMS_THRESH = 0.7
 """Of two proposals of a level that overlap more, the better stays (section 3.3)."""
-ROUNDS = 32
+NMS_ROUNDS = 32
 """Rounds of `survivors`. One is needed for each link of the longest chain of boxes in which each is suppressed, or
 saved, by the one before it, and one to see that nothing changes: 10 in all for 2,000 boxes around 20 objects. Even, so
 that where they do not suffice too many boxes stay rather than too few."""
-SMALLEST_PX = 1e-3
+MIN_BOX_PX = 1e-3
 """A proposal with a shorter side is none (torchvision)."""
-SAMPLED, SAMPLED_POSITIVE = 256, 128
+SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 256, 128
 """Anchors of a picture that the loss looks at, and how many of them may be positive (section 3.1.3)."""
-BETA = 1 / 9
+SMOOTH_L1_BETA = 1 / 9
 """Where the smooth L1 loss of offsets turns from a square into a line (torchvision, Detectron)."""
-BLOCK = 2**25
+MAX_PAIRS = 2**25
 """Overlaps that are computed at once: 128 MiB each in fp32, of which about four live together."""
 
 
-class Predicted(NamedTuple):
+class RPNOutputs(NamedTuple):
     """What the network says of the A anchors of B pictures, in the type it computed in."""
 
     logits: Tensor
@@ -43,7 +43,7 @@ class Predicted(NamedTuple):
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
     """float32 [A, 4], xyxy in pixels of the canvas."""
-    levels: tuple[int, ...]
+    num_anchors_per_level: tuple[int, ...]
     """How many of the A anchors each pyramid level has, finest level first."""
 
 
@@ -58,17 +58,17 @@ class Proposals(NamedTuple):
     """bool [B]: suppression ran out of rounds, and some that overlap may have stayed."""
 
 
-class ProposalHead(nn.Module):
+class RPNHead(nn.Module):
     """A convolution over each level, then objectness and box of each anchor of a place; with torchvision's names.
 
     Levels, each [B, channels, h, w] → (logits [B, A], deltas [B, A, 4]).
     """
 
-    def __init__(self, channels: int, anchors: int) -> None:
+    def __init__(self, channels: int, num_anchors: int) -> None:
         super().__init__()
         self.conv = nn.Sequential(nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True)))
-        self.cls_logits = nn.Conv2d(channels, anchors, 1)
-        self.bbox_pred = nn.Conv2d(channels, anchors * 4, 1)
+        self.cls_logits = nn.Conv2d(channels, num_anchors, 1)
+        self.bbox_pred = nn.Conv2d(channels, num_anchors * 4, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 assert layer.bias is not None
@@ -78,31 +78,36 @@ class ProposalHead(nn.Module):
     def forward(self, levels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         hidden = [self.conv(level) for level in levels]
         # In channels-last memory the permutation and the flattening are views.
-        logits = [self.cls_logits(some).permute(0, 2, 3, 1).flatten(1) for some in hidden]
-        deltas = [self.bbox_pred(some).permute(0, 2, 3, 1).flatten(1) for some in hidden]
+        logits = [self.cls_logits(features).permute(0, 2, 3, 1).flatten(1) for features in hidden]
+        deltas = [self.bbox_pred(features).permute(0, 2, 3, 1).flatten(1) for features in hidden]
         joined = torch.cat(deltas, dim=1)
         return torch.cat(logits, dim=1), joined.view(joined.shape[0], -1, 4)
 
 
-class ProposalNetwork(nn.Module):
+class RegionProposalNetwork(nn.Module):
     """The network with its anchors: sizes one per level, finest first, as in `ModelSettings`."""
 
     def __init__(
-        self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], ratios: Sequence[float]
+        self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
     ) -> None:
         super().__init__()
-        self.head = ProposalHead(channels, len(scales) * len(ratios))
-        self.anchors = Anchors(cell_anchors(size, scales, ratios) for size in sizes)
+        self.head = RPNHead(channels, len(scales) * len(aspect_ratios))
+        self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
 
-    def forward(self, levels: Sequence[Tensor], canvas: tuple[int, int]) -> Predicted:
+    def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
         """levels: finest first, each [B, C, h, w]; canvas: height and width of the pictures."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         logits, deltas = self.head(levels)
-        return Predicted(logits, deltas, self.anchors(canvas, grids), self.anchors.counts(grids))
+        return RPNOutputs(logits, deltas, self.anchors(image_size, grids), self.anchors.num_anchors_per_level(grids))
 
 
 def propose(
-    predicted: Predicted, content: Tensor, *, per_level: int, slots: int, score_threshold: float = 0.0
+    rpn_outputs: RPNOutputs,
+    resized_size: Tensor,
+    *,
+    pre_nms_top_n: int,
+    post_nms_top_n: int,
+    score_threshold: float = 0.0,
 ) -> Proposals:
     """The best `slots` proposals of each picture: of each level the `per_level` best anchors, decoded, clipped to
     `content` [B, 2], without small ones, without those that a better one of the level overlaps.
@@ -110,27 +115,29 @@ def propose(
     predicted: at least fp32; score_threshold: the least probability of an object.
     """
     boxes, scores, unconverged, start = [], [], [], 0
-    for count in predicted.levels:
-        logits, index = predicted.logits[:, start : start + count].topk(min(per_level, count), dim=1)
+    for num_anchors in rpn_outputs.num_anchors_per_level:
+        logits, index = rpn_outputs.logits[:, start : start + num_anchors].topk(min(pre_nms_top_n, num_anchors), dim=1)
         index = index + start
-        anchors = predicted.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
-        some = clip(decode(take(predicted.deltas, index), anchors), content)
-        eligible = ((some[..., 2:] - some[..., :2]) >= SMALLEST_PX).all(-1)  # nor is a NaN
+        anchors = rpn_outputs.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
+        level_boxes = clip(decode(batched_gather(rpn_outputs.deltas, index), anchors), resized_size)
+        eligible = ((level_boxes[..., 2:] - level_boxes[..., :2]) >= MIN_BOX_PX).all(-1)  # nor is a NaN
         if score_threshold > 0:
             eligible = eligible & (logits.sigmoid() >= score_threshold)
-        stay, settled = survivors(some, eligible, iou_threshold=IOU_THRESHOLD)
-        boxes.append(some)
-        scores.append(torch.where(stay, logits, -torch.inf))
-        unconverged.append(~settled)
-        start += count
-    every = torch.cat(scores, dim=1)
-    score, index = every.topk(min(slots, every.shape[1]), dim=1)
+        keep, converged = fixed_point_nms(level_boxes, eligible, iou_threshold=NMS_THRESH)
+        boxes.append(level_boxes)
+        scores.append(torch.where(keep, logits, -torch.inf))
+        unconverged.append(~converged)
+        start += num_anchors
+    all_scores = torch.cat(scores, dim=1)
+    score, index = all_scores.topk(min(post_nms_top_n, all_scores.shape[1]), dim=1)
     valid = score > -torch.inf
-    best = torch.where(valid[..., None], take(torch.cat(boxes, dim=1), index), 0.0)
+    best = torch.where(valid[..., None], batched_gather(torch.cat(boxes, dim=1), index), 0.0)
     return Proposals(best, valid, torch.stack(unconverged).any(0))
 
 
-def survivors(boxes: Tensor, eligible: Tensor, *, iou_threshold: float, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
+def fixed_point_nms(
+    boxes: Tensor, eligible: Tensor, *, iou_threshold: float, num_rounds: int = NMS_ROUNDS
+) -> tuple[Tensor, Tensor]:
     """What greedy non-maximum suppression leaves of boxes [B, K, 4] that are best first: (bool [B, K]; bool [B],
     whether `rounds` sufficed). Only `eligible` ones, bool [B, K], take part.
 
@@ -138,65 +145,71 @@ def survivors(boxes: Tensor, eligible: Tensor, *, iou_threshold: float, rounds: 
     `iou_threshold`. Asked again of its own answer, from "all stay", this is right for one more link of every chain of
     boxes each time. After an even number of rounds what stays contains the answer, after an odd one it is contained.
     """
-    better = (iou(boxes, boxes) > iou_threshold).triu(1).to(boxes.dtype)  # [B, K, K]: row suppresses column
-    before = stay = eligible
-    for _ in range(rounds):
-        before = stay
-        stay = eligible & (torch.bmm(before[:, None].to(boxes.dtype), better)[:, 0] == 0)
-    return stay, (stay == before).all(1)
+    suppresses = (iou(boxes, boxes) > iou_threshold).triu(1).to(boxes.dtype)  # [B, K, K]: row suppresses column
+    previous = keep = eligible
+    for _ in range(num_rounds):
+        previous = keep
+        keep = eligible & (torch.bmm(previous[:, None].to(boxes.dtype), suppresses)[:, 0] == 0)
+    return keep, (keep == previous).all(1)
 
 
-def propose_for_training(
-    predicted: Predicted, content: Tensor, *, per_level: int, slots: int, score_threshold: float
+def propose_in_groups(
+    rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
 ) -> Proposals:
     """`propose` over groups of pictures, so that the overlaps within them stay small."""
-    pictures = max(1, BLOCK // per_level**2)
+    images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
     groups = [
         propose(
-            predicted._replace(logits=predicted.logits[some], deltas=predicted.deltas[some]),
-            content[some],
-            per_level=per_level,
-            slots=slots,
+            rpn_outputs._replace(logits=rpn_outputs.logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
+            resized_size[image_slice],
+            pre_nms_top_n=pre_nms_top_n,
+            post_nms_top_n=post_nms_top_n,
             score_threshold=score_threshold,
         )
-        for some in (slice(first, first + pictures) for first in range(0, content.shape[0], pictures))
+        for image_slice in (
+            slice(first, first + images_per_group) for first in range(0, resized_size.shape[0], images_per_group)
+        )
     ]
     return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
 
 
-def proposal_loss(
-    predicted: Predicted,
+def rpn_loss(
+    rpn_outputs: RPNOutputs,
     boxes: Tensor,
     valid: Tensor,
-    draw: Tensor,
+    rand: Tensor,
     *,
-    foreground_iou: float,
-    background_iou: float,
+    fg_iou_thresh: float,
+    bg_iou_thresh: float,
 ) -> tuple[Tensor, Tensor]:
     """(objectness, boxes): scalars, both divided by the number of sampled anchors of the batch.
 
     predicted: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; draw: float32 [B] in [0, 1), decides the sample.
     """
-    slot = match(boxes, valid, predicted.anchors, foreground_iou=foreground_iou, background_iou=background_iou)
-    chosen = sample(
-        lots(draw, slot.shape[1], purpose=0),
-        slot >= 0,
-        slot == BACKGROUND,
-        slots=SAMPLED,
-        positives=SAMPLED_POSITIVE,
+    gt_index = match_anchors(
+        boxes, valid, rpn_outputs.anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh
     )
-    count = chosen.taken.sum().clamp(min=1)
-    logits = chosen.of(predicted.logits)
-    objectness = functional.binary_cross_entropy_with_logits(logits, chosen.positive.to(logits.dtype), reduction="none")
-    anchors = predicted.anchors.index_select(0, chosen.place.flatten()).view(*chosen.place.shape, 4)
-    target = encode(take(boxes, chosen.of(slot).clamp(min=0)), anchors)
-    offsets = offset_loss(chosen.of(predicted.deltas), target, chosen.positive)
-    return torch.where(chosen.taken, objectness, 0.0).sum() / count, offsets / count
+    sampled = sample_balanced(
+        random_keys(rand, gt_index.shape[1], stream=0),
+        gt_index >= 0,
+        gt_index == BACKGROUND,
+        num_samples=SAMPLES_PER_IMAGE,
+        max_positives=MAX_POSITIVES_PER_IMAGE,
+    )
+    num_sampled = sampled.valid.sum().clamp(min=1)
+    logits = sampled.gather(rpn_outputs.logits)
+    objectness = functional.binary_cross_entropy_with_logits(
+        logits, sampled.positive.to(logits.dtype), reduction="none"
+    )
+    anchors = rpn_outputs.anchors.index_select(0, sampled.indices.flatten()).view(*sampled.indices.shape, 4)
+    target = encode(batched_gather(boxes, sampled.gather(gt_index).clamp(min=0)), anchors)
+    offset_sum = smooth_l1_box_loss(sampled.gather(rpn_outputs.deltas), target, sampled.positive)
+    return torch.where(sampled.valid, objectness, 0.0).sum() / num_sampled, offset_sum / num_sampled
 
 
-def offset_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
+def smooth_l1_box_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
     """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive slots, bool [B, S]; `target` is anything at the
     others, also infinite, so it is replaced before the arithmetic."""
-    safe = torch.where(positive[..., None], target, 0.0)
-    each = functional.smooth_l1_loss(deltas, safe, beta=BETA, reduction="none")
-    return torch.where(positive[..., None], each, 0.0).sum()
+    masked_target = torch.where(positive[..., None], target, 0.0)
+    per_coordinate = functional.smooth_l1_loss(deltas, masked_target, beta=SMOOTH_L1_BETA, reduction="none")
+    return torch.where(positive[..., None], per_coordinate, 0.0).sum()

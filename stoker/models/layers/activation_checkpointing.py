@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_activations(model: nn.Module) -> None:
     """Makes every segment of `model` keep less. In place; without gradients a segment runs as before."""
     for segment in segments(model):
-        segment.forward = functools.partial(_recomputed, segment)  # type: ignore[method-assign]
+        segment.forward = functools.partial(_checkpointed_forward, segment)  # type: ignore[method-assign]
 
 
 def segments(model: nn.Module) -> list[nn.Sequential]:
@@ -33,32 +33,34 @@ def segments(model: nn.Module) -> list[nn.Sequential]:
     return [segment for child in model.children() for segment in segments(child)]
 
 
-def _recomputed(segment: nn.Sequential, x: Tensor) -> Tensor:
+def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
     forward: Callable[[nn.Sequential, Tensor], Tensor] = segment.__class__.forward
     if not torch.is_grad_enabled():
         return forward(segment, x)
-    how: dict[str, Any] = {}
+    checkpoint_kwargs: dict[str, Any] = {}
     if not torch.compiler.is_compiling():  # a compiled program updates the statistics once by itself
-        how["context_fn"] = functools.partial(_contexts, segment)
+        checkpoint_kwargs["context_fn"] = functools.partial(_checkpoint_contexts, segment)
     # No model draws random numbers, and to read the generator's state would make the host wait.
-    result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **how)
+    result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
     return result
 
 
-def _contexts(segment: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
+def _checkpoint_contexts(segment: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
     """Of the forward pass, and of the second one."""
-    return contextlib.nullcontext(), _statistics_kept(segment)
+    return contextlib.nullcontext(), _preserve_running_stats(segment)
 
 
 @contextlib.contextmanager
-def _statistics_kept(segment: nn.Module) -> Iterator[None]:
+def _preserve_running_stats(segment: nn.Module) -> Iterator[None]:
     """Norms inside it update copies of their running statistics, which have seen this batch already."""
     norms = [module for module in segment.modules() if isinstance(module, _BatchNorm)]
-    before = [dict(norm._buffers) for norm in norms]
+    saved_buffers = [dict(norm._buffers) for norm in norms]
     for norm in norms:
-        norm._buffers.update({name: None if some is None else some.clone() for name, some in norm._buffers.items()})
+        norm._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+        )
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, before, strict=True):
+        for norm, buffers in zip(norms, saved_buffers, strict=True):
             norm._buffers.update(buffers)

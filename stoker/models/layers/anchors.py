@@ -10,39 +10,39 @@ from torch import Tensor, nn
 
 from stoker.models.layers.boxes import grid_anchors
 
-Grid = tuple[int, int]
+GridSize = tuple[int, int]
 """Height and width of a map, in places."""
 
 
-class Anchors(nn.Module):
+class AnchorGenerator(nn.Module):
     """Anchors of maps whose places lie at the multiples of a stride.
 
     cells: of each map, finest first, the anchors of a place as `level` wants them, here [n, 4].
     """
 
-    def __init__(self, cells: Iterable[Tensor]) -> None:
+    def __init__(self, base_anchors: Iterable[Tensor]) -> None:
         super().__init__()
-        for level, some in enumerate(cells):
-            self.register_buffer(f"cells_{level}", some, persistent=False)
-        self._made: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
+        for level, anchors in enumerate(base_anchors):
+            self.register_buffer(f"cells_{level}", anchors, persistent=False)
+        self._cache: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
 
-    def forward(self, canvas: tuple[int, int], grids: list[Grid]) -> Tensor:
+    def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
         """All anchors of a canvas (height, width), whose maps are `grids`: float32 [A, 4], map by map, row by row."""
-        first = self._cells(0)
-        key = (canvas, first.device, first.dtype)
-        if key not in self._made:
+        first_base = self._base_anchors(0)
+        key = (image_size, first_base.device, first_base.dtype)
+        if key not in self._cache:
             with torch.inference_mode(False):  # a tensor of inference mode could not be saved for backward later
-                levels = [self.level(n, canvas, grid) for n, grid in enumerate(grids)]
-                self._made[key] = torch.cat(levels)
-        return self._made[key]
+                levels = [self.level_anchors(n, image_size, grid) for n, grid in enumerate(grids)]
+                self._cache[key] = torch.cat(levels)
+        return self._cache[key]
 
-    def counts(self, grids: list[Grid]) -> tuple[int, ...]:
+    def num_anchors_per_level(self, grids: list[GridSize]) -> tuple[int, ...]:
         """How many of the anchors each map has."""
-        return tuple(height * width * self._cells(n).shape[0] for n, (height, width) in enumerate(grids))
+        return tuple(height * width * self._base_anchors(n).shape[0] for n, (height, width) in enumerate(grids))
 
-    def level(self, level: int, canvas: tuple[int, int], grid: Grid) -> Tensor:
+    def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
         """The anchors of one map, [height · width · n, 4]; here the first place is at the canvas's corner."""
-        return grid_anchors(self._cells(level), grid, (canvas[0] // grid[0], canvas[1] // grid[1]))
+        return grid_anchors(self._base_anchors(level), grid, (image_size[0] // grid[0], image_size[1] // grid[1]))
 
-    def _cells(self, level: int) -> Tensor:
+    def _base_anchors(self, level: int) -> Tensor:
         return self.get_buffer(f"cells_{level}")

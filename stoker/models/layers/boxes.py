@@ -10,41 +10,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGEST_LOG_SCALE = math.log(1000 / 16)
+MAX_LOG_SCALE = math.log(1000 / 16)
 """Bound of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
 
 
-def cell_anchors(size: float, scales: Sequence[float], ratios: Sequence[float]) -> Tensor:
+def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
     """Anchors of one pyramid level around the origin: float32 [len(ratios) · len(scales), 4], on the CPU.
 
     `size`·scale is the side of a square with the anchor's area, cut to whole pixels; ratio is height over width; the
     corners are rounded to pixels. The order is all scales of the first ratio, then of the next. All this is as in
     torchvision's `AnchorGenerator` and the sizes that its RetinaNet gives it, so that its weights fit.
     """
-    sides = torch.tensor([max(1, int(size * scale)) for scale in scales], dtype=torch.float32)
-    stretch = torch.tensor(list(ratios), dtype=torch.float32).sqrt()
-    heights = (stretch[:, None] * sides).flatten()
-    widths = ((1 / stretch)[:, None] * sides).flatten()
+    square_sides = torch.tensor([max(1, int(size * scale)) for scale in scales], dtype=torch.float32)
+    sqrt_ratio = torch.tensor(list(aspect_ratios), dtype=torch.float32).sqrt()
+    heights = (sqrt_ratio[:, None] * square_sides).flatten()
+    widths = ((1 / sqrt_ratio)[:, None] * square_sides).flatten()
     return (torch.stack((-widths, -heights, widths, heights), dim=1) / 2).round()
 
 
-def grid_anchors(cells: Tensor, grid: tuple[int, int], stride: tuple[float, float]) -> Tensor:
+def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[float, float]) -> Tensor:
     """The anchors `cells` [n, 4] at every place of a `grid` of height × width: float32 [height · width · n, 4].
 
     Neighbouring places are `stride` (y, x) pixels apart, the first is at the origin.
     """
-    y = torch.arange(grid[0], dtype=cells.dtype, device=cells.device) * stride[0]
-    x = torch.arange(grid[1], dtype=cells.dtype, device=cells.device) * stride[1]
+    y = torch.arange(grid[0], dtype=base_anchors.dtype, device=base_anchors.device) * stride[0]
+    x = torch.arange(grid[1], dtype=base_anchors.dtype, device=base_anchors.device) * stride[1]
     y, x = y[:, None].expand(grid), x[None, :].expand(grid)
-    places = torch.stack((x, y, x, y), dim=2).reshape(-1, 1, 4)
-    return (places + cells).reshape(-1, 4)
+    shifts = torch.stack((x, y, x, y), dim=2).reshape(-1, 1, 4)
+    return (shifts + base_anchors).reshape(-1, 4)
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
     """What a detector should predict for `boxes` [..., 4] at `anchors` [..., 4]: offsets of the centre in units of the
     anchor and logarithms of the ratio of sizes, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
-    box_x, box_y, box_w, box_h = _centres(boxes)
-    anchor_x, anchor_y, anchor_w, anchor_h = _centres(anchors)
+    box_x, box_y, box_w, box_h = _to_cxcywh(boxes)
+    anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
     return torch.stack(
         (
             (box_x - anchor_x) / anchor_w,
@@ -58,15 +58,15 @@ def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 def decode(deltas: Tensor, anchors: Tensor) -> Tensor:
     """Boxes [..., 4] from predictions `deltas` [..., 4] at `anchors` [..., 4]; the inverse of `encode`."""
-    anchor_x, anchor_y, anchor_w, anchor_h = _centres(anchors)
+    anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
     x, y, log_w, log_h = deltas.unbind(-1)
-    centre_x, centre_y = x * anchor_w + anchor_x, y * anchor_h + anchor_y
-    half_w = 0.5 * (log_w.clamp(max=LARGEST_LOG_SCALE).exp() * anchor_w)
-    half_h = 0.5 * (log_h.clamp(max=LARGEST_LOG_SCALE).exp() * anchor_h)
-    return torch.stack((centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h), dim=-1)
+    center_x, center_y = x * anchor_w + anchor_x, y * anchor_h + anchor_y
+    half_w = 0.5 * (log_w.clamp(max=MAX_LOG_SCALE).exp() * anchor_w)
+    half_h = 0.5 * (log_h.clamp(max=MAX_LOG_SCALE).exp() * anchor_h)
+    return torch.stack((center_x - half_w, center_y - half_h, center_x + half_w, center_y + half_h), dim=-1)
 
 
-def _centres(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _to_cxcywh(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x1, y1, x2, y2 = boxes.unbind(-1)
     width, height = x2 - x1, y2 - y1
     return x1 + 0.5 * width, y1 + 0.5 * height, width, height
@@ -81,23 +81,23 @@ def area(boxes: Tensor) -> Tensor:
 def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
     """Intersection over union of each of `boxes` [..., M, 4] with each of `anchors` [A, 4], the same for all, or
     [..., A, 4]: [..., M, A], 0 … 1."""
-    rows, columns = boxes[..., :, None, :], anchors[..., None, :, :]
-    width = torch.minimum(rows[..., 2], columns[..., 2]) - torch.maximum(rows[..., 0], columns[..., 0])
-    height = torch.minimum(rows[..., 3], columns[..., 3]) - torch.maximum(rows[..., 1], columns[..., 1])
-    shared = width.clamp(min=0) * height.clamp(min=0)
-    return shared / (area(boxes)[..., :, None] + area(anchors)[..., None, :] - shared)
+    first, second = boxes[..., :, None, :], anchors[..., None, :, :]
+    width = torch.minimum(first[..., 2], second[..., 2]) - torch.maximum(first[..., 0], second[..., 0])
+    height = torch.minimum(first[..., 3], second[..., 3]) - torch.maximum(first[..., 1], second[..., 1])
+    intersection = width.clamp(min=0) * height.clamp(min=0)
+    return intersection / (area(boxes)[..., :, None] + area(anchors)[..., None, :] - intersection)
 
 
 def giou(first: Tensor, second: Tensor) -> Tensor:
     """Generalised intersection over union of pairs of boxes, both [..., 4]: [...], -1 … 1 (arXiv 1902.09630)."""
-    tiny = 1e-7
+    eps = 1e-7
     x1, y1, x2, y2 = first.unbind(-1)
     u1, v1, u2, v2 = second.unbind(-1)
     width, height = torch.minimum(x2, u2) - torch.maximum(x1, u1), torch.minimum(y2, v2) - torch.maximum(y1, v1)
-    shared = torch.where((width > 0) & (height > 0), width * height, 0.0)
-    union = area(first) + area(second) - shared
-    hull = (torch.maximum(x2, u2) - torch.minimum(x1, u1)) * (torch.maximum(y2, v2) - torch.minimum(y1, v1))
-    return shared / (union + tiny) - (hull - union) / (hull + tiny)
+    intersection = torch.where((width > 0) & (height > 0), width * height, 0.0)
+    union = area(first) + area(second) - intersection
+    enclosing_area = (torch.maximum(x2, u2) - torch.minimum(x1, u1)) * (torch.maximum(y2, v2) - torch.minimum(y1, v1))
+    return intersection / (union + eps) - (enclosing_area - union) / (enclosing_area + eps)
 
 
 def clip(boxes: Tensor, size: Tensor) -> Tensor:
@@ -106,4 +106,4 @@ def clip(boxes: Tensor, size: Tensor) -> Tensor:
     x1, y1, x2, y2 = boxes.unbind(-1)
     zero = torch.zeros((), dtype=boxes.dtype, device=boxes.device)
     limits = ((x1, width), (y1, height), (x2, width), (y2, height))
-    return torch.stack([side.clamp(min=zero, max=limit.to(boxes.dtype)) for side, limit in limits], dim=-1)
+    return torch.stack([coordinate.clamp(min=zero, max=limit.to(boxes.dtype)) for coordinate, limit in limits], dim=-1)

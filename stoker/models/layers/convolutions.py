@@ -6,14 +6,14 @@ from torch.nn import functional
 from stoker.models.layers.norms import Norm
 
 
-class Halving(nn.Conv2d):
+class StridedConv2d(nn.Conv2d):
     """A 3 × 3 convolution with stride 2 and padding 1 that writes the padding out for maps one place wide.
 
     Left to oneDNN (torch 2.15, bf16 on CPUs), the gradient of taps that see padding alone is whatever memory held.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, groups: int = 1, bias: bool = True) -> None:
-        super().__init__(inputs, outputs, 3, stride=2, padding=1, groups=groups, bias=bias)
+    def __init__(self, in_channels: int, out_channels: int, *, groups: int = 1, bias: bool = True) -> None:
+        super().__init__(in_channels, out_channels, 3, stride=2, padding=1, groups=groups, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, inputs, H, W] → [B, outputs, ⌈H / 2⌉, ⌈W / 2⌉]."""
@@ -23,19 +23,20 @@ class Halving(nn.Conv2d):
         return functional.conv2d(padded, self.weight, self.bias, self.stride, groups=self.groups)
 
 
-def convolution(
-    inputs: int, outputs: int, norm: Norm, *, kernel: int = 3, stride: int = 1, groups: int = 1
+def conv_norm_relu(
+    in_channels: int, out_channels: int, norm: Norm, *, kernel_size: int = 3, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
     """A convolution without a bias, its norm and a ReLU: [B, inputs, H, W] → [B, outputs, H / stride, W / stride]."""
     if stride == 2:
-        layer: nn.Conv2d = Halving(inputs, outputs, groups=groups, bias=False)
+        layer: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=False)
     else:
-        layer = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(layer, norm(outputs), nn.ReLU(inplace=True))
+        layer = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, groups=groups, bias=False)
+    return nn.Sequential(layer, norm(out_channels), nn.ReLU(inplace=True))
 
 
-def separable(inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
+def separable_conv_norm_relu(in_channels: int, out_channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
     """`convolution` in two: 3 × 3 of each channel apart, then 1 × 1 over all of them (MobileNets, arXiv 1704.04861)."""
     return nn.Sequential(
-        convolution(inputs, inputs, norm, stride=stride, groups=inputs), convolution(inputs, outputs, norm, kernel=1)
+        conv_norm_relu(in_channels, in_channels, norm, stride=stride, groups=in_channels),
+        conv_norm_relu(in_channels, out_channels, norm, kernel_size=1),
     )

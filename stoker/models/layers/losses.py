@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.hardware.device import block_of
+from stoker.hardware.device import block_size
 from stoker.models.layers.boxes import decode, encode, giou
 from stoker.models.layers.matching import IGNORED
 
@@ -24,7 +24,7 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
     `IGNORED`. alpha weighs the positives, 1 - alpha the negatives. Differentiable once, in `logits`. block: logits that
     are computed at once, whole pictures, at least one; default: as suits the device.
     """
-    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_of(logits))
+    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
     return loss
 
 
@@ -40,83 +40,85 @@ class _FocalLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, alpha: float, gamma: float, block: int) -> Tensor:
-        slopes = _slopes_of(logits)
+        derivatives = _empty_derivatives(logits)
         sums = []
-        for pictures in _blocks(logits, block):
-            some, index, positive = at_least_fp32(logits[pictures]), target[pictures], target[pictures] >= 0
-            channel, ignored = _channel(index), (index == IGNORED)[..., None]
-            cost, slope = _cost_and_slope(some, gamma)
-            cost_if, slope_if = _cost_and_slope(-some.gather(2, channel), gamma)
+        for image_slice in _image_blocks(logits, block):
+            x, labels, positive = at_least_fp32(logits[image_slice]), target[image_slice], target[image_slice] >= 0
+            channel, ignored = _channel(labels), (labels == IGNORED)[..., None]
+            neg_loss, neg_derivative = _loss_and_derivative(x, gamma)
+            pos_loss, pos_derivative = _loss_and_derivative(-x.gather(2, channel), gamma)
             positive = positive[..., None]
-            cost_here, slope_here = cost.gather(2, channel), slope.gather(2, channel)
-            change = torch.where(positive, alpha * cost_if - (1 - alpha) * cost_here, 0.0)
-            per_anchor = (1 - alpha) * cost.sum(2, keepdim=True) + change
+            neg_loss_at_label, neg_derivative_at_label = neg_loss.gather(2, channel), neg_derivative.gather(2, channel)
+            correction = torch.where(positive, alpha * pos_loss - (1 - alpha) * neg_loss_at_label, 0.0)
+            per_anchor = (1 - alpha) * neg_loss.sum(2, keepdim=True) + correction
             sums.append(per_anchor.masked_fill_(ignored, 0.0).sum((1, 2)))
-            slope.mul_(1 - alpha)
-            slope.scatter_(2, channel, torch.where(positive, -alpha * slope_if, (1 - alpha) * slope_here))
-            slopes[pictures] = slope.masked_fill_(ignored, 0.0)
-        _keep_slopes(ctx, slopes, logits)
+            neg_derivative.mul_(1 - alpha)
+            neg_derivative.scatter_(
+                2, channel, torch.where(positive, -alpha * pos_derivative, (1 - alpha) * neg_derivative_at_label)
+            )
+            derivatives[image_slice] = neg_derivative.masked_fill_(ignored, 0.0)
+        _save_derivatives(ctx, derivatives, logits)
         return torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _times_slopes(ctx, grads[0]), None, None, None, None
+        return _multiply_derivatives(ctx, grads[0]), None, None, None, None
 
 
-def soft_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
+def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
     """Sum of the sigmoid cross-entropy of each picture with targets between 0 and 1: float32 [B].
 
     logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each place;
     of all other classes it is 0. Differentiable once, in `logits`; `block` as for `focal_loss`.
     """
-    loss: Tensor = _SoftCrossEntropy.apply(logits, label, quality, block or block_of(logits))
+    loss: Tensor = _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
     return loss
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
+class _SoftBinaryCrossEntropy(torch.autograd.Function):
     """Every logit as of a target of 0, whose derivative is sigmoid(x); a target of q takes q x from the loss and q from
     the derivative. As `_FocalLoss` it keeps the derivative."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
-        slopes = _slopes_of(logits)
+        derivatives = _empty_derivatives(logits)
         sums = []
-        for pictures in _blocks(logits, block):
-            some, channel = at_least_fp32(logits[pictures]), label[pictures][..., None]
-            target = quality[pictures][..., None].to(some.dtype)
-            costs = _log_one_minus_sigmoid(some).sum((1, 2)) + (target * some.gather(2, channel)).sum((1, 2))
-            sums.append(-costs)
-            slopes[pictures] = some.sigmoid().scatter_add_(2, channel, -target)
-        _keep_slopes(ctx, slopes, logits)
+        for image_slice in _image_blocks(logits, block):
+            x, channel = at_least_fp32(logits[image_slice]), label[image_slice][..., None]
+            target = quality[image_slice][..., None].to(x.dtype)
+            log_likelihood = _log_one_minus_sigmoid(x).sum((1, 2)) + (target * x.gather(2, channel)).sum((1, 2))
+            sums.append(-log_likelihood)
+            derivatives[image_slice] = x.sigmoid().scatter_add_(2, channel, -target)
+        _save_derivatives(ctx, derivatives, logits)
         return torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _times_slopes(ctx, grads[0]), None, None, None
+        return _multiply_derivatives(ctx, grads[0]), None, None, None
 
 
-def _slopes_of(logits: Tensor) -> Tensor:
+def _empty_derivatives(logits: Tensor) -> Tensor:
     """Room for a derivative of each logit, in their own type; fp16 would lose the small ones, which come before the
     loss scale is applied."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
 
 
-def _keep_slopes(ctx: Any, slopes: Tensor, logits: Tensor) -> None:
-    ctx.save_for_backward(slopes)
+def _save_derivatives(ctx: Any, derivatives: Tensor, logits: Tensor) -> None:
+    ctx.save_for_backward(derivatives)
     ctx.dtype = logits.dtype
 
 
-def _times_slopes(ctx: Any, grad: Tensor) -> Tensor:
+def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
     """The gradient of the logits [B, A, C], of that of each picture's sum [B]. Into a tensor made beforehand: the
     product is rounded once, and no fp32 copy of it is made."""
-    (slopes,) = ctx.saved_tensors
-    result = torch.empty_like(slopes, dtype=ctx.dtype)
-    return torch.mul(slopes, grad[:, None, None], out=result)
+    (derivatives,) = ctx.saved_tensors
+    result = torch.empty_like(derivatives, dtype=ctx.dtype)
+    return torch.mul(derivatives, grad[:, None, None], out=result)
 
 
-def _blocks(logits: Tensor, block: int) -> Iterator[slice]:
-    pictures = max(1, block // (logits.shape[1] * logits.shape[2]))
-    return (slice(start, start + pictures) for start in range(0, logits.shape[0], pictures))
+def _image_blocks(logits: Tensor, block: int) -> Iterator[slice]:
+    images_per_block = max(1, block // (logits.shape[1] * logits.shape[2]))
+    return (slice(start, start + images_per_block) for start in range(0, logits.shape[0], images_per_block))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -129,12 +131,12 @@ def _channel(target: Tensor) -> Tensor:
     return target.clamp(min=0).to(torch.int64)[..., None]
 
 
-def _cost_and_slope(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """p^gamma · -log(1 - p) with p = sigmoid(x), and its derivative in x; both of the shape of x."""
-    p, log_rest = x.sigmoid(), _log_one_minus_sigmoid(x)
+    p, log_one_minus_p = x.sigmoid(), _log_one_minus_sigmoid(x)
     weight = p.pow(gamma)
-    slope = (p - 1).mul_(log_rest).mul_(gamma).add_(p).mul_(weight)
-    return log_rest.mul_(weight).neg_(), slope
+    derivative = (p - 1).mul_(log_one_minus_p).mul_(gamma).add_(p).mul_(weight)
+    return log_one_minus_p.mul_(weight).neg_(), derivative
 
 
 def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
@@ -146,9 +148,9 @@ def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return functional.logsigmoid(-x)
     y = x.abs().neg_().exp_()
-    above = y + 1
-    lost = y.sub_(above - 1).div_(above)
-    return above.log_().add_(lost).add_(x.clamp(min=0)).neg_()
+    one_plus_y = y + 1
+    rounding_error = y.sub_(one_plus_y - 1).div_(one_plus_y)
+    return one_plus_y.log_().add_(rounding_error).add_(x.clamp(min=0)).neg_()
 
 
 def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes: Tensor, positive: Tensor) -> Tensor:

@@ -11,20 +11,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stoker.hardware.device import block_of
+from stoker.hardware.device import block_size
 from stoker.models.layers.boxes import iou
 
 BACKGROUND = -1
 IGNORED = -2
 
 
-def match(
+def match_anchors(
     boxes: Tensor,
     valid: Tensor,
     anchors: Tensor,
     *,
-    foreground_iou: float,
-    background_iou: float,
+    fg_iou_thresh: float,
+    bg_iou_thresh: float,
     block: int | None = None,
 ) -> Tensor:
     """Slot of the box of each anchor, `BACKGROUND` or `IGNORED`: int64 [B, A].
@@ -35,46 +35,48 @@ def match(
     120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors live together.
     """
 
-    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
-        return _match(boxes, valid, anchors, foreground_iou, background_iou, rows)
+    def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
+        return _match(boxes, valid, anchors, fg_iou_thresh, bg_iou_thresh, boxes_per_block)
 
-    return by_blocks(some, boxes, valid, anchors.shape[0], block)
+    return map_blocks(match_block, boxes, valid, anchors.shape[0], block)
 
 
-def by_blocks(
-    some: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, count: int, block: int | None
+def map_blocks(
+    fn: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, num_anchors: int, block: int | None
 ) -> Tensor:
     """`some(boxes [b, M, 4], valid [b, M], rows)` of as many pictures at a time as `block` allows with `count` anchors,
     one after the other: [B, …]. `rows` is how many of the M slots it may take at once. Without gradients."""
-    parts, rows = blocks(boxes, count, block)
+    image_slices, boxes_per_block = plan_blocks(boxes, num_anchors, block)
     with torch.no_grad():
-        return torch.cat([some(boxes[part], valid[part], rows) for part in parts])
+        return torch.cat([fn(boxes[image_slice], valid[image_slice], boxes_per_block) for image_slice in image_slices])
 
 
-def blocks(boxes: Tensor, count: int, block: int | None) -> tuple[list[slice], int]:
+def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[list[slice], int]:
     """(pictures that are taken together, slots that are taken at once), so that of boxes [B, M, 4] and `count` places
     no more than `block` pairs are computed at once; default: as suits the device."""
-    block = block or block_of(boxes)
-    pictures = max(1, block // max(1, boxes.shape[1] * count))
-    return [slice(first, first + pictures) for first in range(0, boxes.shape[0], pictures)], max(1, block // count)
+    block = block or block_size(boxes)
+    images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))
+    return [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)], max(
+        1, block // num_anchors
+    )
 
 
 def _match(
-    boxes: Tensor, valid: Tensor, anchors: Tensor, foreground_iou: float, background_iou: float, rows: int
+    boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float, boxes_per_block: int
 ) -> Tensor:
     shape = (boxes.shape[0], anchors.shape[0])
     best_iou = boxes.new_full(shape, -1.0)
-    best = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
-    is_best_of_a_box = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
-    for start in range(0, boxes.shape[1], rows):
-        rows_valid = valid[:, start : start + rows, None]
-        overlap = iou(boxes[:, start : start + rows], anchors).masked_fill(~rows_valid, -1.0)
-        value, slot = overlap.max(dim=1)
-        better = value > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
-        best = torch.where(better, slot + start, best)
-        best_iou = torch.where(better, value, best_iou)
-        most = overlap.amax(dim=2, keepdim=True)
-        is_best_of_a_box |= ((overlap == most) & (most > 0)).any(dim=1)
-    by_threshold = torch.where(best_iou < foreground_iou, IGNORED, best)
-    by_threshold = torch.where(best_iou < background_iou, BACKGROUND, by_threshold)
-    return torch.where(is_best_of_a_box, best, by_threshold)
+    best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
+    is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
+    for start in range(0, boxes.shape[1], boxes_per_block):
+        block_valid = valid[:, start : start + boxes_per_block, None]
+        overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill(~block_valid, -1.0)
+        best_overlap, gt_index = overlap.max(dim=1)
+        better = best_overlap > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
+        best_gt = torch.where(better, gt_index + start, best_gt)
+        best_iou = torch.where(better, best_overlap, best_iou)
+        max_overlap = overlap.amax(dim=2, keepdim=True)
+        is_best_for_gt |= ((overlap == max_overlap) & (max_overlap > 0)).any(dim=1)
+    by_threshold = torch.where(best_iou < fg_iou_thresh, IGNORED, best_gt)
+    by_threshold = torch.where(best_iou < bg_iou_thresh, BACKGROUND, by_threshold)
+    return torch.where(is_best_for_gt, best_gt, by_threshold)

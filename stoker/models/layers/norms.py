@@ -18,7 +18,7 @@ Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen", "train", "sync"]
 
 
-class FrozenNorm(nn.Module):
+class FrozenBatchNorm2d(nn.Module):
     """BatchNorm2d whose statistics and affine are constants, under the names that BatchNorm2d has."""
 
     weight: Tensor
@@ -39,9 +39,9 @@ class FrozenNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
         self.register_buffer("scale", torch.empty(channels), persistent=False)
         self.register_buffer("shift", torch.empty(channels), persistent=False)
-        self._settle()
+        self._update_scale_and_shift()
 
-    def _settle(self) -> None:
+    def _update_scale_and_shift(self) -> None:
         """Makes `scale` and `shift` anew: once for each set of weights, not once a step."""
         with torch.no_grad():
             self.scale.copy_(self.weight * (self.running_var + self.eps).rsqrt())
@@ -49,12 +49,12 @@ class FrozenNorm(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._settle()
+        self._update_scale_and_shift()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `double` and their like: what they cast is `scale` as it was rounded in the type before."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._settle()
+        self._update_scale_and_shift()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class FoldedConv2d(nn.Conv2d):
     """A convolution without a bias that does the work of the frozen norm behind it. It shares that norm's constants and
     the original's weights, which are trained as they would be without it."""
 
-    def __init__(self, original: nn.Conv2d, norm: FrozenNorm) -> None:
+    def __init__(self, original: nn.Conv2d, norm: FrozenBatchNorm2d) -> None:
         super().__init__(
             original.in_channels,
             original.out_channels,
@@ -98,7 +98,7 @@ def fold_frozen_norms(module: nn.Module) -> None:
     for (name, first), (_, second) in itertools.pairwise(children):
         if (
             isinstance(first, nn.Conv2d)
-            and isinstance(second, FrozenNorm)
+            and isinstance(second, FrozenBatchNorm2d)
             and first.bias is None
             and first.out_channels == second.scale.shape[0]
         ):
@@ -107,7 +107,7 @@ def fold_frozen_norms(module: nn.Module) -> None:
         fold_frozen_norms(child)
 
 
-class BatchNorm(nn.BatchNorm2d):
+class SafeBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that leaves the batch where there is nothing to take a variance of: one value per channel.
 
     That is the coarsest map of a single picture, as in the trial of what fits or in a micro-batch of one; torch raises
@@ -116,40 +116,40 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
-        return _by_running_statistics(self, x) if _is_alone(self, x) else super().forward(x)
+        return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
 
 
-class SyncNorm(nn.SyncBatchNorm):
+class SafeSyncBatchNorm(nn.SyncBatchNorm):
     """The same for all devices together; each has maps of one size, so all decide alike."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
-        return _by_running_statistics(self, x) if _is_alone(self, x) else super().forward(x)
+        return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
 
 
-def _is_alone(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:
+def _is_single_value(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:
     return norm.training and x.numel() == x.shape[1]
 
 
-def _by_running_statistics(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _normalize_by_running_stats(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
-NORMS: dict[NormKind, Norm] = {"frozen": FrozenNorm, "train": BatchNorm, "sync": SyncNorm}
+NORMS: dict[NormKind, Norm] = {"frozen": FrozenBatchNorm2d, "train": SafeBatchNorm2d, "sync": SafeSyncBatchNorm}
 """By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
 
-SLOW_EPSILON, SLOW_MOMENTUM = 1e-3, 0.03
+LITE_EPS, LITE_MOMENTUM = 1e-3, 0.03
 """As torchvision trained SSDlite. TF's lite models have momentum 0.003, for their 50,000 steps; statistics that slow
 would still be those of the start after a few hundred."""
 
 
-def trained(kind: NormKind) -> NormKind:
+def trainable_norm(kind: NormKind) -> NormKind:
     """The kind for layers outside the backbone: those are trained, also where the backbone's are frozen."""
     return "sync" if kind == "sync" else "train"
 
 
-def slow_norm(kind: NormKind) -> Norm:
+def lite_norm(kind: NormKind) -> Norm:
     """The norm of what is lite."""
     if kind == "frozen":
-        return partial(FrozenNorm, eps=SLOW_EPSILON)
-    return partial(SyncNorm if kind == "sync" else BatchNorm, eps=SLOW_EPSILON, momentum=SLOW_MOMENTUM)
+        return partial(FrozenBatchNorm2d, eps=LITE_EPS)
+    return partial(SafeSyncBatchNorm if kind == "sync" else SafeBatchNorm2d, eps=LITE_EPS, momentum=LITE_MOMENTUM)

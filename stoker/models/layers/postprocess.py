@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import batched_nms
 
-from stoker.hardware.host_sync import allow_host_wait
+from stoker.hardware.host_sync import allow_host_sync
 from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
 
-CANDIDATES = 1000
+PRE_NMS_TOP_N = 1000
 """Boxes of a pyramid level that go into suppression: torchvision's default (RetinaNet.topk_candidates)."""
-DETECTIONS = 100
+MAX_DETECTIONS = 100
 """Boxes of a picture that are left: what COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
 
 
-class Detections(NamedTuple):
+class BatchDetections(NamedTuple):
     """Detected boxes of B pictures in K slots each, best first."""
 
     boxes: Tensor
@@ -35,7 +35,7 @@ class Detections(NamedTuple):
     """bool [B, K]; the valid slots come first."""
 
 
-class Finder(Protocol):
+class DetectorProtocol(Protocol):
     """What finding boxes asks of a model (`evaluate.detect_batches`): a detector of MODELS, or `onnx_model.OnnxModel`.
 
     The call's result goes to `decode` and nowhere else, so what it is each model decides.
@@ -50,14 +50,14 @@ class Finder(Protocol):
 
     def decode(
         self,
-        raw: Any,
-        content: Tensor,
+        outputs: Any,
+        resized_size: Tensor,
         scale: Tensor,
-        size: Tensor,
+        original_size: Tensor,
         *,
         score_threshold: float,
         iou_threshold: float | None,
-    ) -> Detections:
+    ) -> BatchDetections:
         """Boxes in pixels of the original pictures; `content`, `scale` and `size` as in `Batch`."""
 
     def modules(self) -> Iterator[nn.Module]: ...
@@ -76,35 +76,39 @@ class Candidates(NamedTuple):
     """int64 [B, N]."""
 
 
-def candidates_of(
+def select_candidates(
     logits: Tensor,
     deltas: Tensor,
     anchors: Tensor,
-    levels: tuple[int, ...],
-    content: Tensor,
+    num_anchors_per_level: tuple[int, ...],
+    resized_size: Tensor,
     *,
     score_threshold: float | Tensor,
-    per_level: int = CANDIDATES,
+    pre_nms_top_n: int = PRE_NMS_TOP_N,
 ) -> Candidates:
     """The `per_level` best scores of each pyramid level, decoded and clipped to `content` [B, 2].
 
     logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; levels: how many of the A anchors each level
     has. Logits are ranked as they are, since the sigmoid keeps their order: no fp32 copy of all of them is made.
     """
-    values, place, labels = best_of_levels(logits, levels, per_level)
-    chosen_deltas = at_least_fp32(deltas.gather(1, place[..., None].expand(-1, -1, 4)))
-    boxes = decode(chosen_deltas, anchors.index_select(0, place.flatten()).view(*place.shape, 4))
-    return candidates_in(content, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold)
+    values, indices, labels = topk_per_level(logits, num_anchors_per_level, pre_nms_top_n)
+    chosen_deltas = at_least_fp32(deltas.gather(1, indices[..., None].expand(-1, -1, 4)))
+    boxes = decode(chosen_deltas, anchors.index_select(0, indices.flatten()).view(*indices.shape, 4))
+    return clip_and_filter(
+        resized_size, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold
+    )
 
 
-def best_of_levels(values: Tensor, levels: tuple[int, ...], per_level: int) -> tuple[Tensor, Tensor, Tensor]:
+def topk_per_level(
+    values: Tensor, num_anchors_per_level: tuple[int, ...], pre_nms_top_n: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The `per_level` largest `values` [B, A, C] of each pyramid level: (themselves, places 0 … A-1, labels), each
     [B, N], a level's best first; levels: how many of the A places each has."""
     classes = values.shape[2]
     chosen, indices, start = [], [], 0
-    for count in levels:
+    for count in num_anchors_per_level:
         flat = values[:, start : start + count].flatten(1)
-        value, index = flat.topk(min(per_level, flat.shape[1]), dim=1)
+        value, index = flat.topk(min(pre_nms_top_n, flat.shape[1]), dim=1)
         chosen.append(value)
         indices.append(index + start * classes)
         start += count
@@ -113,55 +117,57 @@ def best_of_levels(values: Tensor, levels: tuple[int, ...], per_level: int) -> t
     return torch.cat(chosen, dim=1), index // classes, index % classes
 
 
-def candidates_in(
-    content: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
+def clip_and_filter(
+    resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
     """Boxes [B, N, 4] clipped to `content` [B, 2], with the scores [B, N] of those that count, zero for the others."""
-    inside = clip(boxes, content)
+    clipped = clip(boxes, resized_size)
     # What was found in the padding alone is clipped to a line along the picture's edge, which no other box suppresses.
-    is_box = (inside[..., 2:] > inside[..., :2]).all(-1)
-    return Candidates(inside, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
+    is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
+    return Candidates(clipped, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
 
 
-def suppress(candidates: Candidates, *, iou_threshold: float, slots: int) -> Detections:
+def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """Non-maximum suppression within each class of each picture; the best `slots` that are left, best first.
 
     Of two boxes of a class that overlap by more than `iou_threshold` the better stays. Waits for the host, by the name
     "nms". The boxes stay in pixels of the canvas.
     """
-    with allow_host_wait("nms"):
-        rows = [_suppress(*picture, iou_threshold, slots) for picture in zip(*candidates, strict=True)]
-    boxes, scores, labels = (torch.stack(column) for column in zip(*rows, strict=True))
-    return Detections(boxes, scores, labels, scores > 0)
+    with allow_host_sync("nms"):
+        per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
+    boxes, scores, labels = (torch.stack(column) for column in zip(*per_image, strict=True))
+    return BatchDetections(boxes, scores, labels, scores > 0)
 
 
-def _suppress(
-    boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, slots: int
+def _nms_image(
+    boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, max_detections: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    above = scores > 0
-    boxes, scores, labels = boxes[above], scores[above], labels[above]
-    keep = batched_nms(boxes, scores, labels, iou_threshold)[:slots]
-    empty = slots - keep.shape[0]
+    positive = scores > 0
+    boxes, scores, labels = boxes[positive], scores[positive], labels[positive]
+    keep = batched_nms(boxes, scores, labels, iou_threshold)[:max_detections]
+    num_padding = max_detections - keep.shape[0]
     return (
-        functional.pad(boxes[keep], (0, 0, 0, empty)),
-        functional.pad(scores[keep], (0, empty)),
-        functional.pad(labels[keep], (0, empty)),
+        functional.pad(boxes[keep], (0, 0, 0, num_padding)),
+        functional.pad(scores[keep], (0, num_padding)),
+        functional.pad(labels[keep], (0, num_padding)),
     )
 
 
-def best_of(candidates: Candidates, slots: int) -> Detections:
+def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
     """The best `slots` of the candidates of each picture, best first, whatever they overlap. The boxes stay in pixels
     of the canvas."""
-    scores, place = candidates.scores.topk(min(slots, candidates.scores.shape[1]), dim=1)
-    boxes = candidates.boxes.gather(1, place[..., None].expand(-1, -1, 4))
+    scores, indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1)
+    boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
     valid = scores > 0
-    labels = torch.where(valid, candidates.labels.gather(1, place), 0)
-    found = Detections(torch.where(valid[..., None], boxes, 0.0), scores, labels, valid)
-    empty = slots - scores.shape[1]
-    return Detections(*(functional.pad(some, (0, 0) * (some.dim() - 2) + (0, empty)) for some in found))
+    labels = torch.where(valid, candidates.labels.gather(1, indices), 0)
+    detections = BatchDetections(torch.where(valid[..., None], boxes, 0.0), scores, labels, valid)
+    num_padding = max_detections - scores.shape[1]
+    return BatchDetections(
+        *(functional.pad(column, (0, 0) * (column.dim() - 2) + (0, num_padding)) for column in detections)
+    )
 
 
-def to_original(detections: Detections, scale: Tensor, size: Tensor) -> Detections:
+def rescale_to_original(detections: BatchDetections, scale: Tensor, original_size: Tensor) -> BatchDetections:
     """The same with boxes in pixels of the original pictures: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
-    per_side = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
-    return detections._replace(boxes=clip(detections.boxes / per_side, size))
+    scale_xyxy = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
+    return detections._replace(boxes=clip(detections.boxes / scale_xyxy, original_size))

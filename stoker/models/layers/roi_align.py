@@ -19,92 +19,97 @@ from torchvision.ops import roi_align
 
 from stoker.models.layers.boxes import area
 
-SIDE = 7
+OUTPUT_SIZE = 7
 """Cells of a pooled box, in each direction."""
-SAMPLES = 2
+SAMPLING_RATIO = 2
 """Places of a cell at which the features are interpolated, in each direction."""
-USUAL_SIDE, USUAL_STRIDE = 224, 16
+CANONICAL_SCALE, CANONICAL_STRIDE = 224, 16
 """A box of 224 × 224 pixels, an ImageNet picture, belongs to the level of stride 16 (FPN: level 4)."""
 
 
-def pool(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor) -> Tensor:
+def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor) -> Tensor:
     """Features of boxes: [B · K, C, SIDE, SIDE], of the levels' type.
 
     levels: finest first, each [B, C, h, w], every stride twice the one before it; boxes: float [B, K, 4], finite,
     inside the canvas. Differentiable in the levels. A program that is exported gets `roi_align`, which ONNX has.
     """
-    level = level_of(boxes, strides)
+    level = assign_fpn_level(boxes, strides)
     if torch.compiler.is_exporting():
-        return pool_each_level(levels, strides, boxes, level)
+        return roi_align_each_level(levels, strides, boxes, level)
     channels = levels[0].shape[1]
-    table = torch.cat([some.permute(0, 2, 3, 1).reshape(-1, channels) for some in levels])
-    heights, widths = [some.shape[2] for some in levels], [some.shape[3] for some in levels]
-    rows_before = [0, *itertools.accumulate(some.shape[0] * some.shape[2] * some.shape[3] for some in levels)]
-    height, width = _of_level(level, heights), _of_level(level, widths)
-    picture = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
-    start = _of_level(level, rows_before[:-1]) + picture * height * width
-    x1, y1, x2, y2 = (boxes * _of_level(level, [1 / stride for stride in strides])[..., None]).unbind(-1)
-    rows, row_weights = _corners(y1, y2, height)
-    columns, column_weights = _corners(x1, x2, width)
+    flat_features = torch.cat([features.permute(0, 2, 3, 1).reshape(-1, channels) for features in levels])
+    heights, widths = [features.shape[2] for features in levels], [features.shape[3] for features in levels]
+    level_offsets = [
+        0,
+        *itertools.accumulate(features.shape[0] * features.shape[2] * features.shape[3] for features in levels),
+    ]
+    height, width = _value_of_level(level, heights), _value_of_level(level, widths)
+    image_index = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
+    start = _value_of_level(level, level_offsets[:-1]) + image_index * height * width
+    x1, y1, x2, y2 = (boxes * _value_of_level(level, [1 / stride for stride in strides])[..., None]).unbind(-1)
+    rows, row_weights = _bilinear_samples(y1, y2, height)
+    columns, column_weights = _bilinear_samples(x1, x2, width)
     # [B, K, SIDE, 1, 4, 1] and [B, K, 1, SIDE, 1, 4]: all pairs of a cell's rows and columns.
     rows = (start[..., None, None] + rows * width[..., None, None])[:, :, :, None, :, None]
     index = (rows + columns[:, :, None, :, None, :]).to(torch.int32)
-    weights = row_weights[:, :, :, None, :, None] * column_weights[:, :, None, :, None, :] / SAMPLES**2
-    cells = functional.embedding_bag(
+    weights = row_weights[:, :, :, None, :, None] * column_weights[:, :, None, :, None, :] / SAMPLING_RATIO**2
+    pooled = functional.embedding_bag(
         index.flatten(4).flatten(0, 3),
-        table,
+        flat_features,
         mode="sum",
-        per_sample_weights=weights.to(table.dtype).flatten(4).flatten(0, 3),
+        per_sample_weights=weights.to(flat_features.dtype).flatten(4).flatten(0, 3),
     )
-    return cells.view(-1, SIDE, SIDE, channels).permute(0, 3, 1, 2)
+    return pooled.view(-1, OUTPUT_SIZE, OUTPUT_SIZE, channels).permute(0, 3, 1, 2)
 
 
-def level_of(boxes: Tensor, strides: Sequence[int]) -> Tensor:
+def assign_fpn_level(boxes: Tensor, strides: Sequence[int]) -> Tensor:
     """The place in `strides` of the level that each of `boxes` [..., 4] is pooled from: int64 [...]."""
-    finest, coarsest = int(math.log2(strides[0])), int(math.log2(strides[-1]))
-    usual = int(math.log2(USUAL_STRIDE))
+    min_level, max_level = int(math.log2(strides[0])), int(math.log2(strides[-1]))
+    canonical_level = int(math.log2(CANONICAL_STRIDE))
     # A hair more than the formula, as torchvision has it, so that exactly 224 pixels are not rounded down.
-    level = torch.floor(usual + torch.log2(area(boxes).sqrt() / USUAL_SIDE) + 1e-6)
-    return level.clamp(finest, coarsest).to(torch.int64) - finest
+    level = torch.floor(canonical_level + torch.log2(area(boxes).sqrt() / CANONICAL_SCALE) + 1e-6)
+    return level.clamp(min_level, max_level).to(torch.int64) - min_level
 
 
-def _of_level(level: Tensor, values: Sequence[float]) -> Tensor:
+def _value_of_level(level: Tensor, values: Sequence[float]) -> Tensor:
     """The value of each level: [B, K] for level int64 [B, K]."""
     result = torch.full_like(level, values[0], dtype=torch.int64 if isinstance(values[0], int) else torch.float32)
-    for place, value in enumerate(values[1:], start=1):
-        result = torch.where(level == place, value, result)
+    for level_index, value in enumerate(values[1:], start=1):
+        result = torch.where(level == level_index, value, result)
     return result
 
 
-def _corners(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """Along one axis, the 2 · SAMPLES feature cells that each cell of a box is interpolated from: (their places int64,
     their weights), both [B, K, SIDE, 2 · SAMPLES].
 
     low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The sums are in torchvision's
     order, so that both round alike. Boxes are at least a cell; a place more than a cell beyond the map weighs nothing.
     """
-    cell = ((high - low).clamp(min=1.0) / SIDE)[..., None, None]
-    at = torch.arange(SIDE, device=low.device)[:, None]
-    between = (torch.arange(SAMPLES, device=low.device) + 0.5) / SAMPLES
-    place = low[..., None, None] + at * cell + between * cell
+    cell = ((high - low).clamp(min=1.0) / OUTPUT_SIZE)[..., None, None]
+    cell_index = torch.arange(OUTPUT_SIZE, device=low.device)[:, None]
+    sample_offset = (torch.arange(SAMPLING_RATIO, device=low.device) + 0.5) / SAMPLING_RATIO
+    position = low[..., None, None] + cell_index * cell + sample_offset * cell
     last = (size - 1)[..., None, None]
-    inside = place <= last + 1  # a box that was made a cell wide may reach beyond the map's end
-    place = torch.minimum(place.clamp(min=0), last.to(place.dtype))
-    before = place.to(torch.int64)
-    share = place - before
-    places = torch.stack((before, torch.minimum(before + 1, last)), dim=-1)
-    weights = torch.where(inside[..., None], torch.stack((1 - share, share), dim=-1), 0.0)
-    return places.flatten(3), weights.flatten(3)
+    inside = position <= last + 1  # a box that was made a cell wide may reach beyond the map's end
+    position = torch.minimum(position.clamp(min=0), last.to(position.dtype))
+    low_index = position.to(torch.int64)
+    high_weight = position - low_index
+    indices = torch.stack((low_index, torch.minimum(low_index + 1, last)), dim=-1)
+    weights = torch.where(inside[..., None], torch.stack((1 - high_weight, high_weight), dim=-1), 0.0)
+    return indices.flatten(3), weights.flatten(3)
 
 
-def pool_each_level(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, level: Tensor) -> Tensor:
+def roi_align_each_level(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, level: Tensor) -> Tensor:
     """The same from `roi_align` on every level: [B · K, C, SIDE, SIDE]. A box of another level lies outside the map,
     where everything is zero, so the sum over levels is what the box's own level has."""
-    picture = torch.arange(boxes.shape[0], device=boxes.device).to(boxes.dtype)
-    picture = picture[:, None, None].expand(boxes.shape[0], boxes.shape[1], 1)
+    image_index = torch.arange(boxes.shape[0], device=boxes.device).to(boxes.dtype)
+    image_index = image_index[:, None, None].expand(boxes.shape[0], boxes.shape[1], 1)
     pooled = []
-    for place, (some, stride) in enumerate(zip(levels, strides, strict=True)):
-        own = torch.where((level == place)[..., None], boxes, -1000.0 * stride)
-        regions = torch.cat((picture, own), dim=2).flatten(0, 1)
-        pooled.append(roi_align(some.to(boxes.dtype), regions, SIDE, 1 / stride, SAMPLES).to(some.dtype))
+    for level_index, (features, stride) in enumerate(zip(levels, strides, strict=True)):
+        level_boxes = torch.where((level == level_index)[..., None], boxes, -1000.0 * stride)
+        rois = torch.cat((image_index, level_boxes), dim=2).flatten(0, 1)
+        pooled.append(
+            roi_align(features.to(boxes.dtype), rois, OUTPUT_SIZE, 1 / stride, SAMPLING_RATIO).to(features.dtype)
+        )
     return torch.stack(pooled).sum(0)

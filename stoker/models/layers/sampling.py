@@ -9,54 +9,60 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOTS = 2**32
+KEY_RANGE = 2**32
 """A lot is a number in [0, LOTS); the least ones win."""
 
 
-class Sample(NamedTuple):
+class SampledIndices(NamedTuple):
     """S slots of each picture: the positive ones first, then the negative ones, then the empty ones."""
 
-    place: Tensor
+    indices: Tensor
     """int64 [B, S], 0 … N-1; any candidate where not `taken`."""
     positive: Tensor
     """bool [B, S]."""
-    taken: Tensor
+    valid: Tensor
     """bool [B, S]."""
 
-    def of(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """What the slots' candidates have of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
-        return take(values, self.place)
+        return batched_gather(values, self.indices)
 
 
-def take(values: Tensor, index: Tensor) -> Tensor:
+def batched_gather(values: Tensor, index: Tensor) -> Tensor:
     """The rows `index` [B, S] of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
     if values.dim() == 2:
         return values.gather(1, index)
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
-def lots(draw: Tensor, count: int, *, purpose: int) -> Tensor:
+def random_keys(rand: Tensor, count: int, *, stream: int) -> Tensor:
     """int64 [B, count] in [0, LOTS), no two of a picture alike; draw: float32 [B] in [0, 1), 24 bits of it count;
     purpose: 0 … 255, so that two draws of one picture do not follow each other."""
-    seed = _scramble((draw * 2**24).to(torch.int64) + (purpose << 24))
-    return _scramble(seed[:, None] ^ torch.arange(count, device=draw.device))
+    seed = _hash((rand * 2**24).to(torch.int64) + (stream << 24))
+    return _hash(seed[:, None] ^ torch.arange(count, device=rand.device))
 
 
-def _scramble(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """A one-to-one mixing of int64 in [0, 2^32): xor-shifts and odd products (T. Mueller's integer hash). Its factor is
     small enough that no product leaves the 63 bits."""
     for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & (LOTS - 1)
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & (KEY_RANGE - 1)
     return x ^ (x >> 16)
 
 
-def sample(lots: Tensor, positive: Tensor, negative: Tensor, *, slots: int, positives: int) -> Sample:
+def sample_balanced(
+    keys: Tensor, positive: Tensor, negative: Tensor, *, num_samples: int, max_positives: int
+) -> SampledIndices:
     """The first `positives` positive candidates by lot, and negative ones in the slots that are left.
 
     lots: int64 [B, N], different within a picture; positive, negative: bool [B, N], never both. The rule of
     torchvision's BalancedPositiveNegativeSampler: where there are too few negatives, slots stay empty.
     """
-    last = torch.where(positive, lots, LOTS).topk(min(positives, lots.shape[1]), largest=False).values[:, -1:]
-    order = torch.where(positive & (lots <= last), lots, torch.where(negative, lots + LOTS, 2 * LOTS))
-    value, place = order.topk(min(slots, lots.shape[1]), largest=False)
-    return Sample(place, value < LOTS, value < 2 * LOTS)
+    max_positive_key = (
+        torch.where(positive, keys, KEY_RANGE).topk(min(max_positives, keys.shape[1]), largest=False).values[:, -1:]
+    )
+    sort_keys = torch.where(
+        positive & (keys <= max_positive_key), keys, torch.where(negative, keys + KEY_RANGE, 2 * KEY_RANGE)
+    )
+    value, indices = sort_keys.topk(min(num_samples, keys.shape[1]), largest=False)
+    return SampledIndices(indices, value < KEY_RANGE, value < 2 * KEY_RANGE)

@@ -26,21 +26,27 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.architecture import PRETRAINED, Build, Defaults
-from stoker.models.backbones import Coarser, FeaturePyramid, depthwise, lite_convolution, pyramid
-from stoker.models.detector import ClassLayer, Detector
-from stoker.models.layers.anchors import Anchors
+from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
+from stoker.models.backbones import (
+    BackboneWithFPN,
+    ExtraBlocks,
+    build_backbone_with_fpn,
+    depthwise_conv,
+    separable_conv,
+)
+from stoker.models.detector import ClassHeadSpec, Detector
+from stoker.models.layers.anchors import AnchorGenerator
 from stoker.models.layers.boxes import cell_anchors
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
-from stoker.models.layers.matching import match
-from stoker.models.layers.norms import NORMS, Norm, slow_norm, trained
-from stoker.models.layers.postprocess import CANDIDATES, Candidates, candidates_of
+from stoker.models.layers.matching import match_anchors
+from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
+from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, select_candidates
 
-PRIOR = 0.01
+PRIOR_PROBABILITY = 0.01
 """Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
 
 
-class Raw(NamedTuple):
+class RetinaNetOutputs(NamedTuple):
     """What the network predicts for B pictures at A anchors, in the type it computed in."""
 
     logits: Tensor
@@ -49,11 +55,11 @@ class Raw(NamedTuple):
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
     """float32 [A, 4], xyxy in pixels of the canvas."""
-    levels: tuple[int, ...]
+    num_anchors_per_level: tuple[int, ...]
     """How many of the A anchors each pyramid level has, finest level first."""
 
 
-class Tower(nn.Module):
+class ConvHead(nn.Module):
     """Convolutions of one width, shared by all levels, and a last one to `outputs` numbers for each anchor of a place.
 
     blocks: the ones before the last, which is the child called `last`, as in torchvision, and `kernel` wide.
@@ -62,51 +68,51 @@ class Tower(nn.Module):
 
     def __init__(
         self,
-        last: str,
+        predictor_name: str,
         blocks: Iterable[nn.Module],
         channels: int,
-        anchors: int,
-        outputs: int,
+        num_anchors: int,
+        outputs_per_anchor: int,
         *,
-        kernel: int,
+        kernel_size: int,
         bias: float,
     ) -> None:
         super().__init__()
-        self.outputs, self.last = outputs, last
+        self.outputs_per_anchor, self.predictor_name = outputs_per_anchor, predictor_name
         self.conv = nn.Sequential(*blocks)
-        final = nn.Conv2d(channels, anchors * outputs, kernel, padding=kernel // 2)
-        nn.init.normal_(final.weight, std=0.01)
-        assert final.bias is not None
-        nn.init.constant_(final.bias, bias)
-        self.add_module(last, final)
+        predictor = nn.Conv2d(channels, num_anchors * outputs_per_anchor, kernel_size, padding=kernel_size // 2)
+        nn.init.normal_(predictor.weight, std=0.01)
+        assert predictor.bias is not None
+        nn.init.constant_(predictor.bias, bias)
+        self.add_module(predictor_name, predictor)
 
     def forward(self, levels: list[Tensor]) -> Tensor:
-        final = self.get_submodule(self.last)
+        predictor = self.get_submodule(self.predictor_name)
         # In channels-last memory the permutation and the flattening are views.
-        flat = [final(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
+        flat = [predictor(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
         joined = torch.cat(flat, dim=1)
-        return joined.view(joined.shape[0], -1, self.outputs)
+        return joined.view(joined.shape[0], -1, self.outputs_per_anchor)
 
 
-def _block(channels: int, norm: Norm | None) -> nn.Sequential:
+def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
     if norm is not None:
         return nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU(inplace=True)
         )
-    convolution = nn.Conv2d(channels, channels, 3, padding=1)
-    nn.init.normal_(convolution.weight, std=0.01)
-    assert convolution.bias is not None
-    nn.init.zeros_(convolution.bias)
-    return nn.Sequential(convolution, nn.ReLU(inplace=True))
+    conv = nn.Conv2d(channels, channels, 3, padding=1)
+    nn.init.normal_(conv.weight, std=0.01)
+    assert conv.bias is not None
+    nn.init.zeros_(conv.bias)
+    return nn.Sequential(conv, nn.ReLU(inplace=True))
 
 
-class SharedLayer(nn.Module):
+class SharedConvLayer(nn.Module):
     """A layer of the lite variant's one tower: the convolution is the same for all levels, each has a norm of its own,
     since the statistics of a fine and a coarse level differ. All levels, finest first, in and out: [B, C, h, w]."""
 
     def __init__(self, channels: int, levels: int, norm: Norm) -> None:
         super().__init__()
-        self.conv = lite_convolution(channels)
+        self.conv = separable_conv(channels)
         self.norms = nn.ModuleList(norm(channels) for _ in range(levels))
 
     def forward(self, levels: list[Tensor]) -> list[Tensor]:
@@ -119,83 +125,98 @@ class RetinaNet(Detector):
     lite: one tower for both, of `depth` separable convolutions, with a `norm` for each level.
     """
 
-    per_level = CANDIDATES
+    pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a pyramid level that go into suppression."""
 
     def __init__(
         self,
-        backbone: FeaturePyramid,
+        backbone: BackboneWithFPN,
         settings: ModelSettings,
-        class_count: int,
+        num_classes: int,
         *,
         channels: int,
-        depth: int,
+        num_convs: int,
         norm: Norm | None,
         lite: bool = False,
     ) -> None:
-        super().__init__(settings, class_count)
-        anchors = len(settings.anchor_scales) * len(settings.anchor_ratios)
+        super().__init__(settings, num_classes)
+        num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
         self.backbone = backbone
-        prior_logit = -math.log((1 - PRIOR) / PRIOR)
+        prior_logit = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
         self.head = nn.ModuleDict()
         if lite:
             assert norm is not None
             levels = len(settings.anchor_sizes)
-            self.head["tower"] = nn.Sequential(*(SharedLayer(channels, levels, norm) for _ in range(depth)))
-        for child, last, outputs, bias in (
-            ("classification_head", "cls_logits", class_count, prior_logit),
+            self.head["tower"] = nn.Sequential(*(SharedConvLayer(channels, levels, norm) for _ in range(num_convs)))
+        for child, predictor_name, outputs_per_anchor, bias in (
+            ("classification_head", "cls_logits", num_classes, prior_logit),
             ("regression_head", "bbox_reg", 4, 0.0),
         ):
             # The last layer of the lite variant is separable, too: its first part is all that is before the 1 × 1.
             blocks: Iterable[nn.Module] = (
-                [depthwise(channels)] if lite else (_block(channels, norm) for _ in range(depth))
+                [depthwise_conv(channels)] if lite else (_conv_block(channels, norm) for _ in range(num_convs))
             )
-            self.head[child] = Tower(last, blocks, channels, anchors, outputs, kernel=1 if lite else 3, bias=bias)
-        self.anchors = Anchors(
-            cell_anchors(size, settings.anchor_scales, settings.anchor_ratios) for size in settings.anchor_sizes
+            self.head[child] = ConvHead(
+                predictor_name,
+                blocks,
+                channels,
+                num_anchors,
+                outputs_per_anchor,
+                kernel_size=1 if lite else 3,
+                bias=bias,
+            )
+        self.anchors = AnchorGenerator(
+            cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
 
-    def forward(self, images: Tensor) -> Raw:
+    def forward(self, images: Tensor) -> RetinaNetOutputs:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.pixels(images))
+        levels = self.backbone(self.normalize(images))
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors = self.anchors((images.shape[2], images.shape[3]), grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
         logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)
-        return Raw(logits, deltas, anchors, self.anchors.counts(grids))
+        return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
-    def loss(self, raw: Raw, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a picture's anchors, divided by its
         positive ones (at least 1), averaged over pictures. So two half batches average to the loss of the whole."""
         settings = self.settings
-        with torch.autocast(raw.logits.device.type, enabled=False):
-            slot = match(
+        with torch.autocast(outputs.logits.device.type, enabled=False):
+            gt_index = match_anchors(
                 batch.boxes,
                 batch.valid,
-                raw.anchors,
-                foreground_iou=settings.foreground_iou,
-                background_iou=settings.background_iou,
+                outputs.anchors,
+                fg_iou_thresh=settings.fg_iou_thresh,
+                bg_iou_thresh=settings.bg_iou_thresh,
             )
-            positive, index = slot >= 0, slot.clamp(min=0)
-            count = positive.sum(1).clamp(min=1)
-            target = torch.where(positive, batch.labels.gather(1, index), slot)
+            positive, index = gt_index >= 0, gt_index.clamp(min=0)
+            num_positive = positive.sum(1).clamp(min=1)
+            target = torch.where(positive, batch.labels.gather(1, index), gt_index)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
-            classes = focal_loss(raw.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
-            offsets = box_loss(settings.box_loss, at_least_fp32(raw.deltas), raw.anchors, boxes, positive)
-            return {"classification": (classes / count).mean(), "bbox_regression": (offsets / count).mean()}
+            class_loss = focal_loss(outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
+            offset_loss = box_loss(settings.box_loss, at_least_fp32(outputs.deltas), outputs.anchors, boxes, positive)
+            return {
+                "classification": (class_loss / num_positive).mean(),
+                "bbox_regression": (offset_loss / num_positive).mean(),
+            }
 
-    def candidates(self, raw: Raw, content: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+    def candidates(
+        self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+    ) -> Candidates:
         """The `per_level` best of each pyramid level."""
-        with torch.autocast(raw.logits.device.type, enabled=False):
-            return candidates_of(*raw, content, score_threshold=score_threshold, per_level=self.per_level)
+        with torch.autocast(outputs.logits.device.type, enabled=False):
+            return select_candidates(
+                *outputs, resized_size, score_threshold=score_threshold, pre_nms_top_n=self.pre_nms_top_n
+            )
 
-    def class_layers(self) -> tuple[ClassLayer, ...]:
-        anchors = len(self.settings.anchor_scales) * len(self.settings.anchor_ratios)
-        return (ClassLayer("head.classification_head.cls_logits", anchors),)
+    def class_heads(self) -> tuple[ClassHeadSpec, ...]:
+        num_anchors = len(self.settings.anchor_scales) * len(self.settings.aspect_ratios)
+        return (ClassHeadSpec("head.classification_head.cls_logits", num_anchors),)
 
 
-FOCAL: Defaults = {
+FOCAL_DEFAULTS: Defaults = {
     "foreground_iou": (0.5, "RetinaNet paper, section 4"),
     "background_iou": (0.4, "RetinaNet paper, section 4"),
     "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
@@ -203,50 +224,50 @@ FOCAL: Defaults = {
 }
 """What an anchor has to find, and what it costs."""
 
-RETINANET: Defaults = {
-    **FOCAL,
+RETINANET_DEFAULTS: Defaults = {
+    **FOCAL_DEFAULTS,
     "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
     "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
     "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
-    **PRETRAINED,
+    **PRETRAINED_DEFAULTS,
     "box_loss": ("l1", "as torchvision trained it"),
 }
-LIGHT: Defaults = {
-    **RETINANET,
+RETINANET_MOBILENET_DEFAULTS: Defaults = {
+    **RETINANET_DEFAULTS,
     "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
 }
-LITE: Defaults = {
-    **RETINANET,
+RETINANET_FPNLITE_DEFAULTS: Defaults = {
+    **RETINANET_DEFAULTS,
     "box_loss": ("giou", "detections are scored by overlap; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
     "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
     "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
 }
 
 
-def retinanet_on(
-    body: str,
+def retinanet_builder(
+    backbone_name: str,
     *,
     channels: int = 256,
-    depth: int = 4,
-    coarser: Coarser = "p6p7",
-    norms: bool = False,
+    num_convs: int = 4,
+    extra_blocks: ExtraBlocks = "p6p7",
+    with_norm: bool = False,
     lite: bool = False,
-) -> Build:
+) -> ModelBuilder:
     """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
     whether those have norms, which are trained; lite: what the head of this file says, always with norms."""
 
-    def build(settings: ModelSettings, class_count: int) -> RetinaNet:
-        kind = trained(settings.norm)
-        norm = slow_norm(kind) if lite else NORMS[kind] if norms else None
-        backbone = pyramid(
-            body,
+    def build(settings: ModelSettings, num_classes: int) -> RetinaNet:
+        kind = trainable_norm(settings.backbone_norm)
+        norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
+        backbone = build_backbone_with_fpn(
+            backbone_name,
             channels,
-            norm=settings.norm,
-            trainable_stages=settings.trainable_stages,
-            coarser=coarser,
+            norm=settings.backbone_norm,
+            trainable_stages=settings.trainable_backbone_layers,
+            extra_blocks=extra_blocks,
             fpn_norm=norm,
             lite=lite,
         )
-        return RetinaNet(backbone, settings, class_count, channels=channels, depth=depth, norm=norm, lite=lite)
+        return RetinaNet(backbone, settings, num_classes, channels=channels, num_convs=num_convs, norm=norm, lite=lite)
 
     return build

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from stoker.models.layers.boxes import iou
-from stoker.models.layers.matching import BACKGROUND, by_blocks
+from stoker.models.layers.matching import BACKGROUND, map_blocks
 
 
-def match_each(
-    boxes: Tensor, valid: Tensor, anchors: Tensor, *, foreground_iou: float, block: int | None = None
+def match_ssd_anchors(
+    boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, block: int | None = None
 ) -> Tensor:
     """Slot of the box of each anchor, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
 
@@ -24,33 +24,33 @@ def match_each(
     apart, so that no more than `block` overlaps exist at once.
     """
 
-    def some(boxes: Tensor, valid: Tensor, rows: int) -> Tensor:
-        return _match(boxes, valid, anchors, foreground_iou, rows)
+    def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
+        return _match(boxes, valid, anchors, fg_iou_thresh, boxes_per_block)
 
-    return by_blocks(some, boxes, valid, anchors.shape[0], block)
+    return map_blocks(match_block, boxes, valid, anchors.shape[0], block)
 
 
-def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, foreground_iou: float, rows: int) -> Tensor:
+def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, boxes_per_block: int) -> Tensor:
     shape = (boxes.shape[0], anchors.shape[0])
     best_iou = boxes.new_full(shape, -1.0)
-    best = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
-    taken_by = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    slots = torch.arange(boxes.shape[1], device=boxes.device)
-    for start in range(0, boxes.shape[1], rows):
-        overlap = iou(boxes[:, start : start + rows], anchors)
-        overlap = overlap.masked_fill(~valid[:, start : start + rows, None], -1.0)
-        value, slot = overlap.max(dim=1)
-        better = value > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
-        best = torch.where(better, slot + start, best)
-        best_iou = torch.where(better, value, best_iou)
-        most, wanted = overlap.max(dim=2)
-        taker = torch.where(most > 0, slots[start : start + rows], BACKGROUND)
-        taken_by = taken_by.scatter_reduce(1, wanted, taker, "amax")
-    by_threshold = torch.where(best_iou >= foreground_iou, best, BACKGROUND)
-    return torch.where(taken_by >= 0, taken_by, by_threshold)
+    best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
+    forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
+    gt_indices = torch.arange(boxes.shape[1], device=boxes.device)
+    for start in range(0, boxes.shape[1], boxes_per_block):
+        overlap = iou(boxes[:, start : start + boxes_per_block], anchors)
+        overlap = overlap.masked_fill(~valid[:, start : start + boxes_per_block, None], -1.0)
+        best_overlap, gt_index = overlap.max(dim=1)
+        better = best_overlap > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
+        best_gt = torch.where(better, gt_index + start, best_gt)
+        best_iou = torch.where(better, best_overlap, best_iou)
+        max_overlap, best_anchor = overlap.max(dim=2)
+        forced = torch.where(max_overlap > 0, gt_indices[start : start + boxes_per_block], BACKGROUND)
+        forced_gt = forced_gt.scatter_reduce(1, best_anchor, forced, "amax")
+    by_threshold = torch.where(best_iou >= fg_iou_thresh, best_gt, BACKGROUND)
+    return torch.where(forced_gt >= 0, forced_gt, by_threshold)
 
 
-def mined_cross_entropy(logits: Tensor, target: Tensor, *, negatives: int = 3) -> Tensor:
+def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ratio: int = 3) -> Tensor:
     """Cross entropy summed over the positive anchors and, in each picture, over the background anchors on which it is
     largest, `negatives` times as many: float [].
 
@@ -61,6 +61,6 @@ def mined_cross_entropy(logits: Tensor, target: Tensor, *, negatives: int = 3) -
     loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
     positive = target > 0
     # A positive anchor, as a negative, costs nothing: it may be among the largest only when all that cost are.
-    ranked = torch.where(positive, 0.0, loss).sort(dim=1, descending=True, stable=True).values
-    hard = torch.arange(target.shape[1], device=target.device) < negatives * positive.sum(1, keepdim=True)
-    return torch.where(positive, loss, 0.0).sum() + torch.where(hard, ranked, 0.0).sum()
+    ranked_negatives = torch.where(positive, 0.0, loss).sort(dim=1, descending=True, stable=True).values
+    is_hard = torch.arange(target.shape[1], device=target.device) < neg_to_pos_ratio * positive.sum(1, keepdim=True)
+    return torch.where(positive, loss, 0.0).sum() + torch.where(is_hard, ranked_negatives, 0.0).sum()

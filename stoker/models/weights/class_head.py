@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 from torchvision.models.detection import RetinaNet_ResNet50_FPN_Weights
 
-from stoker.models.detector import ClassLayer
+from stoker.models.detector import ClassHeadSpec
 
 
-def tensors_of(layers: Iterable[ClassLayer]) -> dict[str, ClassLayer]:
+def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
     """Name of each tensor of class layers → its layer."""
-    return {f"{layer.name}.{kind}": layer for layer in layers for kind in ("weight", "bias")}
+    return {f"{head.name}.{kind}": head for head in class_heads for kind in ("weight", "bias")}
 
 
 def fit_class_head(
     tensors: Mapping[str, Tensor],
-    layers: Sequence[ClassLayer],
-    named: Sequence[str] | None,
-    wanted: Sequence[str],
+    class_heads: Sequence[ClassHeadSpec],
+    file_classes: Sequence[str] | None,
+    class_names: Sequence[str],
 ) -> tuple[dict[str, Tensor], str]:
     """(`tensors` with the class layers for the classes `wanted`, or without them; the sentence that says which).
 
@@ -30,39 +30,42 @@ def fit_class_head(
     class is one of the file's, or when the file names none and has as many. A file of 91 channels without names is
     torchvision's COCO.
     """
-    first = layers[0]
-    channels = tensors[f"{first.name}.weight"].shape[0] // (first.anchors * first.per_class)
-    chosen, why = _channels(channels, named, wanted, background=first.background)
-    of_classes = tensors_of(layers)
-    rest = {name: tensor for name, tensor in tensors.items() if name not in of_classes}
-    own = len(wanted) + first.background
-    if chosen is None:
-        return rest, f"class head replaced: {channels} -> {own} channels, random; {why}"
-    for name, layer in of_classes.items():
-        by_class = tensors[name].unflatten(0, (layer.anchors, channels, layer.per_class))  # type: ignore[no-untyped-call]
-        rest[name] = by_class[:, chosen].flatten(0, 2)
-    return rest, f"class head kept, {channels} -> {own} channels; {why}"
+    first = class_heads[0]
+    channels = tensors[f"{first.name}.weight"].shape[0] // (first.num_anchors * first.outputs_per_class)
+    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
+    head_by_tensor = class_tensors(class_heads)
+    fitted = {name: tensor for name, tensor in tensors.items() if name not in head_by_tensor}
+    num_channels = len(class_names) + first.has_background
+    if channel_indices is None:
+        return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
+    for name, head in head_by_tensor.items():
+        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))  # type: ignore[no-untyped-call]
+        fitted[name] = by_class[:, channel_indices].flatten(0, 2)
+    return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
 
 
-def _channels(
-    channels: int, named: Sequence[str] | None, wanted: Sequence[str], *, background: bool
+def _match_channels(
+    channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
 ) -> tuple[list[int] | None, str]:
     """The file's channels that the model's own are, or None; and why."""
     coco = RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
-    first = [0] if background else []
-    if named is None and channels == len(coco):
-        named = coco
-    elif named is not None and background:
-        named = ["", *named]  # a file by stoker does not name the background
-    if named is None:
-        if channels in (len(wanted) + 1, len(wanted) + background):
-            return [*first, *range(channels - len(wanted), channels)], (
+    first = [0] if has_background else []
+    if file_classes is None and channels == len(coco):
+        file_classes = coco
+    elif file_classes is not None and has_background:
+        file_classes = ["", *file_classes]  # a file by stoker does not name the background
+    if file_classes is None:
+        if channels in (len(class_names) + 1, len(class_names) + has_background):
+            return [*first, *range(channels - len(class_names), channels)], (
                 "the file has as many classes and does not name them"
             )
         return None, "the file does not name its classes and has another number of them"
-    place = {name.casefold(): channel for channel, name in enumerate(named)}
-    new = [name for name in wanted if name.casefold() not in place]
-    if new:
-        shown = ", ".join(new[:3]) + (" …" if len(new) > 3 else "")
-        return None, f"not among the file's classes: {shown}"
-    return [*first, *(place[name.casefold()] for name in wanted)], "every class is one of the file's, matched by name"
+    channel_by_name = {name.casefold(): channel for channel, name in enumerate(file_classes)}
+    missing = [name for name in class_names if name.casefold() not in channel_by_name]
+    if missing:
+        listed = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        return None, f"not among the file's classes: {listed}"
+    return [
+        *first,
+        *(channel_by_name[name.casefold()] for name in class_names),
+    ], "every class is one of the file's, matched by name"

@@ -18,67 +18,67 @@ from pathlib import Path
 import torch
 
 from stoker.errors import WeightsError, writing
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 TIMEOUT_S = 30.0
 """Silence of a server, not a whole download, after which it counts as failed."""
 
-FOLDER_VARIABLE = "STOKER_WEIGHTS_DIR"
+WEIGHTS_DIR_VARIABLE = "STOKER_WEIGHTS_DIR"
 
 
-def folders() -> list[Path]:
+def weights_dirs() -> list[Path]:
     """Where weights are looked up, in this order; a download goes to the first."""
-    own = os.environ.get(FOLDER_VARIABLE)
+    override = os.environ.get(WEIGHTS_DIR_VARIABLE)
     cache = Path(torch.hub.get_dir()) / "checkpoints"
-    return [Path(own).expanduser(), cache] if own else [cache]
+    return [Path(override).expanduser(), cache] if override else [cache]
 
 
-def fetch(url: str) -> tuple[Path, str]:
+def fetch_weights(url: str) -> tuple[Path, str]:
     """(file, sentence that says where it was) of the weights at `url`. Raises WeightsError when they cannot be had."""
     name = url.rsplit("/", 1)[1]
-    for folder in folders():
+    for folder in weights_dirs():
         if (folder / name).is_file():
             return folder / name, f"found in {folder}"
-    path = folders()[0] / name
+    path = weights_dirs()[0] / name
     print(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
     try:
         _download(url, path)
     except (OSError, _WrongHash) as error:  # urllib's errors are OSErrors
         raise WeightsError(
             f"Pretrained weights could not be downloaded: {name}",
-            place=url,
+            location=url,
             cause=str(error),
-            fix=f"download it elsewhere and put it into {path.parent} (or any folder, named by {FOLDER_VARIABLE}); "
+            fix=f"download it elsewhere and put it into {path.parent} (or any folder, named by {WEIGHTS_DIR_VARIABLE}); "
             "or --weights FILE; or --weights none, which starts from random weights",
         ) from error
     return path, f"downloaded to {path.parent}"
 
 
-def local(text: str) -> Path:
+def local_path(location: str) -> Path:
     """The file that a path or an address names, variables in it replaced; the object at an address is fetched once.
 
     Raises WeightsError where there is no such object, StorageError where it cannot be read or kept.
     """
-    text = expand(text)
-    if not is_address(text):
-        return Path(text)
+    location = expand_variables(location)
+    if not is_uri(location):
+        return Path(location)
     from stoker.storage.download import download  # only where there is an address
     from stoker.storage.store import open_store
 
-    address = parse(text)
-    store = open_store(address)
-    info = store.stat(address.key) if address.key else None
+    uri = parse_uri(location)
+    store = open_store(uri)
+    info = store.stat(uri.key) if uri.key else None
     if info is None:
-        raise WeightsError("There is no such object.", place=address, fix="correct the address of the weights")
-    stem, dot, ending = address.name.rpartition(".")
-    version = f"{address}\0{info.etag}\0{info.modified_s!r}\0{info.size_bytes}"
+        raise WeightsError("There is no such object.", location=uri, fix="correct the address of the weights")
+    stem, dot, suffix = uri.name.rpartition(".")
+    version = f"{uri}\0{info.etag}\0{info.modified_s!r}\0{info.size_bytes}"
     digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    path = folders()[0] / (f"{stem}-{digest}.{ending}" if dot else f"{ending}-{digest}")
+    path = weights_dirs()[0] / (f"{stem}-{digest}.{suffix}" if dot else f"{suffix}-{digest}")
     if not path.is_file() or path.stat().st_size != info.size_bytes:
-        print(f"Downloading {address} to {path.parent}", file=sys.stderr, flush=True)
-        fix = f"make room, or name another folder by {FOLDER_VARIABLE}"
+        print(f"Downloading {uri} to {path.parent}", file=sys.stderr, flush=True)
+        fix = f"make room, or name another folder by {WEIGHTS_DIR_VARIABLE}"
         with writing("The weights cannot be kept.", path.parent, fix=fix):
-            download(store, address.key, path)
+            download(store, uri.key, path)
     return path
 
 
@@ -90,8 +90,8 @@ def _download(url: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            shutil.copyfileobj(answer, file, 1 << 20)
+        with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            shutil.copyfileobj(response, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
         _check_hash(Path(temporary), path.name)
@@ -107,5 +107,5 @@ def _check_hash(path: Path, name: str) -> None:
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if expected is None or not actual.startswith(expected[1]):
-        wanted = expected[1] if expected else "a hash in the name"
-        raise _WrongHash(f"what arrived is not the file: SHA-256 {actual[:12]}…, wanted {wanted}")
+        expected_hash = expected[1] if expected else "a hash in the name"
+        raise _WrongHash(f"what arrived is not the file: SHA-256 {actual[:12]}…, wanted {expected_hash}")

@@ -15,12 +15,12 @@ from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError
 from stoker.models.weights import hub
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
-from stoker.storage.uri import expand, is_address, parse
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-KEY = "stoker"
+METADATA_KEY = "stoker"
 
 
-class Card(msgspec.Struct, kw_only=True):
+class ModelMetadata(msgspec.Struct, kw_only=True):
     """What a model is, and how pictures are brought to it."""
 
     settings: ModelSettings
@@ -36,39 +36,39 @@ class Card(msgspec.Struct, kw_only=True):
         """The safetensors header. One key, since several are written in any order: equal models are equal files."""
         fields = msgspec.to_builtins(self)
         fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
-        return {KEY: msgspec.json.encode(fields).decode()}
+        return {METADATA_KEY: msgspec.json.encode(fields).decode()}
 
 
-def load(path: Path) -> tuple["models.Detector", Card]:
+def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
     """The model of a .safetensors file on the CPU, in evaluation mode. Raises WeightsError."""
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
-        if KEY not in header:
+        if METADATA_KEY not in header:
             cause = "its header has no stoker card; it holds weights that a training could start from, not a model"
-            raise WeightsError("The file is not a model that stoker saved.", place=path, cause=cause)
-        card = msgspec.json.decode(header[KEY], type=Card)
+            raise WeightsError("The file is not a model that stoker saved.", location=path, cause=cause)
+        metadata = msgspec.json.decode(header[METADATA_KEY], type=ModelMetadata)
         tensors = load_file(path)
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise WeightsError("The model file cannot be read.", place=path, cause=str(error)) from error
-    model = models.build(card.settings, len(card.class_names))
+        raise WeightsError("The model file cannot be read.", location=path, cause=str(error)) from error
+    model = models.build(metadata.settings, len(metadata.class_names))
     model.load_state_dict(tensors)
-    return model.eval(), card
+    return model.eval(), metadata
 
 
-def local(run: str | os.PathLike[str]) -> Path:
+def local_path(run: str | os.PathLike[str]) -> Path:
     """The run folder or file that a person names, as a path: what is in a bucket is fetched, of a run its settings and
     weights. Raises UsageError when there is no such run there, StorageError."""
-    text = expand(run) if isinstance(run, str) else os.fspath(run)
-    if not is_address(text):
-        return Path(text)
-    address = parse(text)
-    if address.name.endswith((".safetensors", ".onnx")):
-        return hub.local(text)
-    return fetch_run(address, weights=True)
+    location = expand_variables(run) if isinstance(run, str) else os.fspath(run)
+    if not is_uri(location):
+        return Path(location)
+    uri = parse_uri(location)
+    if uri.name.endswith((".safetensors", ".onnx")):
+        return hub.local_path(location)
+    return fetch_run(uri, weights=True)
 
 
-def find(path: Path) -> Path:
+def find_weights(path: Path) -> Path:
     """The weights to use of a run or of a file: best, else final, else the newest checkpoint. Raises WeightsError."""
     if path.is_file():
         return path
@@ -78,7 +78,7 @@ def find(path: Path) -> Path:
             return candidate
     raise WeightsError(
         "There is no model to use.",
-        place=path,
+        location=path,
         cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
         fix="name a run folder that trained for at least one evaluation, or a .safetensors file",
     )

@@ -12,10 +12,10 @@ process, or by `StokerCallback.close(error)`.
 import time
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, base_classes
+from stoker.profiling.callbacks.session import Session, load_base_classes
 
-_PLACES = {"transformers": "TrainerCallback"}
-_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "rate"}
+_BASE_CLASSES = {"transformers": "TrainerCallback"}
+_LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "rate"}
 """In the Trainer's logs → in ours. Those of an evaluation have other names."""
 
 
@@ -26,59 +26,59 @@ class _Hooks:
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()
         self._session = Session(run, settings)
-        self._last_s = 0.0
+        self._accounted_until_s = 0.0
         """Up to when it is known what the Trainer did."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._session.open(first_step=state.global_step)
-        self._last_s = time.perf_counter()
+        self._accounted_until_s = time.perf_counter()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the record. error: what ended the training."""
         self._session.close(error)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        self._last_s = time.perf_counter()
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._accounted_until_s = time.perf_counter()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        self._was("input_wait")
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._attribute_since_last("input_wait")
         self._session.begin("step")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._session.end("step")
         if self._session.measure is not None:
-            pictures = args.train_batch_size * args.gradient_accumulation_steps
-            self._session.measure.count_step(pictures=pictures)
-        self._last_s = time.perf_counter()
+            num_images = args.train_batch_size * args.gradient_accumulation_steps
+            self._session.measure.count_steps(num_images=num_images)
+        self._accounted_until_s = time.perf_counter()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        self._was("eval")
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._attribute_since_last("eval")
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        self._was("checkpoint")
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._attribute_since_last("checkpoint")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:  # noqa: ARG002
-        told = {ours: float(logs[theirs]) for theirs, ours in _NAMES.items() if logs and theirs in logs}
-        if self._session.measure is not None and "loss" in told:
-            self._session.measure.log(**told)
-            self._last_s = time.perf_counter()  # an evaluation logs too, before it ends
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        values = {name: float(logs[hf_name]) for hf_name, name in _LOG_NAMES.items() if logs and hf_name in logs}
+        if self._session.measure is not None and "loss" in values:
+            self._session.measure.log(**values)
+            self._accounted_until_s = time.perf_counter()  # an evaluation logs too, before it ends
 
-    def _was(self, phase: str) -> None:
+    def _attribute_since_last(self, phase: str) -> None:
         """All since the last word was `phase`."""
         now_s = time.perf_counter()
         if self._session.measure is not None:
-            self._session.measure.charge(phase, self._last_s, now_s)
-        self._last_s = now_s
+            self._session.measure.attribute(phase, self._accounted_until_s, now_s)
+        self._accounted_until_s = now_s
 
 
 def __getattr__(name: str) -> Any:
     """`StokerCallback`, made on first use: its base class is the framework's."""
     if name != "StokerCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
-    bases = base_classes(_PLACES, what="Hugging Face's transformers", install="transformers accelerate")
-    made = type(name, (_Hooks, *bases), {"__doc__": _Hooks.__doc__})
-    globals()[name] = made
-    return made
+    bases = load_base_classes(_BASE_CLASSES, framework="Hugging Face's transformers", install="transformers accelerate")
+    callback_class = type(name, (_Hooks, *bases), {"__doc__": _Hooks.__doc__})
+    globals()[name] = callback_class
+    return callback_class

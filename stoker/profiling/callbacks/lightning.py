@@ -11,9 +11,9 @@ profiler, whichever it is, is listened to during the fit. With several ranks eac
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, base_classes
+from stoker.profiling.callbacks.session import Session, load_base_classes
 
-_PLACES = {"lightning.pytorch": "Callback", "pytorch_lightning": "Callback"}
+_BASE_CLASSES = {"lightning.pytorch": "Callback", "pytorch_lightning": "Callback"}
 _ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "save_checkpoint": "checkpoint"}
 """End of what the profiler calls an action → what it is."""
 
@@ -30,7 +30,7 @@ class _Hooks:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         if stage == "fit":
             self._session.open(first_step=trainer.global_step)
-            self._listen(trainer.profiler)
+            self._patch_profiler(trainer.profiler)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         if stage == "fit":
@@ -42,7 +42,7 @@ class _Hooks:
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         measure = self._session.measure
         if measure is not None:
-            measure.see(batch)
+            measure.count_batch(batch)
             self._session.begin("step")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
@@ -53,10 +53,10 @@ class _Hooks:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if getattr(loss, "numel", lambda: 0)() != 1:  # a step that optimizes by itself may return anything
             loss = None
-        rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
-        measure.log(loss=loss, rate=rate)
+        lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
+        measure.log(loss=loss, rate=lr)
         if trainer.global_step > measure.step_count:  # else the gradient is accumulated
-            measure.count_step(trainer.global_step - measure.step_count)
+            measure.count_steps(trainer.global_step - measure.step_count)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         self._session.begin("eval")
@@ -64,24 +64,24 @@ class _Hooks:
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         self._session.end("eval")
 
-    def _listen(self, profiler: Any) -> None:
+    def _patch_profiler(self, profiler: Any) -> None:
         """Puts our ears around its `start` and `stop`, on the object, until `_close`."""
         session, start, stop = self._session, profiler.start, profiler.stop
 
-        def heard_start(action_name: str) -> Any:
-            part = _part_of(action_name)
-            if part is not None:
-                session.begin(part)
+        def timed_start(action_name: str) -> Any:
+            phase = _find_phase(action_name)
+            if phase is not None:
+                session.begin(phase)
             return start(action_name)
 
-        def heard_stop(action_name: str) -> Any:
-            answer = stop(action_name)
-            part = _part_of(action_name)
-            if part is not None:
-                session.end(part)
-            return answer
+        def timed_stop(action_name: str) -> Any:
+            result = stop(action_name)
+            phase = _find_phase(action_name)
+            if phase is not None:
+                session.end(phase)
+            return result
 
-        profiler.start, profiler.stop = heard_start, heard_stop
+        profiler.start, profiler.stop = timed_start, timed_stop
         self._profiler = profiler
 
     def _close(self, error: BaseException | None) -> None:
@@ -92,16 +92,18 @@ class _Hooks:
         self._session.close(error)
 
 
-def _part_of(action: str) -> str | None:
-    return next((part for end, part in _ACTIONS.items() if action.endswith(end)), None)
+def _find_phase(action: str) -> str | None:
+    return next((phase for suffix, phase in _ACTIONS.items() if action.endswith(suffix)), None)
 
 
 def __getattr__(name: str) -> Any:
     """`StokerCallback`, made on first use: its base class is the framework's."""
     if name != "StokerCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
-    made = type(
-        name, (_Hooks, *base_classes(_PLACES, what="Lightning", install="lightning")), {"__doc__": _Hooks.__doc__}
+    callback_class = type(
+        name,
+        (_Hooks, *load_base_classes(_BASE_CLASSES, framework="Lightning", install="lightning")),
+        {"__doc__": _Hooks.__doc__},
     )
-    globals()[name] = made
-    return made
+    globals()[name] = callback_class
+    return callback_class

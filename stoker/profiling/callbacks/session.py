@@ -18,14 +18,14 @@ class Session:
     def __init__(self, run: str | None, settings: dict[str, Any]) -> None:
         self._measure: Measure | None = None
         self._run, self._settings = run, settings
-        self._parts: dict[str, contextlib.ExitStack] = {}
+        self._blocks: dict[str, contextlib.ExitStack] = {}
 
     def open(self, *, first_step: int) -> Measure:
         """first_step: optimizer steps that are done, by the framework's own count."""
-        self._parts = {}
-        asked = {"first_step": first_step} | self._settings
-        self._measure = measure(self._run, **asked).__enter__()
-        self._measure.gives_way = True
+        self._blocks = {}
+        arguments = {"first_step": first_step} | self._settings
+        self._measure = measure(self._run, **arguments).__enter__()
+        self._measure.is_replaceable = True
         return self._measure
 
     @property
@@ -38,46 +38,46 @@ class Session:
         measure = self.measure
         if measure is None:
             return
-        for part in reversed(self._parts.values()):
-            part.close()
-        self._parts = {}
+        for stack in reversed(self._blocks.values()):
+            stack.close()
+        self._blocks = {}
         measure.close(error)
 
-    def begin(self, part: str) -> None:
+    def begin(self, name: str) -> None:
         """`step`, `part_of_step`, `input_wait`, or a phase; one that has begun already goes on."""
         measure = self.measure
-        if measure is None or part in self._parts:
+        if measure is None or name in self._blocks:
             return
         block: contextlib.AbstractContextManager[None]
-        if part == "step":
-            block = measure.part_of_step()
-        elif part == "input_wait":
+        if name == "step":
+            block = measure.micro_step()
+        elif name == "input_wait":
             block = measure.waiting()
         else:
-            block = measure.phase(part)
-        self._parts[part] = contextlib.ExitStack()
-        self._parts[part].enter_context(block)
+            block = measure.phase(name)
+        self._blocks[name] = contextlib.ExitStack()
+        self._blocks[name].enter_context(block)
 
-    def end(self, part: str) -> None:
-        if part in self._parts:
-            self._parts.pop(part).close()
+    def end(self, name: str) -> None:
+        if name in self._blocks:
+            self._blocks.pop(name).close()
 
 
-def base_classes(places: dict[str, str], *, what: str, install: str) -> tuple[type, ...]:
+def load_base_classes(class_names: dict[str, str], *, framework: str, install: str) -> tuple[type, ...]:
     """The callback classes of a framework that are loaded, else of the first that can be.
 
     places: module → name in it, in order. Raises PreflightError that says what to install.
     """
-    loaded = [module for module in places if module.partition(".")[0] in sys.modules]
-    found: list[type] = []
+    loaded = [module for module in class_names if module.partition(".")[0] in sys.modules]
+    classes: list[type] = []
     missing: ImportError | None = None
-    for module in loaded or places:
+    for module in loaded or class_names:
         try:
-            found.append(getattr(importlib.import_module(module), places[module]))
+            classes.append(getattr(importlib.import_module(module), class_names[module]))
         except ImportError as error:
             missing = error
-        if found and not loaded:
+        if classes and not loaded:
             break
-    if not found:
-        raise PreflightError(f"The callback needs {what}.", cause=str(missing), fix=f"pip install {install}")
-    return tuple(dict.fromkeys(found))
+    if not classes:
+        raise PreflightError(f"The callback needs {framework}.", cause=str(missing), fix=f"pip install {install}")
+    return tuple(dict.fromkeys(classes))

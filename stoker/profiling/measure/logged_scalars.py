@@ -12,105 +12,118 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
-    from stoker.hardware.device import Device, Ready, SideStream
+    from stoker.hardware.device import Device, ReadyEvent, SideStream
 
-RATE, NORM = "rate", "grad_norm"
-_NAMES = {"loss": "total"}
+LR_KEY, GRAD_NORM_KEY = "rate", "grad_norm"
+_RECORD_NAMES = {"loss": "total"}
 """What records call what a loop calls so."""
 
 
-class Reading(NamedTuple):
+class ScalarSummary(NamedTuple):
     """losses: means over the finite values; rate: the newest; odd: what a person should know, once, by a name of it:
     `not_finite`, the first loss that was not; `elsewhere`, losses of a device that is not the one that is measured."""
 
     losses: dict[str, float]
-    rate: float | None
+    lr: float | None
     grad_norm: float | None
-    odd: dict[str, str]
+    warnings: dict[str, str]
 
 
-class Logged:
+class ScalarLogger:
     """What `Measure.log` was given since the last window."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
-        self._rate: float | None = None
-        self._odd: dict[str, str] = {}
-        self._said: set[str] = set()
+        self._lr: float | None = None
+        self._warnings: dict[str, str] = {}
+        self._warned: set[str] = set()
         self._stream: SideStream | None = None
-        self._held: dict[str, list[Any]] = {}
-        self._coming: tuple[list[str], list[Any], Ready] | None = None
+        self._device_values: dict[str, list[Any]] = {}
+        self._pending_copy: tuple[list[str], list[Any], ReadyEvent] | None = None
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Raises UsageError for what is no number and no tensor of one."""
-        for given, value in values.items():
-            name = _NAMES.get(given, given)
+        for key, value in values.items():
+            name = _RECORD_NAMES.get(key, key)
             if value is None:
                 continue
             if _is_on_device(value):
                 if value.numel() != 1:
-                    raise _no_number(given, value)
-                self._held.setdefault(name, []).append(value.detach().reshape(()).clone())
+                    raise _not_a_number_error(key, value)
+                self._device_values.setdefault(name, []).append(value.detach().reshape(()).clone())
                 continue
             try:
-                self._count(name, float(value.detach() if hasattr(value, "detach") else value))
+                self._add_value(name, float(value.detach() if hasattr(value, "detach") else value))
             except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-                raise _no_number(given, value) from error
+                raise _not_a_number_error(key, value) from error
 
-    def take(self, device: "Device | None", *, wait: bool = False) -> Reading:
+    def take(self, device: "Device | None", *, wait: bool = False) -> ScalarSummary:
         """All that is known by now; begins to copy the rest. wait: for the copies."""
-        self._read(wait=wait)
+        self._read_copies(wait=wait)
         if device is None:  # not known yet, or none that torch can be asked about: the newest are enough
-            self._held = {name: values[-1:] for name, values in self._held.items()}
-        elif self._held and self._coming is None:
-            self._copy(device)
+            self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
+        elif self._device_values and self._pending_copy is None:
+            self._start_copy(device)
             if wait:
-                self._read(wait=True)
-        norm = self._sums.pop(NORM, None)
+                self._read_copies(wait=True)
+        grad_norm = self._sums.pop(GRAD_NORM_KEY, None)
         losses = {name: total / count for name, (total, count) in self._sums.items()}
-        reading = Reading(losses, self._rate, norm[0] / norm[1] if norm else None, self._odd)
-        self._sums, self._rate, self._odd = {}, None, {}
-        return reading
+        summary = ScalarSummary(losses, self._lr, grad_norm[0] / grad_norm[1] if grad_norm else None, self._warnings)
+        self._sums, self._lr, self._warnings = {}, None, {}
+        return summary
 
-    def _count(self, name: str, value: float) -> None:
-        if name == RATE:
-            self._rate = value
+    def _add_value(self, name: str, value: float) -> None:
+        if name == LR_KEY:
+            self._lr = value
         elif math.isfinite(value):
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + value, count + 1)
-        elif name != NORM:  # under a loss scaler, a gradient may be infinite now and then
-            self._say("not_finite", f"{'loss' if name == 'total' else name} is {value}")
+        elif name != GRAD_NORM_KEY:  # under a loss scaler, a gradient may be infinite now and then
+            self._warn_once("not_finite", f"{'loss' if name == 'total' else name} is {value}")
 
-    def _say(self, name: str, text: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
-            self._odd[name] = text
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._warnings[name] = text
 
-    def _copy(self, device: "Device") -> None:
+    def _start_copy(self, device: "Device") -> None:
         import torch
 
-        here = device.torch_device
-        there = next((one.device for values in self._held.values() for one in values if one.device != here), None)
-        if there is not None:
-            how = f'stoker.measure(…, device="{there}") measures that one'
-            self._say("elsewhere", f"losses lie on {there}, and the time is that of {here}: {how}")
-        stacked = [torch.stack([one.float().to(here) for one in values]) for values in self._held.values()]
+        measured_device = device.torch_device
+        other_device = next(
+            (
+                value.device
+                for values in self._device_values.values()
+                for value in values
+                if value.device != measured_device
+            ),
+            None,
+        )
+        if other_device is not None:
+            hint = f'stoker.measure(…, device="{other_device}") measures that one'
+            self._warn_once(
+                "elsewhere", f"losses lie on {other_device}, and the time is that of {measured_device}: {hint}"
+            )
+        stacked = [
+            torch.stack([value.float().to(measured_device) for value in values])
+            for values in self._device_values.values()
+        ]
         self._stream = self._stream or device.make_stream()  # one: torch has few, and lends them again
         copies, ready = self._stream.to_host(stacked)
-        self._coming = (list(self._held), copies, ready)
-        self._held = {}
+        self._pending_copy = (list(self._device_values), copies, ready)
+        self._device_values = {}
 
-    def _read(self, *, wait: bool) -> None:
-        if self._coming is None:
+    def _read_copies(self, *, wait: bool) -> None:
+        if self._pending_copy is None:
             return
-        names, copies, ready = self._coming
+        names, copies, ready = self._pending_copy
         if wait:
-            ready.wait()
+            ready.synchronize()
         if ready.done():
-            self._coming = None
+            self._pending_copy = None
             for name, values in zip(names, copies, strict=True):
                 for value in values.tolist():
-                    self._count(name, value)
+                    self._add_value(name, value)
 
 
 def _is_on_device(value: Any) -> bool:
@@ -118,11 +131,11 @@ def _is_on_device(value: Any) -> bool:
     return kind != "cpu" and hasattr(value, "detach")
 
 
-def _no_number(name: str, value: Any) -> UsageError:
+def _not_a_number_error(name: str, value: Any) -> UsageError:
     return UsageError(f"m.log({name}=…) needs a number, or a tensor of one number; it is a {type(value).__name__}.")
 
 
-def count_pictures(batch: Any) -> int | None:
+def count_images(batch: Any) -> int | None:
     """How many samples a batch has: the length of its first tensor, array or list. None where none is found.
 
     A tuple or a list may be columns (pictures, targets), or a list of samples: it is samples where its first entry is
@@ -131,13 +144,13 @@ def count_pictures(batch: Any) -> int | None:
     if isinstance(batch, (tuple, list)):
         if batch and isinstance(batch[0], (tuple, Mapping)):
             return len(batch)
-        return next((count for value in batch if (count := _length(value)) is not None), None)
+        return next((count for value in batch if (count := _leading_dim(value)) is not None), None)
     if isinstance(batch, Mapping):
-        return next((count for value in batch.values() if (count := _length(value)) is not None), None)
-    return _length(batch)
+        return next((count for value in batch.values() if (count := _leading_dim(value)) is not None), None)
+    return _leading_dim(batch)
 
 
-def _length(value: Any) -> int | None:
+def _leading_dim(value: Any) -> int | None:
     if (shape := getattr(value, "shape", None)) is not None:
         return int(shape[0]) if len(shape) else None
     return len(value) if isinstance(value, (list, tuple)) else None

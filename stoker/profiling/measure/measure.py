@@ -18,21 +18,21 @@ from typing import Any, Generic, Self, TypeVar
 
 from stoker.diagnosis.rules import diagnose, write_findings
 from stoker.errors import UsageError
-from stoker.monitor.options import Monitoring
-from stoker.profiling.ledger import SAYABLE, Account, Ledger
-from stoker.profiling.measure.logged_scalars import Logged, count_pictures
-from stoker.profiling.measure.run_writer import Book, exit_code_of, script_name
-from stoker.profiling.measure.torch_hooks import Inside, LateClock
-from stoker.profiling.telemetry.sampler import Witness
+from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
+from stoker.profiling.measure.logged_scalars import ScalarLogger, count_images
+from stoker.profiling.measure.run_writer import RankRecorder, exit_code_for, script_name
+from stoker.profiling.measure.torch_hooks import LazyDeviceClock, TorchHooks
+from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.schemas import StepWindow
 
 WINDOW_S = 1.0
-PHASES = tuple(sorted(SAYABLE - {"straggler"}))
+PHASES = tuple(sorted(HOST_PHASES - {"straggler"}))
 """What a loop may say it is doing; who is slow, only the records of all ranks show."""
 
 Batch = TypeVar("Batch")
 _active: "Measure | None" = None
-_entered = 0
+_num_entered = 0
 
 
 def measure(
@@ -40,10 +40,10 @@ def measure(
     *,
     name: str | None = None,
     device: object = None,
-    price: float | None = None,
-    pictures: int | Callable[[Any], int] | None = None,
+    price_per_device_hour: float | None = None,
+    num_images: int | Callable[[Any], int] | None = None,
     first_step: int | None = None,
-    monitor: Monitoring = Monitoring(),  # noqa: B008  # frozen
+    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
 ) -> "Measure":
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
@@ -65,15 +65,15 @@ def measure(
     Entering raises UsageError when the folder belongs to a training or a living job, or another `measure` is open;
     StorageError when it cannot be written; ConfigError where what `monitor` asks for cannot be had.
     """
-    asked = None if run is None else Path(run).expanduser()
-    told: dict[str, Any] = {
+    run_dir = None if run is None else Path(run).expanduser()
+    options: dict[str, Any] = {
         "name": name,
         "device": device,
-        "price": price,
-        "pictures": pictures,
+        "price": price_per_device_hour,
+        "pictures": num_images,
         "first_step": first_step,
     }
-    return Measure(asked, **told, monitor=monitor)
+    return Measure(run_dir, **options, monitor=monitor)
 
 
 class Measure:
@@ -85,31 +85,36 @@ class Measure:
         *,
         name: str | None,
         device: object,
-        price: float | None,
-        pictures: int | Callable[[Any], int] | None,
+        price_per_device_hour: float | None,
+        num_images: int | Callable[[Any], int] | None,
         first_step: int | None,
-        monitor: Monitoring,
+        monitor: MonitoringOptions,
     ) -> None:
-        self.picture_count = 0
+        self.image_count = 0
         """Pictures of all steps so far."""
         self.step_count = first_step or 0
         """Optimizer steps so far, those of earlier attempts included."""
-        self.gives_way = False
+        self.is_replaceable = False
         """Whether another measure ends this one: of a framework, which may not have told that its training ended."""
-        self._run, self._name, self._price, self._first_step = run, name, price, first_step
+        self._run, self._name, self._price_per_device_hour, self._first_step = (
+            run,
+            name,
+            price_per_device_hour,
+            first_step,
+        )
         self._monitor = monitor
         self._device = None if device is None else str(device)
-        self._pictures = pictures
-        self._uncounted = self._workers_told = False
-        self._seen = 0
-        self._written_steps = self._written_pictures = 0
-        self._depth = 0
+        self._num_images = num_images
+        self._count_warned = self._workers_reported = False
+        self._pending_images = 0
+        self._written_steps = self._written_images = 0
+        self._phase_depth = 0
         self._recording = False
         self._closed = False
         self._thread = 0
-        self._window_s = 0.0
-        self._logged = Logged()
-        self._witness: Witness | None = None
+        self._window_start_s = 0.0
+        self._scalars = ScalarLogger()
+        self._telemetry: TelemetrySampler | None = None
 
     @property
     def closed(self) -> bool:
@@ -118,35 +123,40 @@ class Measure:
     @property
     def path(self) -> Path | None:
         """The run's folder; None in a rank that does not know it yet."""
-        return self._book.path
+        return self._writer.path
 
     def __enter__(self) -> Self:
-        global _active, _entered
-        if _active is not None and _active.gives_way:
+        global _active, _num_entered
+        if _active is not None and _active.is_replaceable:
             _active.close(RuntimeError("another training began, and nobody told of the end of this one"))
         if _active is not None:
             raise UsageError("stoker.measure is entered already: a process measures one loop at a time.",
-                             place=_active.path, fix="leave that block first")  # fmt: skip
+                             location=_active.path, fix="leave that block first")  # fmt: skip
         if self._closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
-        began_s = time.perf_counter()
-        self._book = Book(
-            self._run, self._name or script_name(), self._price, self._first_step, _entered, self._monitor
+        start_s = time.perf_counter()
+        self._writer = RankRecorder(
+            self._run,
+            self._name or script_name(),
+            self._price_per_device_hour,
+            self._first_step,
+            _num_entered,
+            self._monitor,
         )
-        _entered += 1
-        self.step_count = self._book.step
+        _num_entered += 1
+        self.step_count = self._writer.step
         self._written_steps = self.step_count
         self._thread = threading.get_ident()
-        clock = LateClock()
-        self._ledger = Ledger(clock, started_s=began_s, otherwise="host")  # what else the loop does
-        self._inside = Inside(self._ledger, clock, self._device)
-        if self._book.folder is not None:
-            self._witness = Witness(self._book.folder)
-            self._witness.start()
-        self._window_s = began_s
+        clock = LazyDeviceClock()
+        self._ledger = Ledger(clock, start_s=start_s, default_phase="host")  # what else the loop does
+        self._torch_hooks = TorchHooks(self._ledger, clock, self._device)
+        if self._writer.folder is not None:
+            self._telemetry = TelemetrySampler(self._writer.folder)
+            self._telemetry.start()
+        self._window_start_s = start_s
         self._recording = True
         _active = self
-        atexit.register(self._forgotten)
+        atexit.register(self._close_at_exit)
         return self
 
     def __exit__(
@@ -154,46 +164,46 @@ class Measure:
     ) -> None:
         self.close(error)
 
-    def data(self, batches: Iterable[Batch]) -> "Data[Batch]":
+    def data(self, batches: Iterable[Batch]) -> "TimedBatches[Batch]":
         """The same batches: what `next` waits for them is `input_wait`, and their pictures are counted. For anything
         that can be iterated, as often as that can be. Inside `phase(…)` (the validation data) it does nothing."""
-        self._check("m.data()")
-        return Data(self, batches)
+        self._check_inside_block("m.data()")
+        return TimedBatches(self, batches)
 
-    def step(self, *, pictures: int | None = None) -> contextlib.AbstractContextManager[None]:
+    def step(self, *, num_images: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Around issuing one optimizer step: forward, backward, the optimizer. pictures: of this step, where they did
         not come through `data`. A step that raises is not counted."""
-        return self._issue(steps=1, pictures=pictures)
+        return self._step_block(steps=1, num_images=num_images)
 
-    def part_of_step(self) -> contextlib.AbstractContextManager[None]:
+    def micro_step(self) -> contextlib.AbstractContextManager[None]:
         """The same around a part of it that does not end it: all but the last batch of an accumulated gradient."""
-        return self._issue(steps=0, pictures=None)
+        return self._step_block(steps=0, num_images=None)
 
-    def count_step(self, steps: int = 1, *, pictures: int | None = None) -> None:
+    def count_steps(self, steps: int = 1, *, num_images: int | None = None) -> None:
         """Optimizer steps have ended: after `part_of_step`, for loops in which no block is around a whole one."""
         self.step_count += steps
-        self.picture_count += self._seen if pictures is None else pictures
-        self._seen = 0
-        self._tick()
+        self.image_count += self._pending_images if num_images is None else num_images
+        self._pending_images = 0
+        self._write_if_due()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """The thread is doing `name` (one of `stoker.profiling.measure.measure.PHASES`: "eval", "checkpoint", "sync"
         …) until the block ends. The innermost phase counts. Raises UsageError for others."""
-        self._check("m.phase()")
+        self._check_inside_block("m.phase()")
         if name not in PHASES:
             raise UsageError(f"{name!r} is not a phase.", choices=PHASES)
         if not self._recording:
             yield
             return
-        self._inside.look()
-        self._depth += 1
+        self._torch_hooks.poll()
+        self._phase_depth += 1
         try:
             with self._ledger.phase(name):
                 yield
         finally:
-            self._depth -= 1
-        self._tick()
+            self._phase_depth -= 1
+        self._write_if_due()
 
     def checkpoint(self) -> contextlib.AbstractContextManager[None]:
         """`phase("checkpoint")`. `torch.save` is timed without it."""
@@ -203,27 +213,27 @@ class Measure:
         """Losses and whatever else the loop knows, as numbers or tensors of one number; `rate` and `grad_norm` go by
         these names. A line of the record has their means. The host never waits for a tensor of a device
         (`logged_scalars.py`). Raises UsageError for what is no number."""
-        self._check("m.log()")
+        self._check_inside_block("m.log()")
         if self._recording:
-            self._logged.add(values)
+            self._scalars.add(values)
 
-    def see(self, batch: Any) -> None:
+    def count_batch(self, batch: Any) -> None:
         """Counts the pictures of a batch that did not come through `data`."""
-        if self._pictures is None:
-            count = count_pictures(batch)
+        if self._num_images is None:
+            count = count_images(batch)
         else:
-            count = self._pictures(batch) if callable(self._pictures) else self._pictures
-        if count is None and not self._uncounted:
-            self._uncounted = True
+            count = self._num_images(batch) if callable(self._num_images) else self._num_images
+        if count is None and not self._count_warned:
+            self._count_warned = True
             text = "pictures are not counted: a batch has no tensor, array or list to take the length of"
-            self._book.event("note", f"{text}; say `pictures=`")
-        self._seen += count or 0
+            self._writer.event("note", f"{text}; say `pictures=`")
+        self._pending_images += count or 0
 
-    def charge(self, name: str, begin_s: float, end_s: float) -> None:
+    def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from begin_s to end_s (`time.perf_counter`), as is only known now."""
-        self._check("m.charge()")
+        self._check_inside_block("m.charge()")
         if self._recording:
-            self._ledger.charge(name, begin_s, end_s)
+            self._ledger.attribute(name, start_s, end_s)
 
     def close(self, error: BaseException | None = None) -> None:
         """What leaving the block does; for callbacks of frameworks. error: what ended the loop."""
@@ -232,124 +242,124 @@ class Measure:
             return
         self._closed = True
         _active = None
-        atexit.unregister(self._forgotten)
+        atexit.unregister(self._close_at_exit)
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None
-        self._inside.close()
+        self._torch_hooks.close()
         if self._recording:
-            self._safely(lambda: self._write_rest(device_works=error is None))
+            self._run_safely(lambda: self._write_remaining(device_ok=error is None))
         self._recording = False
-        if self._witness is not None:
-            self._witness.stop()
-        self._safely(lambda: self._conclude(error))
-        self._book.close()
+        if self._telemetry is not None:
+            self._telemetry.stop()
+        self._run_safely(lambda: self._finish(error))
+        self._writer.close()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around a wait for the next batch."""
-        self._check("m.data()")
-        if self._depth or not self._recording:
+        self._check_inside_block("m.data()")
+        if self._phase_depth or not self._recording:
             return contextlib.nullcontext()
         return self._ledger.phase("input_wait")
 
-    def took(self, batch: Any) -> None:
+    def batch_ready(self, batch: Any) -> None:
         """A batch has come."""
-        if not self._depth and self._recording:
-            self.see(batch)
-            self._tick()
+        if not self._phase_depth and self._recording:
+            self.count_batch(batch)
+            self._write_if_due()
 
-    def tell_workers(self, batches: Any) -> None:
+    def report_workers(self, batches: Any) -> None:
         """Has the record say how many processes load the data, where what gives it knows that: a DataLoader."""
         workers = getattr(batches, "num_workers", None)
-        if isinstance(workers, int) and self._recording and not (self._depth or self._workers_told):
-            self._workers_told = True
-            self._book.event("note", f"the loop's loader has {workers} worker processes", workers=workers)
+        if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
+            self._workers_reported = True
+            self._writer.event("note", f"the loop's loader has {workers} worker processes", workers=workers)
 
     @contextlib.contextmanager
-    def _issue(self, *, steps: int, pictures: int | None) -> Iterator[None]:
-        self._check("m.step()")
+    def _step_block(self, *, steps: int, num_images: int | None) -> Iterator[None]:
+        self._check_inside_block("m.step()")
         if self._recording:
-            self._inside.look()
-            with self._ledger.compute(again=self.step_count < self._book.redo_until):
+            self._torch_hooks.poll()
+            with self._ledger.compute(is_redo=self.step_count < self._writer.redo_until_step):
                 yield
-            self._inside.tell()
+            self._torch_hooks.flush()
         else:
             yield
         if steps:
-            self.count_step(steps, pictures=pictures)
+            self.count_steps(steps, num_images=num_images)
 
-    def _check(self, what: str) -> None:
+    def _check_inside_block(self, method: str) -> None:
         if not self._thread or self._closed:
-            raise UsageError(f"{what} is called outside of its block.", fix="with stoker.measure(…) as m: …")
+            raise UsageError(f"{method} is called outside of its block.", fix="with stoker.measure(…) as m: …")
         if threading.get_ident() != self._thread:
-            text = f"{what} is called in another thread than the one that entered stoker.measure."
+            text = f"{method} is called in another thread than the one that entered stoker.measure."
             raise UsageError(text, cause="the time belongs to that one", fix="call it in the thread that trains")
 
-    def _tick(self) -> None:
+    def _write_if_due(self) -> None:
         """Writes a line when a second has passed."""
-        if self._recording and time.perf_counter() - self._window_s >= WINDOW_S:
-            self._safely(self._write_window)
+        if self._recording and time.perf_counter() - self._window_start_s >= WINDOW_S:
+            self._run_safely(self._write_window)
 
     def _write_window(self) -> None:
-        self._inside.tell()
-        self._window_s = time.perf_counter()
+        self._torch_hooks.flush()
+        self._window_start_s = time.perf_counter()
         self._write(self._ledger.window(0.0))
 
-    def _write_rest(self, *, device_works: bool) -> None:
-        self._inside.tell()
-        if device_works:
-            self._inside.wait()
-        self._write(self._ledger.finish(), wait=device_works)
+    def _write_remaining(self, *, device_ok: bool) -> None:
+        self._torch_hooks.flush()
+        if device_ok:
+            self._torch_hooks.wait()
+        self._write(self._ledger.finish(), wait=device_ok)
 
-    def _write(self, account: Account | None, *, wait: bool = False) -> None:
-        reading = self._logged.take(self._inside.device, wait=wait)
-        for name, text in reading.odd.items():
-            self._book.event("warning", text, step=self.step_count, **{name: text})
-        if account is None or account.wall_s <= 0:
+    def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
+        scalars = self._scalars.take(self._torch_hooks.device, wait=wait)
+        for name, text in scalars.warnings.items():
+            self._writer.event("warning", text, step=self.step_count, **{name: text})
+        if breakdown is None or breakdown.wall_s <= 0:
             return
         window = StepWindow(
             t=time.time(),
             attempt=0,  # the book knows
             step=self.step_count,
-            steps=self.step_count - self._written_steps,
-            pictures=self.picture_count - self._written_pictures,
-            wall_s=account.wall_s,
+            window_steps=self.step_count - self._written_steps,
+            num_images=self.image_count - self._written_images,
+            wall_s=breakdown.wall_s,
             devices=1,
-            phases=account.phases,
-            losses=reading.losses,
-            rate=reading.rate,
-            grad_norm=reading.grad_norm,
-            memory_peak_bytes=self._inside.peak_bytes(),
-            starved=account.starved,
-            cpu=account.cpu,
+            phases=breakdown.phases,
+            losses=scalars.losses,
+            lr=scalars.lr,
+            grad_norm=scalars.grad_norm,
+            memory_peak_bytes=self._torch_hooks.peak_bytes(),
+            host_bound_steps=breakdown.host_bound_steps,
+            thread_cpu_s=breakdown.thread_cpu_s,
         )
-        self._written_steps, self._written_pictures = self.step_count, self.picture_count
-        self._book.write(window)
+        self._written_steps, self._written_images = self.step_count, self.image_count
+        self._writer.write(window)
 
-    def _conclude(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        self._book.ended(text, step=self.step_count, exit_code=exit_code_of(error))
-        if self._book.rank == 0 and self._book.path is not None:
-            write_findings(self._book.path, diagnose(self._book.path))
+        self._writer.write_end(text, step=self.step_count, exit_code=exit_code_for(error))
+        if self._writer.rank == 0 and self._writer.path is not None:
+            write_findings(self._writer.path, diagnose(self._writer.path))
 
-    def _safely(self, write: Callable[[], None]) -> None:
+    def _run_safely(self, write: Callable[[], None]) -> None:
         try:
             write()
         except Exception as error:  # noqa: BLE001 (training goes on without records, and the person is told)
             self._recording = False
-            self._book.warn(f"nothing is recorded from here on: {type(error).__name__}: {error}")
+            self._writer.warn(f"nothing is recorded from here on: {type(error).__name__}: {error}")
 
-    def _forgotten(self) -> None:
+    def _close_at_exit(self) -> None:
         """At the end of the process, when nobody left the block: not every framework tells its callbacks of errors."""
         error = getattr(sys, "last_value", None)
         self.close(error if error is not None else RuntimeError("the process ended inside stoker.measure"))
 
-    def _abandon(self) -> None:
+    def _abandon_after_fork(self) -> None:
         self._recording = False
-        self._inside.abandon()
-        self._book.abandon()
+        self._torch_hooks.abandon()
+        self._writer.abandon()
 
 
-class Data(Generic[Batch]):
+class TimedBatches(Generic[Batch]):
     """Batches on their way to the loop; as long as what they come from."""
 
     def __init__(self, measure: Measure, batches: Iterable[Batch]) -> None:
@@ -362,25 +372,25 @@ class Data(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         measure = self._measure
-        measure.tell_workers(self._batches)
+        measure.report_workers(self._batches)
         with measure.waiting():
-            source = iter(self._batches)
+            iterator = iter(self._batches)
         while True:
             with measure.waiting():
                 try:
-                    batch = next(source)
+                    batch = next(iterator)
                 except StopIteration:
                     return
-            measure.took(batch)
+            measure.batch_ready(batch)
             yield batch
 
 
-def _forked() -> None:
+def _after_fork() -> None:
     global _active
     if _active is not None:
-        _active._abandon()
+        _active._abandon_after_fork()
         _active = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from stoker.profiling.collectives import Ends, watch_collectives
+from stoker.profiling.collectives import OnEnd, patch_collectives
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.patching import Replaced, Told, timed
+from stoker.profiling.patching import OnCall, Patch, time_calls
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device
 
-LEAST_WAIT_S = 20e-6
+MIN_WAIT_S = 20e-6
 """Shorter waits for other ranks are not charged: the data was there, and charging costs as much."""
 
 
-class LateClock:
+class LazyDeviceClock:
     """The host's clock (`marks.Clock`) until an accelerator is in use, then that one's."""
 
     def __init__(self) -> None:
@@ -36,70 +36,70 @@ class LateClock:
     def on_host(self) -> bool:
         return self._device is None
 
-    def follow(self, device: "Device") -> None:
+    def use_device(self, device: "Device") -> None:
         """From now on there are marks, on the device. Waits for it once."""
         self._device = device.make_clock()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return self._device.mark()
 
-    def resolve(self, mark: Any) -> float | None:
-        at_s: float | None = self._device.resolve(mark)
-        return at_s
+    def resolve(self, event: Any) -> float | None:
+        time_s: float | None = self._device.resolve(event)
+        return time_s
 
-    def drop(self, mark: Any) -> None:
-        self._device.drop(mark)
+    def drop(self, event: Any) -> None:
+        self._device.drop(event)
 
 
-class Inside:
+class TorchHooks:
     """Tells the ledger what torch does. Made in the thread that trains; `look` and `tell` are called there.
 
     asked: the device that the loop uses, by its name in torch; None: the accelerator, as soon as it is in use.
     """
 
-    def __init__(self, ledger: Ledger, clock: LateClock, asked: str | None) -> None:
+    def __init__(self, ledger: Ledger, clock: LazyDeviceClock, device_name: str | None) -> None:
         self.device: Device | None = None
         self._ledger = ledger
         self._clock = clock
-        self._asked = asked
+        self._device_name = device_name
         self._thread = threading.get_ident()
-        self._seek_device = True
-        self._found: Any = None
-        self._is_used: Callable[[], bool] | None = None
-        self._replaced: list[Replaced] = []
-        self._saving = self._exchanging = False
-        self._handler: Any = None
-        self._compile_began_s: float | None = None
-        self._later: deque[tuple[str, float, float]] = deque()
-        self._open = True
+        self._device_pending = True
+        self._torch_device: Any = None
+        self._is_device_initialized: Callable[[], bool] | None = None
+        self._patches: list[Patch] = []
+        self._save_patched = self._collectives_patched = False
+        self._compile_callbacks: Any = None
+        self._compile_start_s: float | None = None
+        self._pending_intervals: deque[tuple[str, float, float]] = deque()
+        self._is_active = True
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Finds what has come since the last time. A microsecond where nothing has."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "accelerator"):  # none, an old one, or one that is just being imported
             return
-        if self._seek_device:
+        if self._device_pending:
             self._find_device(torch)
-        if not self._saving:
-            self._saving = True
-            self._replaced.append(timed(torch, "save", self._told("checkpoint")))
-        if self._handler is None:
-            self._find_compiler()
-        if not self._exchanging:
+        if not self._save_patched:
+            self._save_patched = True
+            self._patches.append(time_calls(torch, "save", self._make_on_call("checkpoint")))
+        if self._compile_callbacks is None:
+            self._hook_compiler()
+        if not self._collectives_patched:
             dist = sys.modules.get("torch.distributed")
             if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                self._exchanging = True
-                self._replaced += watch_collectives(self._exchange_begins, self._is_ours)
+                self._collectives_patched = True
+                self._patches += patch_collectives(self._on_collective_begin, self._is_training_thread)
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Charges what was learnt since the last time; before a window is asked for."""
-        while self._later:
-            self._ledger.charge(*self._later.popleft())
+        while self._pending_intervals:
+            self._ledger.attribute(*self._pending_intervals.popleft())
 
     def wait(self) -> None:
         """Until the device has done everything. Raises RuntimeError when it failed."""
         if self.device is not None:
-            self.device.wait()
+            self.device.synchronize()
 
     def peak_bytes(self) -> int:
         """The most memory of the device that was allocated so far; without one, of the host that this process has."""
@@ -107,79 +107,88 @@ class Inside:
 
     def close(self) -> None:
         """Puts everything back."""
-        self._open = False
-        for one in reversed(self._replaced):
-            one.put_back()
-        self._replaced.clear()
-        if self._handler is not None:
-            for callbacks, ours in ((self._handler.start_callbacks, self._compile_begins),
-                                    (self._handler.end_callbacks, self._compile_ends)):  # fmt: skip
-                if ours in callbacks:  # torch._dynamo.reset() has dropped it else
-                    callbacks.remove(ours)
-            self._handler = None
+        self._is_active = False
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
+        if self._compile_callbacks is not None:
+            for callbacks, callback in ((self._compile_callbacks.start_callbacks, self._on_compile_start),
+                                    (self._compile_callbacks.end_callbacks, self._on_compile_end)):  # fmt: skip
+                if callback in callbacks:  # torch._dynamo.reset() has dropped it else
+                    callbacks.remove(callback)
+            self._compile_callbacks = None
 
     def abandon(self) -> None:
         """In a process that was forked off: says nothing any more."""
-        self._open = False
+        self._is_active = False
 
-    def _is_ours(self) -> bool:
+    def _is_training_thread(self) -> bool:
         """Another thread's waits hold up nobody; a process that was forked off records nothing."""
-        return self._open and threading.get_ident() == self._thread
+        return self._is_active and threading.get_ident() == self._thread
 
-    def _told(self, phase: str) -> Told:
-        def told(begin_s: float, end_s: float) -> None:
-            if self._is_ours():
-                self._later.append((phase, begin_s, end_s))
+    def _make_on_call(self, phase: str) -> OnCall:
+        def on_call(start_s: float, end_s: float) -> None:
+            if self._is_training_thread():
+                self._pending_intervals.append((phase, start_s, end_s))
 
-        return told
+        return on_call
 
-    def _exchange_begins(self) -> Ends:
+    def _on_collective_begin(self) -> OnEnd:
         """On a host what was waited is charged when it is known; of a device, its own marks say how long it waited."""
         if self.device is not None:
             stack = contextlib.ExitStack()
             stack.enter_context(self._ledger.phase("comm"))
             return stack.close
-        begin_s = time.perf_counter()
+        start_s = time.perf_counter()
 
-        def ends() -> None:
+        def on_end() -> None:
             end_s = time.perf_counter()
-            if end_s - begin_s >= LEAST_WAIT_S:
-                self._later.append(("comm", begin_s, end_s))
+            if end_s - start_s >= MIN_WAIT_S:
+                self._pending_intervals.append(("comm", start_s, end_s))
 
-        return ends
+        return on_end
 
     def _find_device(self, torch: Any) -> None:
-        if self._is_used is None:
-            found = torch.accelerator.current_accelerator() if self._asked is None else torch.device(self._asked)
-            if found is None or found.type == "cpu":
-                self._seek_device = False
+        if self._is_device_initialized is None:
+            device = (
+                torch.accelerator.current_accelerator()
+                if self._device_name is None
+                else torch.device(self._device_name)
+            )
+            if device is None or device.type == "cpu":
+                self._device_pending = False
                 return
-            module = torch.get_device_module(found.type)
-            self._found, self._is_used = found, getattr(module, "is_initialized", torch.accelerator.is_available)
-        if not self._is_used():  # whether there is one is not asked: CUDA would then refuse to work in forked children
+            module = torch.get_device_module(device.type)
+            self._torch_device, self._is_device_initialized = (
+                device,
+                getattr(module, "is_initialized", torch.accelerator.is_available),
+            )
+        if (
+            not self._is_device_initialized()
+        ):  # whether there is one is not asked: CUDA would then refuse to work in forked children
             return
-        found = self._found
-        if found.index is None:
-            found = torch.device(found.type, torch.accelerator.current_device_index())
+        device = self._torch_device
+        if device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         from stoker.hardware.device import Device
 
-        self._seek_device = False
-        self.device = Device(found)
-        self._clock.follow(self.device)
+        self._device_pending = False
+        self.device = Device(device)
+        self._clock.use_device(self.device)
 
-    def _find_compiler(self) -> None:
+    def _hook_compiler(self) -> None:
         """The handler of torch._dynamo, which torch.compile loads. Any thread may compile: a backward pass does it in
         one of autograd's, and the thread that trains waits for it."""
         module = sys.modules.get("torch._dynamo.callback")
-        self._handler = getattr(module, "callback_handler", None)
-        if self._handler is not None:
-            self._handler.register_start_callback(self._compile_begins)
-            self._handler.register_end_callback(self._compile_ends)
+        self._compile_callbacks = getattr(module, "callback_handler", None)
+        if self._compile_callbacks is not None:
+            self._compile_callbacks.register_start_callback(self._on_compile_start)
+            self._compile_callbacks.register_end_callback(self._on_compile_end)
 
-    def _compile_begins(self, *_: Any) -> None:
-        self._compile_began_s = time.perf_counter()
+    def _on_compile_start(self, *_: Any) -> None:
+        self._compile_start_s = time.perf_counter()
 
-    def _compile_ends(self, *_: Any) -> None:
-        if self._compile_began_s is not None and self._open:
-            self._later.append(("compile", self._compile_began_s, time.perf_counter()))
-        self._compile_began_s = None
+    def _on_compile_end(self, *_: Any) -> None:
+        if self._compile_start_s is not None and self._is_active:
+            self._pending_intervals.append(("compile", self._compile_start_s, time.perf_counter()))
+        self._compile_start_s = None

@@ -18,8 +18,8 @@ from typing import Any
 
 from stoker.hardware.cgroup import Cgroup, host_cores, host_memory
 from stoker.profiling.telemetry import platform_info
-from stoker.profiling.telemetry.gpu import Gpus
-from stoker.profiling.telemetry.machine import memory
+from stoker.profiling.telemetry.gpu import GpuSampler
+from stoker.profiling.telemetry.machine import read_meminfo
 
 if os.name == "posix":
     import resource
@@ -31,9 +31,9 @@ JOB_PACKAGES = ("torch", "torchvision", "tensorflow", "keras", "jax", "lightning
                 "ultralytics", "numpy", "protobuf")  # fmt: skip
 """The same of jobs that others wrote."""
 
-NO_FOLDERS: Mapping[str, str | Path] = MappingProxyType({})
+NO_DIRS: Mapping[str, str | Path] = MappingProxyType({})
 
-_VARIABLES = re.compile(
+_RECORDED_ENV_VARS = re.compile(
     r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
     r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
 )
@@ -44,17 +44,17 @@ _SECRET_FLAG = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """A flag with a secret behind it, in the same word or in the next. Not `--tokenizer`, nor `--max-tokens`."""
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_HOOK = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.|webhook)[^\s/'\"]*/)[^\s'\"]+", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_WEBHOOK_URL = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.|webhook)[^\s/'\"]*/)[^\s'\"]+", re.IGNORECASE)
 """The address of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…, ….webhook.office.com/…"""
-_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
+_SECRET_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 
 
 def describe(
-    variables: Mapping[str, str] = os.environ,
+    env: Mapping[str, str] = os.environ,
     argv: list[str] = sys.argv,
     *,
-    folders: Mapping[str, str | Path] = NO_FOLDERS,
+    dirs: Mapping[str, str | Path] = NO_DIRS,
 ) -> dict[str, Any]:
     """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch).
 
@@ -62,94 +62,94 @@ def describe(
     return {
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        **_machine(variables, folders),
-        "torch": _torch(),
-        "variables": _told(variables),
-        "argv": masked_words(argv),
+        **_describe_machine(env, dirs),
+        "torch": _describe_torch(),
+        "variables": _recorded_env(env),
+        "argv": mask_argv(argv),
     }
 
 
 def describe_job(
-    argv: list[str], variables: Mapping[str, str] = os.environ, *, folders: Mapping[str, str | Path] = NO_FOLDERS
+    argv: list[str], env: Mapping[str, str] = os.environ, *, dirs: Mapping[str, str | Path] = NO_DIRS
 ) -> dict[str, Any]:
     """The same of a job that stoker did not write. Nothing of it is run: its packages are those that lie beside the
     program, None where that is no Python environment; what its torch was built for is not known."""
-    packages, python = _packages_of(argv[0])
+    packages, python = _installed_packages(argv[0])
     return {
         "packages": packages,
         "python": python,
-        **_machine(variables, folders),
+        **_describe_machine(env, dirs),
         "torch": None,
-        "variables": _told(variables),
-        "argv": masked_words(argv),
+        "variables": _recorded_env(env),
+        "argv": mask_argv(argv),
         "cwd": os.getcwd(),
     }
 
 
 def describe_loop(
-    variables: Mapping[str, str] = os.environ,
+    env: Mapping[str, str] = os.environ,
     argv: list[str] = sys.argv,
     *,
-    folders: Mapping[str, str | Path] = NO_FOLDERS,
+    dirs: Mapping[str, str | Path] = NO_DIRS,
 ) -> dict[str, Any]:
     """The same of this process, whose training loop stoker did not write. torch is asked only where it is loaded: to
     load it takes seconds."""
     return {
         "packages": {name: _version(name) for name in ("stoker", *JOB_PACKAGES)},
         "python": platform.python_version(),
-        **_machine(variables, folders),
-        "torch": _torch() if "torch" in sys.modules else None,
-        "variables": _told(variables),
-        "argv": masked_words(argv),
+        **_describe_machine(env, dirs),
+        "torch": _describe_torch() if "torch" in sys.modules else None,
+        "variables": _recorded_env(env),
+        "argv": mask_argv(argv),
         "cwd": os.getcwd(),
     }
 
 
-def _packages_of(program: str) -> tuple[dict[str, str | None], str | None]:
+def _installed_packages(program: str) -> tuple[dict[str, str | None], str | None]:
     """(versions, Python's version) of the environment that a program is in, by where it lies."""
-    found = shutil.which(program)
-    folders = sorted(Path(found).parent.parent.glob("lib/python3*/site-packages")) if found else []
-    if not folders:
+    executable = shutil.which(program)
+    dirs = sorted(Path(executable).parent.parent.glob("lib/python3*/site-packages")) if executable else []
+    if not dirs:
         return dict.fromkeys(JOB_PACKAGES), None
-    folder = folders[-1]
+    site_packages = dirs[-1]
     versions: dict[str, str | None] = dict.fromkeys(JOB_PACKAGES)
-    for one in metadata.distributions(path=[str(folder)]):
-        name = (one.metadata["Name"] or "").lower()
+    for distribution in metadata.distributions(path=[str(site_packages)]):
+        name = (distribution.metadata["Name"] or "").lower()
         if name in versions:
-            versions[name] = one.version
-    return versions, folder.parent.name.removeprefix("python")
+            versions[name] = distribution.version
+    return versions, site_packages.parent.name.removeprefix("python")
 
 
-def _machine(variables: Mapping[str, str], folders: Mapping[str, str | Path]) -> dict[str, Any]:
+def _describe_machine(env: Mapping[str, str], dirs: Mapping[str, str | Path]) -> dict[str, Any]:
     limit_bytes, _ = host_memory()
     return {
-        "os": _os(),
+        "os": _os_name(),
         "kernel": platform.release(),
         "hostname": platform.node(),
-        "container": container(variables),
-        "machine_type": machine_type(variables),
-        "cpu": _cpu(),
+        "container": detect_container(env),
+        "machine_type": detect_machine_type(env),
+        "cpu": _cpu_model(),
         "cores": host_cores(),
         "machine_cores": os.cpu_count(),
-        "cpu_quota": Cgroup().cores(),
+        "cpu_quota": Cgroup().cpu_limit_cores(),
         "memory_limit_bytes": limit_bytes,
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
-        "cloud": platform_info.cloud(),
-        "board": platform_info.board(),
-        "cpu_sockets": platform_info.sockets(),
-        "numa_nodes": platform_info.numa_nodes(),
-        "huge_pages": platform_info.huge_pages(),
-        "swap_bytes": memory(Path("/proc")).get("SwapTotal"),
-        "handles_limit": _handles_limit(),
-        "storage": {name: platform_info.storage(folder) for name, folder in folders.items()},
-        "gpu": platform_info.answered(
-            lambda: Gpus(variables).describe(),
-            {"gpus": [], "reason": f"the driver has not answered for {platform_info.ANSWER_WITHIN_S:.0f} s"},
+        "cloud": platform_info.detect_cloud(),
+        "board": platform_info.system_vendor(),
+        "cpu_sockets": platform_info.count_cpu_sockets(),
+        "numa_nodes": platform_info.count_numa_nodes(),
+        "huge_pages": platform_info.huge_page_mode(),
+        "swap_bytes": read_meminfo(Path("/proc")).get("SwapTotal"),
+        "handles_limit": _max_open_fds(),
+        "storage": {name: platform_info.describe_storage(path) for name, path in dirs.items()},
+        "gpu": platform_info.query_with_timeout(
+            lambda: GpuSampler(env).describe(),
+            {"gpus": [], "reason": f"the driver has not answered for {platform_info.QUERY_TIMEOUT_S:.0f} s"},
         ),
     }
 
 
-def _handles_limit() -> int | None:
+def _max_open_fds() -> int | None:
     """Open files that a process started here may have (`ulimit -n`); None: no limit."""
     if os.name != "posix":
         return None
@@ -157,54 +157,54 @@ def _handles_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text without passwords: `s3://***@host/…`, `…?sig=***`, `https://hooks.slack.com/***`."""
-    return _HOOK.sub(r"\1***", _QUERY.sub(r"\1***", _PASSWORD.sub("***", text)))
+    return _WEBHOOK_URL.sub(r"\1***", _SECRET_QUERY.sub(r"\1***", _URL_PASSWORD.sub("***", text)))
 
 
-def masked_words(argv: Iterable[str]) -> list[str]:
+def mask_argv(argv: Iterable[str]) -> list[str]:
     """A command without passwords: each word `masked`, and what stands behind `--token`, `--alert-webhook` …"""
-    words: list[str] = []
+    masked_argv: list[str] = []
     hide_next = False
-    for word in argv:
-        flag = _SECRET_FLAG.fullmatch(word)
+    for arg in argv:
+        flag = _SECRET_FLAG.fullmatch(arg)
         if flag is not None and flag["value"] is not None:
-            words.append(word[: flag.start("value")] + "=***")
+            masked_argv.append(arg[: flag.start("value")] + "=***")
         else:
-            words.append("***" if hide_next and not word.startswith("--") else masked(word))
+            masked_argv.append("***" if hide_next and not arg.startswith("--") else mask_secrets(arg))
         hide_next = flag is not None and flag["value"] is None
-    return words
+    return masked_argv
 
 
-def container(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
+def detect_container(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
     """The kind of container around this process, as far as it shows: kubernetes, singularity, podman, docker."""
-    if "KUBERNETES_SERVICE_HOST" in variables:
+    if "KUBERNETES_SERVICE_HOST" in env:
         return "kubernetes"
-    if "SINGULARITY_NAME" in variables or "APPTAINER_NAME" in variables:
+    if "SINGULARITY_NAME" in env or "APPTAINER_NAME" in env:
         return "singularity"
     if (root / "run/.containerenv").exists():
         return "podman"
     return "docker" if (root / ".dockerenv").exists() else None
 
 
-def machine_type(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
+def detect_machine_type(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
     """What its cloud calls the machine: STOKER_MACHINE_TYPE, else what the firmware says (DMI; on AWS that is the type,
     on GCP only "Google Compute Engine"). The metadata server is not asked: that would be a request at every start."""
-    told = variables.get("STOKER_MACHINE_TYPE", "").strip()
-    if told:
-        return told
+    from_env = env.get("STOKER_MACHINE_TYPE", "").strip()
+    if from_env:
+        return from_env
     try:
         return (root / "sys/class/dmi/id/product_name").read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:  # no DMI: not a PC, or hidden in a container
         return None
 
 
-def _told(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: masked(variables[name]) for name in sorted(variables) if _is_told(name)}
+def _recorded_env(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: mask_secrets(env[name]) for name in sorted(env) if _is_recorded_var(name)}
 
 
-def _is_told(name: str) -> bool:
-    return _VARIABLES.match(name) is not None and _SECRET.search(name) is None
+def _is_recorded_var(name: str) -> bool:
+    return _RECORDED_ENV_VARS.match(name) is not None and _SECRET.search(name) is None
 
 
 def _version(package: str) -> str | None:
@@ -214,20 +214,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _os() -> str:
+def _os_name() -> str:
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):  # not a Linux, or one that does not say
         return platform.platform()
 
 
-def _cpu() -> str:
+def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.exists() else "", re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.exists() else "", re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
 
 
-def _torch() -> dict[str, Any] | None:
+def _describe_torch() -> dict[str, Any] | None:
     """What torch was built for, and the cuDNN it loads; None where there is no torch."""
     try:
         import torch

@@ -12,81 +12,83 @@ from typing import Any
 
 import pynvml
 
-from stoker.profiling.telemetry.nvml import Gpu, ask
+from stoker.profiling.telemetry.nvml import Gpu, query
 
-_PERCENT, _MIB_A_SECOND = 1 / 100, 2.0**20
+_PERCENT, _MIB_PER_S = 1 / 100, 2.0**20
 
 METRICS = {
     "sm_active": (pynvml.NVML_GPM_METRIC_SM_UTIL, _PERCENT),
     "sm_occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY, _PERCENT),
     "tensor_active": (pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL, _PERCENT),
     "dram_active": (pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL, _PERCENT),
-    "pcie_sent_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, _MIB_A_SECOND),
-    "pcie_received_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, _MIB_A_SECOND),
-    "nvlink_sent_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, _MIB_A_SECOND),
-    "nvlink_received_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB_A_SECOND),
+    "pcie_sent_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, _MIB_PER_S),
+    "pcie_received_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, _MIB_PER_S),
+    "nvlink_sent_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, _MIB_PER_S),
+    "nvlink_received_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB_PER_S),
 }
 """Fields of a `schemas.GpuSample`, NVML's numbers of them, and what their unit is in ours."""
 
 
-class Counters:
+class GpmCounters:
     """The counters of one GPU, or of one slice. The first sample has nothing to compare with."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._absent = False
+        self._unsupported = False
         self._samples: list[Any] = []
         """The driver's room for the older and for the newer, which change places."""
-        self._filled = 0
-        self._question = pynvml.c_nvmlGpmMetricsGet_t()
+        self._num_filled = 0
+        self._request = pynvml.c_nvmlGpmMetricsGet_t()
 
     def sample(self) -> dict[str, float]:
         """Means since the sample before, by field, without those that the GPU does not have. Raises GpuLost."""
-        if self._absent or not (self._samples or self._open()):
+        if self._unsupported or not (self._samples or self._allocate_samples()):
             return {}
         self._samples.reverse()
-        if not self._take(self._samples[1]):
-            self._filled = 0
+        if not self._read_sample(self._samples[1]):
+            self._num_filled = 0
             return {}
-        self._filled = min(2, self._filled + 1)
-        return self._compared() if self._filled == 2 else {}
+        self._num_filled = min(2, self._num_filled + 1)
+        return self._compute_metrics() if self._num_filled == 2 else {}
 
-    def _open(self) -> bool:
-        support = self._gpu.ask(pynvml.nvmlGpmQueryDeviceSupport)
-        self._absent = support is not None and not support.isSupportedDevice
-        if support is None or self._absent:
+    def _allocate_samples(self) -> bool:
+        support = self._gpu.query(pynvml.nvmlGpmQueryDeviceSupport)
+        self._unsupported = support is not None and not support.isSupportedDevice
+        if support is None or self._unsupported:
             return False
-        older, newer = ask(pynvml.nvmlGpmSampleAlloc), ask(pynvml.nvmlGpmSampleAlloc)
+        older, newer = query(pynvml.nvmlGpmSampleAlloc), query(pynvml.nvmlGpmSampleAlloc)
         if older is None or newer is None:
             return False
         self._samples = [older, newer]
-        weakref.finalize(self, _free, older, newer).atexit = False  # a driver that hangs must not hold up the end
+        weakref.finalize(
+            self, _free_samples, older, newer
+        ).atexit = False  # a driver that hangs must not hold up the end
         return True
 
-    def _take(self, into: Any) -> bool:
-        if self._gpu.slice_id is None:
-            return self._gpu.ask(pynvml.nvmlGpmSampleGet, into) is not None
-        return self._gpu.ask(pynvml.nvmlGpmMigSampleGet, self._gpu.slice_id, into) is not None
+    def _read_sample(self, buffer: Any) -> bool:
+        if self._gpu.gpu_instance_id is None:
+            return self._gpu.query(pynvml.nvmlGpmSampleGet, buffer) is not None
+        return self._gpu.query(pynvml.nvmlGpmMigSampleGet, self._gpu.gpu_instance_id, buffer) is not None
 
-    def _compared(self) -> dict[str, float]:
-        question = self._question
-        question.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        question.numMetrics = len(METRICS)  # the array is longer in some versions of the header than in others
-        question.sample1, question.sample2 = self._samples
-        for place, (number, _) in enumerate(METRICS.values()):
-            question.metrics[place].metricId = number
-        if ask(pynvml.nvmlGpmMetricsGet, question) is None:
+    def _compute_metrics(self) -> dict[str, float]:
+        request = self._request
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(METRICS)  # the array is longer in some versions of the header than in others
+        request.sample1, request.sample2 = self._samples
+        for i, (metric_id, _) in enumerate(METRICS.values()):
+            request.metrics[i].metricId = metric_id
+        if query(pynvml.nvmlGpmMetricsGet, request) is None:
             return {}
-        found: dict[str, float] = {}
-        for place, (field, (_, unit)) in enumerate(METRICS.items()):
-            metric = question.metrics[place]
+        values: dict[str, float] = {}
+        for i, (field, (_, unit)) in enumerate(METRICS.items()):
+            metric = request.metrics[i]
             if metric.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(metric.value):
                 value = max(0.0, metric.value * unit)
-                found[field] = min(1.0, value) if unit == _PERCENT else value
-        return found
+                values[field] = min(1.0, value) if unit == _PERCENT else value
+        return values
 
 
-def _free(*samples: Any) -> None:
+def _free_samples(*samples: Any) -> None:
     with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and with it what was kept for it
         for sample in samples:
             pynvml.nvmlGpmSampleFree(sample)

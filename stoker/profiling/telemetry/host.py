@@ -16,10 +16,10 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.processes import SELDOM, Processes, Tree
-from stoker.profiling.telemetry.timeouts import Beside
+from stoker.profiling.telemetry.processes import SLOW_SAMPLE_EVERY, ProcessTreeSample, ProcessTreeSampler
+from stoker.profiling.telemetry.timeouts import TimeoutWorker
 
-FOLDER_WITHIN_S = 0.2
+FREE_BYTES_TIMEOUT_S = 0.2
 """How long a run's folder is waited for to say its free bytes: one on NFS whose server is gone never does."""
 
 
@@ -27,7 +27,7 @@ FOLDER_WITHIN_S = 0.2
 class HostSample:
     """The host's part of a `schemas.DeviceSample`, by the same names. Shares are of the time since the last sample."""
 
-    cpu: list[float]
+    cpu_core_utilization: list[float]
     process_cpu: float | None
     rss_bytes: int | None
     memory_used_bytes: int | None
@@ -36,7 +36,7 @@ class HostSample:
     psi_memory: float | None
     psi_io: float | None
     throttled_s: float | None
-    cores: float | None
+    cpu_limit_cores: float | None
     threads: int | None
     threads_running: float | None
     page_cache_bytes: int | None
@@ -50,23 +50,23 @@ class HostSample:
     net_sent_bytes_s: float | None
     shm_used_bytes: int | None
     shm_total_bytes: int | None
-    handles: int | None
-    handles_limit: int | None
+    open_fds: int | None
+    max_fds: int | None
     oom_kills: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counters:
+class _CumulativeCounters:
     """Everything that only grows, at one moment: seconds and bytes; `cores`: (busy, all) ticks of each core."""
 
-    at_s: float
-    cores: list[tuple[float, float]]
-    process_s: float | None
+    time_s: float
+    core_ticks: list[tuple[float, float]]
+    process_cpu_s: float | None
     psi_s: dict[str, float | None]
     throttled_s: float | None
-    tree: Tree
-    disk: tuple[int, int] | None
-    network: tuple[int, int] | None
+    tree: ProcessTreeSample
+    disk_bytes: tuple[int, int] | None
+    network_bytes: tuple[int, int] | None
     oom_kills: int | None
 
 
@@ -74,13 +74,13 @@ class _Counters:
 class _Memory:
     """Of the cgroup where its limit is the tighter one, else of the machine; page cache is not used."""
 
-    limit: int
-    used: int
-    page_cache: int | None
-    swap_used: int | None
+    limit_bytes: int
+    used_bytes: int
+    page_cache_bytes: int | None
+    swap_used_bytes: int | None
 
 
-class Host:
+class HostSampler:
     """Reads the host. The first sample covers the time since this was made.
 
     pid: whose processor time, memory, threads and files: of this process, or of another one and all below it, seen with
@@ -92,55 +92,62 @@ class Host:
         self,
         *,
         pid: int | None = None,
-        folder: Path | None = None,
+        run_dir: Path | None = None,
         proc: Path = Path("/proc"),
         cgroup: Cgroup | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
-        self._root = pid or os.getpid()
+        self._root_pid = pid or os.getpid()
         self._proc = proc
-        self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.of(pid))
+        self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.for_pid(pid))
         self._now = now
-        self._processes = Processes(self._root, proc)
+        self._processes = ProcessTreeSampler(self._root_pid, proc)
         self._shm = "/dev/shm" if pid is None else f"{proc}/{pid}/root/dev/shm"
-        self._room = None if folder is None else Beside(lambda: lambda: machine.free_bytes(folder), name="free bytes")
-        self._number = 0
-        self._cores: float | None = None
+        self._free_bytes_worker = (
+            None if run_dir is None else TimeoutWorker(lambda: lambda: machine.free_bytes(run_dir), name="free bytes")
+        )
+        self._sample_count = 0
+        self._cpu_limit_cores: float | None = None
         self._free_bytes: int | None = None
-        self._before = self._counters()
+        self._previous = self._read_counters()
 
     def sample(self) -> HostSample:
         """Raises nothing that a machine could cause."""
-        before, after = self._before, self._counters()
-        self._before = after
-        took_s = after.at_s - before.at_s
-        pressure = {what: _share(before.psi_s[what], after.psi_s[what], took_s) for what in after.psi_s}
-        if self._number % SELDOM == 0:
-            self._cores = self._usable_cores()
-            self._free_bytes = None if self._room is None else self._room.ask(FOLDER_WITHIN_S)
-        self._number += 1
-        memory, shm, tree = self._memory(), machine.room(self._shm), after.tree
-        disk_read, disk_written = _rates(before.disk, after.disk, took_s)
-        received, sent = _rates(before.network, after.network, took_s)
-        kills = _grown(before.oom_kills, after.oom_kills)
+        before, after = self._previous, self._read_counters()
+        self._previous = after
+        duration_s = after.time_s - before.time_s
+        pressure = {
+            resource: _fraction_of_time(before.psi_s[resource], after.psi_s[resource], duration_s)
+            for resource in after.psi_s
+        }
+        if self._sample_count % SLOW_SAMPLE_EVERY == 0:
+            self._cpu_limit_cores = self._usable_cores()
+            self._free_bytes = (
+                None if self._free_bytes_worker is None else self._free_bytes_worker.call(FREE_BYTES_TIMEOUT_S)
+            )
+        self._sample_count += 1
+        memory, shm, tree = self._read_memory(), machine.disk_usage(self._shm), after.tree
+        disk_read, disk_written = _per_second_pair(before.disk_bytes, after.disk_bytes, duration_s)
+        received, sent = _per_second_pair(before.network_bytes, after.network_bytes, duration_s)
+        oom_kills = _increase(before.oom_kills, after.oom_kills)
         return HostSample(
-            cpu=_busy(before.cores, after.cores),
-            process_cpu=_rate(before.process_s, after.process_s, took_s),
+            cpu_core_utilization=_core_utilization(before.core_ticks, after.core_ticks),
+            process_cpu=_per_second(before.process_cpu_s, after.process_cpu_s, duration_s),
             rss_bytes=tree.rss_bytes,
-            memory_used_bytes=memory.used,
-            memory_limit_bytes=memory.limit,
+            memory_used_bytes=memory.used_bytes,
+            memory_limit_bytes=memory.limit_bytes,
             psi_cpu=pressure["cpu"],
             psi_memory=pressure["memory"],
             psi_io=pressure["io"],
-            throttled_s=_grown(before.throttled_s, after.throttled_s),
-            cores=self._cores,
+            throttled_s=_increase(before.throttled_s, after.throttled_s),
+            cpu_limit_cores=self._cpu_limit_cores,
             threads=tree.threads,
             threads_running=tree.threads_running,
-            page_cache_bytes=memory.page_cache,
-            swap_used_bytes=memory.swap_used,
-            read_bytes_s=_rate(before.tree.read_bytes, tree.read_bytes, took_s),
-            written_bytes_s=_rate(before.tree.written_bytes, tree.written_bytes, took_s),
+            page_cache_bytes=memory.page_cache_bytes,
+            swap_used_bytes=memory.swap_used_bytes,
+            read_bytes_s=_per_second(before.tree.read_bytes, tree.read_bytes, duration_s),
+            written_bytes_s=_per_second(before.tree.written_bytes, tree.written_bytes, duration_s),
             disk_read_bytes_s=disk_read,
             disk_written_bytes_s=disk_written,
             disk_free_bytes=self._free_bytes,
@@ -148,54 +155,61 @@ class Host:
             net_sent_bytes_s=sent,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
-            handles=tree.handles,
-            handles_limit=tree.handles_limit,
-            oom_kills=None if kills is None else int(kills),
+            open_fds=tree.open_fds,
+            max_fds=tree.max_fds,
+            oom_kills=None if oom_kills is None else int(oom_kills),
         )
 
     def close(self) -> None:
         """Ends the thread that asks the folder, if it does not hang in it."""
-        if self._room is not None:
-            self._room.end()
+        if self._free_bytes_worker is not None:
+            self._free_bytes_worker.stop()
 
-    def _counters(self) -> _Counters:
-        at_s = self._now()
-        tree = self._processes.sample(at_s)
-        return _Counters(
-            at_s=at_s,
-            cores=machine.core_ticks(self._proc),
-            process_s=time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s,
-            psi_s={what: machine.pressure_s(self._proc / "pressure" / what) for what in ("cpu", "memory", "io")},
+    def _read_counters(self) -> _CumulativeCounters:
+        time_s = self._now()
+        tree = self._processes.sample(time_s)
+        return _CumulativeCounters(
+            time_s=time_s,
+            core_ticks=machine.core_ticks(self._proc),
+            process_cpu_s=time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s,
+            psi_s={
+                resource: machine.pressure_s(self._proc / "pressure" / resource) for resource in ("cpu", "memory", "io")
+            },
             throttled_s=self._cgroup.throttled_s(),
             tree=tree,
-            disk=machine.disk_bytes(self._proc),
-            network=machine.network_bytes(f"{self._proc}/{self._root}"),
+            disk_bytes=machine.disk_bytes(self._proc),
+            network_bytes=machine.network_bytes(f"{self._proc}/{self._root_pid}"),
             oom_kills=self._cgroup.oom_kills(),
         )
 
-    def _memory(self) -> _Memory:
-        told = machine.memory(self._proc)
-        if not told:
-            everything = psutil.virtual_memory()
-            total, free = everything.total, everything.available
+    def _read_memory(self) -> _Memory:
+        meminfo = machine.read_meminfo(self._proc)
+        if not meminfo:
+            virtual = psutil.virtual_memory()
+            total, free = virtual.total, virtual.available
             cache = swap = None
         else:
-            total, free = told["MemTotal"], told.get("MemAvailable", told["MemFree"])
-            cache = told.get("Cached", 0) + told.get("Buffers", 0) - told.get("Shmem", 0)
-            swap = told.get("SwapTotal", 0) - told.get("SwapFree", 0)
-        inside = self._cgroup.memory_state()
-        if inside is not None and inside.limit < total:
-            return _Memory(limit=inside.limit, used=inside.used, page_cache=inside.page_cache, swap_used=inside.swap)
-        return _Memory(limit=total, used=total - free, page_cache=cache, swap_used=swap)
+            total, free = meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemFree"])
+            cache = meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
+            swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
+        cgroup_memory = self._cgroup.memory_state()
+        if cgroup_memory is not None and cgroup_memory.limit < total:
+            return _Memory(
+                limit_bytes=cgroup_memory.limit,
+                used_bytes=cgroup_memory.used,
+                page_cache_bytes=cgroup_memory.page_cache,
+                swap_used_bytes=cgroup_memory.swap,
+            )
+        return _Memory(limit_bytes=total, used_bytes=total - free, page_cache_bytes=cache, swap_used_bytes=swap)
 
     def _usable_cores(self) -> float | None:
         try:
-            return usable_cores(self._root, self._cgroup)
+            return usable_cores(self._root_pid, self._cgroup)
         except ProcessLookupError:  # the job ended
             return None
 
 
-def _busy(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> list[float]:
+def _core_utilization(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> list[float]:
     """Busy share of each core; empty when no time passed or a core came or went."""
     pairs = list(zip(before, after, strict=False))
     if len(before) != len(after) or any(new[1] <= old[1] for old, new in pairs):
@@ -203,29 +217,29 @@ def _busy(before: list[tuple[float, float]], after: list[tuple[float, float]]) -
     return [min(1.0, max(0.0, (new[0] - old[0]) / (new[1] - old[1]))) for old, new in pairs]
 
 
-def _grown(before: float | None, after: float | None) -> float | None:
+def _increase(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else max(0.0, after - before)
 
 
-def _rate(before: float | None, after: float | None, took_s: float) -> float | None:
-    grown = _grown(before, after)
-    return None if grown is None or took_s <= 0 else grown / took_s
+def _per_second(before: float | None, after: float | None, duration_s: float) -> float | None:
+    increase = _increase(before, after)
+    return None if increase is None or duration_s <= 0 else increase / duration_s
 
 
-def _rates(
-    before: tuple[int, int] | None, after: tuple[int, int] | None, took_s: float
+def _per_second_pair(
+    before: tuple[int, int] | None, after: tuple[int, int] | None, duration_s: float
 ) -> tuple[float | None, float | None]:
     if before is None or after is None:
         return None, None
-    return _rate(before[0], after[0], took_s), _rate(before[1], after[1], took_s)
+    return _per_second(before[0], after[0], duration_s), _per_second(before[1], after[1], duration_s)
 
 
-def _share(before: float | None, after: float | None, took_s: float) -> float | None:
-    rate = _rate(before, after, took_s)
-    return None if rate is None else min(1.0, rate)
+def _fraction_of_time(before: float | None, after: float | None, duration_s: float) -> float | None:
+    fraction = _per_second(before, after, duration_s)
+    return None if fraction is None else min(1.0, fraction)
 
 
-def process_started_s() -> float:
+def process_start_s() -> float:
     """The moment of `time.perf_counter` at which this process began; not after now, whatever the clocks say."""
     age_s = time.time() - psutil.Process().create_time()
     return time.perf_counter() - max(0.0, age_s)

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-TELLING = {
+KERNEL_PATTERNS = {
     "oom": r"Out of memory|oom-kill:|out of memory:|oom_reaper|invoked oom-killer",
     "xid": r"NVRM: (?:Xid|GPU at)|nvidia-nvlink: .*(?:error|fail)",
     "crash": r"segfault at|general protection|traps: |trap invalid opcode|bus error",
@@ -24,7 +24,7 @@ TELLING = {
 """Words of the kernel (mm/oom_kill.c, kernel/hung_task.c, arch/x86/kernel/traps.c, fs/ext4, fs/xfs) and of NVIDIA's
 module, by what they tell."""
 
-_KINDS = [(kind, re.compile(pattern)) for kind, pattern in TELLING.items()]
+_COMPILED_PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in KERNEL_PATTERNS.items()]
 _RECORD_BYTES = 8192
 """The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer gets an error."""
 
@@ -33,49 +33,49 @@ _RECORD_BYTES = 8192
 class KernelLine:
     """at_s: seconds since boot, on the clock of `time.monotonic`, within seconds; kind: a key of TELLING."""
 
-    at_s: float
+    monotonic_s: float
     kind: str
     text: str
 
 
-def kernel_lines(since_boot_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
+def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
     """The telling lines that the kernel wrote at `since_boot_s` or later, the oldest first; None where it lets us read
     none. It keeps the newest few thousand lines of all kinds, so a flood may have pushed out what is asked for."""
     try:
-        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # dmesg_restrict, a container, not a Linux
         return None
-    found: list[KernelLine] = []
+    lines: list[KernelLine] = []
     try:
-        while record := _next_record(handle):
-            line = parsed(record)
-            if line is not None and line.at_s >= since_boot_s:
-                found.append(line)
+        while record := _next_record(fd):
+            line = parse_record(record)
+            if line is not None and line.monotonic_s >= start_s:
+                lines.append(line)
     except PermissionError:  # some kernels refuse only the reading
         return None
     finally:
-        os.close(handle)
-    return found
+        os.close(fd)
+    return lines
 
 
-def parsed(record: bytes) -> KernelLine | None:
+def parse_record(record: bytes) -> KernelLine | None:
     """A record of /dev/kmsg, `priority,number,microseconds,flags;text`; None where it tells nothing."""
     head, _, rest = record.decode(errors="replace").partition(";")
     text = rest.partition("\n")[0]  # properties follow, one a line
     fields = head.split(",")
     if len(fields) < 3 or not fields[2].isdecimal():
         return None
-    for kind, pattern in _KINDS:
+    for kind, pattern in _COMPILED_PATTERNS:
         if pattern.search(text):
-            return KernelLine(at_s=int(fields[2]) / 1e6, kind=kind, text=text)
+            return KernelLine(monotonic_s=int(fields[2]) / 1e6, kind=kind, text=text)
     return None
 
 
-def _next_record(handle: int) -> bytes:
+def _next_record(fd: int) -> bytes:
     """The record after the last one read; empty at the end."""
     while True:
         try:
-            return os.read(handle, _RECORD_BYTES)
+            return os.read(fd, _RECORD_BYTES)
         except BlockingIOError:
             return b""
         except OSError as error:

@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 
-from stoker.profiling.telemetry.procfs import number_of, read_or_none
+from stoker.profiling.telemetry.procfs import parse_number, read_or_none
 
 SECTOR_BYTES = 512
 """Of /proc/diskstats, whatever the disk's own are (kernel documentation: admin-guide/iostats)."""
 
-_STACKED = re.compile(r"loop|ram|zram|dm-|md|sr|fd|nvme\d+c\d+n\d+$")
+_VIRTUAL_DEVICES = re.compile(r"loop|ram|zram|dm-|md|sr|fd|nvme\d+c\d+n\d+$")
 """Block devices that lie on others, whose bytes would count twice, or that are no storage."""
 
 
@@ -24,21 +24,21 @@ def core_ticks(proc: Path) -> list[tuple[float, float]]:
     """(busy, all) time of each core since boot; the unit is of no matter. Time of guests is in `user` already."""
     text = read_or_none(f"{proc}/stat")
     if text is None:
-        return [_of_psutil(times) for times in psutil.cpu_times(percpu=True)]
+        return [_psutil_ticks(times) for times in psutil.cpu_times(percpu=True)]
     cores: list[tuple[float, float]] = []
     for line in text.splitlines()[1:]:
         if not line.startswith(b"cpu"):
             break
         ticks = [float(field) for field in line.split()[1:9]]  # user nice system idle iowait irq softirq steal
-        everything = sum(ticks)
-        cores.append((everything - ticks[3] - ticks[4], everything))
+        total = sum(ticks)
+        cores.append((total - ticks[3] - ticks[4], total))
     return cores
 
 
-def _of_psutil(times: Any) -> tuple[float, float]:
+def _psutil_ticks(times: Any) -> tuple[float, float]:
     fields = times._asdict()
-    everything = sum(fields.values())
-    return everything - fields["idle"], everything
+    total = sum(fields.values())
+    return total - fields["idle"], total
 
 
 def pressure_s(path: Path) -> float | None:
@@ -46,19 +46,19 @@ def pressure_s(path: Path) -> float | None:
     text = read_or_none(str(path))  # absent, or pressure accounting is off (EOPNOTSUPP)
     if text is None:
         return None
-    some = next((line for line in text.splitlines() if line.startswith(b"some")), b"")
-    return number_of(some, b"total=") / 1e6 if b"total=" in some else None
+    some_line = next((line for line in text.splitlines() if line.startswith(b"some")), b"")
+    return parse_number(some_line, b"total=") / 1e6 if b"total=" in some_line else None
 
 
-def memory(proc: Path) -> dict[str, int]:
+def read_meminfo(proc: Path) -> dict[str, int]:
     """Bytes by the names of /proc/meminfo; empty without it."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in (read_or_none(f"{proc}/meminfo") or b"").splitlines():
         name, _, rest = line.partition(b":")
-        words = rest.split()
-        if words:
-            found[name.decode()] = int(words[0]) * (1024 if len(words) > 1 else 1)
-    return found
+        fields = rest.split()
+        if fields:
+            sizes[name.decode()] = int(fields[0]) * (1024 if len(fields) > 1 else 1)
+    return sizes
 
 
 def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int] | None:
@@ -66,7 +66,7 @@ def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int]
     (device mapper, RAID, loop) is theirs."""
     text = read_or_none(f"{proc}/diskstats")
     try:
-        whole = {name for name in os.listdir(blocks) if not _STACKED.match(name)}
+        disks = {name for name in os.listdir(blocks) if not _VIRTUAL_DEVICES.match(name)}
     except OSError:  # no sysfs: a partition cannot be told from a disk
         return None
     if text is None:
@@ -74,42 +74,42 @@ def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int]
     read_sectors = written_sectors = 0
     for line in text.splitlines():
         fields = line.split()
-        if len(fields) >= 10 and fields[2].decode() in whole:
+        if len(fields) >= 10 and fields[2].decode() in disks:
             read_sectors, written_sectors = read_sectors + int(fields[5]), written_sectors + int(fields[9])
     return read_sectors * SECTOR_BYTES, written_sectors * SECTOR_BYTES
 
 
-def network_bytes(process: str, interfaces: Path = Path("/sys/class/net")) -> tuple[int, int] | None:
+def network_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/net")) -> tuple[int, int] | None:
     """(received, sent) bytes since boot, as the process whose folder of /proc is given sees the network. Real
     interfaces where there are any, since bridges and their ends carry the same bytes; else all but loopback. What goes
     past the kernel (RDMA) is not in it."""
-    text = read_or_none(f"{process}/net/dev")
+    text = read_or_none(f"{proc_dir}/net/dev")
     if text is None:
         return None
-    counted: dict[str, tuple[int, int]] = {}
+    by_interface: dict[str, tuple[int, int]] = {}
     for line in text.splitlines()[2:]:
         name, _, rest = line.decode().partition(":")
         fields = rest.split()
         if name.strip() != "lo" and len(fields) >= 9:
-            counted[name.strip()] = int(fields[0]), int(fields[8])
-    real = [both for name, both in counted.items() if os.path.exists(f"{interfaces}/{name}/device")]
-    every = real or list(counted.values())
-    return sum(received for received, _ in every), sum(sent for _, sent in every)
+            by_interface[name.strip()] = int(fields[0]), int(fields[8])
+    physical = [counts for name, counts in by_interface.items() if os.path.exists(f"{interfaces}/{name}/device")]
+    selected = physical or list(by_interface.values())
+    return sum(received for received, _ in selected), sum(sent for _, sent in selected)
 
 
-def room(folder: str) -> tuple[int, int] | None:
+def disk_usage(path: str) -> tuple[int, int] | None:
     """(used, all) bytes of a file system; None where it is absent. May hang with a storage that went away."""
     try:
-        told = os.statvfs(folder)
+        stats = os.statvfs(path)
     except OSError:
         return None
-    return (told.f_blocks - told.f_bfree) * told.f_frsize, told.f_blocks * told.f_frsize
+    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
 
-def free_bytes(folder: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
     """That an ordinary user may still write there. May hang as above."""
     try:
-        told = os.statvfs(folder)
+        stats = os.statvfs(path)
     except OSError:
         return None
-    return told.f_bavail * told.f_frsize
+    return stats.f_bavail * stats.f_frsize

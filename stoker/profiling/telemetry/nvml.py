@@ -13,16 +13,16 @@ import pynvml
 
 Value = TypeVar("Value")
 
-ASK_AGAIN_AFTER = 600
+RETRY_AFTER_SAMPLES = 600
 """Samples, so ten minutes: a setting (ECC, MIG) may change meanwhile."""
 
-MOST_SLICES = 8
+MAX_MIG_DEVICES = 8
 """Of one GPU; seven are the most so far."""
 
-_LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_UNINITIALIZED}
+_LOST_ERRORS = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_UNINITIALIZED}
 """The GPU, or the driver under it, answers nothing any more: it is not asked again."""
 
-_NEVER = {
+_PERMANENT_ERRORS = {
     pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 }  # fmt: skip
@@ -39,47 +39,47 @@ class Gpu:
 
     index: int
     """The driver's number of the whole GPU."""
-    whole: Any
+    device: Any
     """NVML's handle of it; None: it was lost before we came."""
-    part: Any = None
+    mig_device: Any = None
     """NVML's handle of the slice."""
-    slice_id: int | None = None
+    gpu_instance_id: int | None = None
     """Number of the slice's GPU instance."""
-    silent: dict[str, int] = dataclasses.field(default_factory=dict)
+    unsupported_until: dict[str, int] = dataclasses.field(default_factory=dict)
     """Questions without an answer, and the sample in which they are asked again."""
-    sample: int = 0
+    sample_index: int = 0
 
     @property
     def handle(self) -> Any:
         """What our own share is asked of: memory, processes."""
-        return self.whole if self.part is None else self.part
+        return self.device if self.mig_device is None else self.mig_device
 
-    def ask(self, question: Callable[..., Value], *arguments: Any, of: Any = None) -> Value | None:
+    def query(self, function: Callable[..., Value], *arguments: Any, target: Any = None) -> Value | None:
         """What the whole GPU, or `of`, says; None when it has no answer. Raises GpuLost."""
-        name = question.__name__ + "".join(f" {word}" for word in arguments if isinstance(word, int))
-        if self.silent.get(name, 0) > self.sample:
+        name = function.__name__ + "".join(f" {argument}" for argument in arguments if isinstance(argument, int))
+        if self.unsupported_until.get(name, 0) > self.sample_index:
             return None
         try:
-            return question(self.whole if of is None else of, *arguments)
+            return function(self.device if target is None else target, *arguments)
         except pynvml.NVMLError as error:
-            if error.value in _LOST:
+            if error.value in _LOST_ERRORS:
                 raise GpuLost(str(error)) from error
-            if error.value in _NEVER:
-                self.silent[name] = self.sample + ASK_AGAIN_AFTER
+            if error.value in _PERMANENT_ERRORS:
+                self.unsupported_until[name] = self.sample_index + RETRY_AFTER_SAMPLES
             return None
 
 
-def ask(question: Callable[..., Value], *arguments: Any) -> Value | None:
+def query(function: Callable[..., Value], *arguments: Any) -> Value | None:
     """The answer, or None when this GPU or driver has none. Raises GpuLost."""
     try:
-        return question(*arguments)
+        return function(*arguments)
     except pynvml.NVMLError as error:
-        if error.value in _LOST:
+        if error.value in _LOST_ERRORS:
             raise GpuLost(str(error)) from error
         return None
 
 
-def address(handle: Any) -> int:
+def handle_pointer(handle: Any) -> int:
     """What tells two handles apart: the driver's own pointer."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
@@ -87,50 +87,54 @@ def address(handle: Any) -> int:
 def visible_gpus(visible: str | None) -> list[Gpu]:
     """GPUs in CUDA's order, of CUDA_VISIBLE_DEVICES. As in CUDA, the first name that fits no GPU hides itself and all
     after it, and of a GPU that is cut into slices the first slice is used."""
-    every = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    all_gpus = [_open_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
     if visible is None:
-        return [_first_slice(gpu) for gpu in every]
-    chosen: list[Gpu] = []
+        return [_first_mig_device(gpu) for gpu in all_gpus]
+    selected: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
-        fitting: list[Gpu] = []
+        matches: list[Gpu] = []
         if name.isdecimal():
-            fitting = [_first_slice(gpu) for gpu in every if gpu.index == int(name)]
+            matches = [_first_mig_device(gpu) for gpu in all_gpus if gpu.index == int(name)]
         elif name.startswith("GPU-"):
-            fitting = [_first_slice(gpu) for gpu in every if _uuid(gpu.whole).startswith(name)]
-        elif name.startswith("MIG-") and (part := ask(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
-            whole = ask(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, part)
-            fitting = [_slice(gpu, part) for gpu in every if whole is not None and _is(gpu.whole, whole)]
-        if len(fitting) != 1:
+            matches = [_first_mig_device(gpu) for gpu in all_gpus if _uuid(gpu.device).startswith(name)]
+        elif name.startswith("MIG-") and (part := query(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
+            parent = query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, part)
+            matches = [
+                _make_mig_gpu(gpu, part)
+                for gpu in all_gpus
+                if parent is not None and _is_same_device(gpu.device, parent)
+            ]
+        if len(matches) != 1:
             break
-        chosen += fitting
-    return chosen
+        selected += matches
+    return selected
 
 
-def _gpu(index: int) -> Gpu:
+def _open_gpu(index: int) -> Gpu:
     try:
-        return Gpu(index, ask(pynvml.nvmlDeviceGetHandleByIndex, index))
+        return Gpu(index, query(pynvml.nvmlDeviceGetHandleByIndex, index))
     except GpuLost:
         return Gpu(index, None)
 
 
-def _first_slice(gpu: Gpu) -> Gpu:
+def _first_mig_device(gpu: Gpu) -> Gpu:
     try:
-        mode = None if gpu.whole is None else ask(pynvml.nvmlDeviceGetMigMode, gpu.whole)
-        for place in range(MOST_SLICES if mode and mode[0] else 0):
-            if (part := ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu.whole, place)) is not None:
-                return _slice(gpu, part)
+        mode = None if gpu.device is None else query(pynvml.nvmlDeviceGetMigMode, gpu.device)
+        for i in range(MAX_MIG_DEVICES if mode and mode[0] else 0):
+            if (mig_device := query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu.device, i)) is not None:
+                return _make_mig_gpu(gpu, mig_device)
     except GpuLost:
         return Gpu(gpu.index, None)
     return gpu
 
 
-def _slice(gpu: Gpu, part: Any) -> Gpu:
-    return Gpu(gpu.index, gpu.whole, part, ask(pynvml.nvmlDeviceGetGpuInstanceId, part))
+def _make_mig_gpu(gpu: Gpu, mig_device: Any) -> Gpu:
+    return Gpu(gpu.index, gpu.device, mig_device, query(pynvml.nvmlDeviceGetGpuInstanceId, mig_device))
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is not None and address(one) == address(other)
+def _is_same_device(a: Any, b: Any) -> bool:
+    return a is not None and handle_pointer(a) == handle_pointer(b)
 
 
 def _uuid(handle: Any) -> str:
-    return "" if handle is None else ask(pynvml.nvmlDeviceGetUUID, handle) or ""
+    return "" if handle is None else query(pynvml.nvmlDeviceGetUUID, handle) or ""

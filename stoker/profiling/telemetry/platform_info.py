@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.profiling.telemetry.procfs import text_or_none
-from stoker.profiling.telemetry.timeouts import Beside
+from stoker.profiling.telemetry.procfs import read_text_or_none
+from stoker.profiling.telemetry.timeouts import TimeoutWorker
 
 CLOUDS = (
     ("sys_vendor", r"Google", "gcp"),
@@ -30,81 +30,85 @@ CLOUDS = (
 )
 """File of the firmware's table, how its text begins, whose machine that is; as in cloud-init's ds-identify."""
 
-NETWORK_KINDS = re.compile(
+NETWORK_FILESYSTEMS = re.compile(
     r"nfs|cifs|smb|9p$|virtiofs$|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse\.(?!fuse-overlayfs)|gcsfuse"
 )
 """File systems whose bytes come over a network, or through a program that may fetch them from one."""
 
-ANSWER_WITHIN_S = 20.0
+QUERY_TIMEOUT_S = 20.0
 """How long a start waits for one of these questions: a driver or a storage may hang."""
 
 
-def cloud(root: Path = Path("/")) -> str | None:
+def detect_cloud(root: Path = Path("/")) -> str | None:
     """Whose machine this is, by what its firmware says."""
-    for name, begins, whose in CLOUDS:
-        if re.match(begins, text_or_none(f"{root}/sys/class/dmi/id/{name}") or ""):
-            return whose
+    for name, pattern, provider in CLOUDS:
+        if re.match(pattern, read_text_or_none(f"{root}/sys/class/dmi/id/{name}") or ""):
+            return provider
     return None
 
 
-def board(root: Path = Path("/")) -> str | None:
+def system_vendor(root: Path = Path("/")) -> str | None:
     """Maker and model, as the firmware says them."""
-    words = [text_or_none(f"{root}/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
-    return " ".join(word for word in words if word) or None
+    parts = [read_text_or_none(f"{root}/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
+    return " ".join(part for part in parts if part) or None
 
 
-def sockets(root: Path = Path("/")) -> int | None:
+def count_cpu_sockets(root: Path = Path("/")) -> int | None:
     """Processors in the sense of chips."""
     packages = {path.read_text() for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/physical_package_id")}
     return len(packages) or None
 
 
-def numa_nodes(root: Path = Path("/")) -> int | None:
+def count_numa_nodes(root: Path = Path("/")) -> int | None:
     return len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None
 
 
-def huge_pages(root: Path = Path("/")) -> str | None:
+def huge_page_mode(root: Path = Path("/")) -> str | None:
     """When the kernel gives processes huge pages: always, madvise, never."""
-    found = re.search(r"\[(\w+)\]", text_or_none(f"{root}/sys/kernel/mm/transparent_hugepage/enabled") or "")
-    return found[1] if found else None
+    match = re.search(r"\[(\w+)\]", read_text_or_none(f"{root}/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return match[1] if match else None
 
 
-def storage(folder: str | Path, root: Path = Path("/")) -> dict[str, Any]:
+def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, Any]:
     """On what a folder, or an address in a bucket, lies. kind: of file system, or the store; network: bytes come over
     one; rotational: of a disk with platters, None where no disk shows."""
-    if "://" in str(folder):
-        return {"kind": str(folder).partition("://")[0], "network": True, "rotational": None}
-    found = answered(lambda: _mount(os.path.realpath(folder), root), None)
-    if found is None:
+    if "://" in str(location):
+        return {"kind": str(location).partition("://")[0], "network": True, "rotational": None}
+    mount = query_with_timeout(lambda: _find_mount(os.path.realpath(location), root), None)
+    if mount is None:
         return {"kind": None, "network": None, "rotational": None}
-    device, kind = found
-    return {"kind": kind, "network": NETWORK_KINDS.match(kind) is not None, "rotational": _rotational(device, root)}
+    device, kind = mount
+    return {
+        "kind": kind,
+        "network": NETWORK_FILESYSTEMS.match(kind) is not None,
+        "rotational": _is_rotational(device, root),
+    }
 
 
-def answered(question: Callable[[], Any], otherwise: Any) -> Any:
+def query_with_timeout(query: Callable[[], Any], default: Any) -> Any:
     """What it says, or `otherwise` when it says nothing for ANSWER_WITHIN_S."""
-    beside = Beside(lambda: question, name="environment")
-    told = beside.ask(ANSWER_WITHIN_S)
-    beside.end()
-    return otherwise if told is None else told
+    worker = TimeoutWorker(lambda: query, name="environment")
+    answer = worker.call(QUERY_TIMEOUT_S)
+    worker.stop()
+    return default if answer is None else answer
 
 
-def _mount(folder: str, root: Path) -> tuple[str, str] | None:
+def _find_mount(path: str, root: Path) -> tuple[str, str] | None:
     """(major:minor, kind) of the file system that holds a folder (proc_pid_mountinfo(5))."""
-    found, length = None, 0
-    for line in (text_or_none(f"{root}/proc/self/mountinfo") or "").splitlines():
+    best, best_length = None, 0
+    for line in (read_text_or_none(f"{root}/proc/self/mountinfo") or "").splitlines():
         mount, _, source = line.partition(" - ")
         fields = mount.split()
-        point = fields[4].replace("\\040", " ")
-        inside = folder == point or folder.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= length:  # of two on one point, the later one is seen
-            found, length = (fields[2], source.split()[0]), len(point)
-    return found
+        mount_point = fields[4].replace("\\040", " ")
+        contains = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+        if contains and len(mount_point) >= best_length:  # of two on one point, the later one is seen
+            best, best_length = (fields[2], source.split()[0]), len(mount_point)
+    return best
 
 
-def _rotational(device: str, root: Path) -> bool | None:
-    own = f"{root}/sys/dev/block/{device}"
-    said = text_or_none(f"{own}/queue/rotational") or text_or_none(
-        f"{own}/../queue/rotational"
+def _is_rotational(device: str, root: Path) -> bool | None:
+    device_dir = f"{root}/sys/dev/block/{device}"
+    value = read_text_or_none(f"{device_dir}/queue/rotational") or read_text_or_none(
+        f"{device_dir}/../queue/rotational"
     )  # a partition's is its disk's
-    return None if said is None else said == "1"
+    return None if value is None else value == "1"

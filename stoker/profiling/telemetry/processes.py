@@ -14,17 +14,17 @@ from pathlib import Path
 
 import psutil
 
-from stoker.profiling.telemetry.procfs import number_of, read, read_or_none
+from stoker.profiling.telemetry.procfs import parse_number, read, read_or_none
 
-THREADS_A_SAMPLE = 64
+THREADS_PER_SAMPLE = 64
 """Threads whose files are read in a sample, on average: some 15 µs each, so a millisecond."""
 
-SELDOM = 10
+SLOW_SAMPLE_EVERY = 10
 """Samples between two counts of open files: listing the folder costs by the file on kernels before 6.2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tree:
+class ProcessTreeSample:
     """A process and all below it at one moment. None: the kernel does not say."""
 
     cpu_s: float | None = None
@@ -37,47 +37,49 @@ class Tree:
     read_bytes: int | None = None
     written_bytes: int | None = None
     """From and to storage so far, of those that ended and were waited for too."""
-    handles: int | None = None
-    handles_limit: int | None = None
+    open_fds: int | None = None
+    max_fds: int | None = None
     """Of the process that has most files open."""
 
 
-class Processes:
+class ProcessTreeSampler:
     """Reads the tree below `pid` again and again."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid = pid
         self._proc = str(proc)
-        self._members: list[int] = []
-        self._number = 0
-        self._walk_at = 0
-        self._busy: tuple[float, dict[str, int]] | None = None
-        self._running: float | None = None
-        self._handles: tuple[int | None, int | None] = (None, None)
+        self._pids: list[int] = []
+        self._sample_count = 0
+        self._next_walk = 0
+        self._previous_busy: tuple[float, dict[str, int]] | None = None
+        self._threads_running: float | None = None
+        self._open_fds: tuple[int | None, int | None] = (None, None)
 
-    def sample(self, now_s: float) -> Tree:
+    def sample(self, now_s: float) -> ProcessTreeSample:
         """now_s: of a monotonic clock."""
         if not os.path.exists(f"{self._proc}/{self.pid}/stat"):
-            return Tree(rss_bytes=tree_rss_by_psutil(self.pid) if not os.path.exists(f"{self._proc}/stat") else None)
-        if self._number >= self._walk_at:
+            return ProcessTreeSample(
+                rss_bytes=tree_rss_by_psutil(self.pid) if not os.path.exists(f"{self._proc}/stat") else None
+            )
+        if self._sample_count >= self._next_walk:
             self._walk(now_s)
-        if self._number % SELDOM == 0:
-            self._handles = self._fullest()
-        self._number += 1
+        if self._sample_count % SLOW_SAMPLE_EVERY == 0:
+            self._open_fds = self._max_open_fds()
+        self._sample_count += 1
         ticks = pages = threads = 0
-        for member in self._members:
-            if (stat := self._stat(member)) is not None:
+        for pid in self._pids:
+            if (stat := self._stat(pid)) is not None:
                 ticks, pages, threads = ticks + sum(stat[11:15]), pages + stat[21], threads + stat[17]
-        read_bytes, written_bytes = self._storage()
-        return Tree(
+        read_bytes, written_bytes = self._storage_bytes()
+        return ProcessTreeSample(
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
             rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             threads=threads,
-            threads_running=self._running,
+            threads_running=self._threads_running,
             read_bytes=read_bytes,
             written_bytes=written_bytes,
-            handles=self._handles[0],
-            handles_limit=self._handles[1],
+            open_fds=self._open_fds[0],
+            max_fds=self._open_fds[1],
         )
 
     def _walk(self, now_s: float) -> None:
@@ -86,71 +88,71 @@ class Processes:
         A new child is so seen at once where there are few threads, and within a minute where there are thousands.
         """
         busy_ns: dict[str, int] = {}
-        members = [self.pid]
-        for member in members:  # grows while it is walked
-            folder = f"{self._proc}/{member}/task"
+        pids = [self.pid]
+        for pid in pids:  # grows while it is walked
+            task_dir = f"{self._proc}/{pid}/task"
             with contextlib.suppress(OSError):  # it ended meanwhile
-                for thread in os.listdir(folder):
+                for thread in os.listdir(task_dir):
                     with contextlib.suppress(OSError):  # the thread ended
-                        members += map(int, read(f"{folder}/{thread}/children").split())
-                    if (times := read_or_none(f"{folder}/{thread}/schedstat")) is not None:
+                        pids += map(int, read(f"{task_dir}/{thread}/children").split())
+                    if (times := read_or_none(f"{task_dir}/{thread}/schedstat")) is not None:
                         ran_ns, waited_ns, *_ = map(int, times.split())
-                        busy_ns[f"{member}/{thread}"] = ran_ns + waited_ns
-        before = self._busy
+                        busy_ns[f"{pid}/{thread}"] = ran_ns + waited_ns
+        previous = self._previous_busy
         # all 0: this kernel does not keep these times (documentation: scheduler/sched-stats)
-        self._busy = (now_s, busy_ns) if any(busy_ns.values()) else None
-        if before is None or self._busy is None or now_s <= before[0]:
-            self._running = None
+        self._previous_busy = (now_s, busy_ns) if any(busy_ns.values()) else None
+        if previous is None or self._previous_busy is None or now_s <= previous[0]:
+            self._threads_running = None
         else:
-            grown_ns = sum(max(0, ns - before[1].get(thread, 0)) for thread, ns in busy_ns.items())
-            self._running = min(float(len(busy_ns)), grown_ns / 1e9 / (now_s - before[0]))
-        self._members = members
-        self._walk_at = self._number + math.ceil(max(1, len(busy_ns)) / THREADS_A_SAMPLE)
+            increase_ns = sum(max(0, ns - previous[1].get(thread, 0)) for thread, ns in busy_ns.items())
+            self._threads_running = min(float(len(busy_ns)), increase_ns / 1e9 / (now_s - previous[0]))
+        self._pids = pids
+        self._next_walk = self._sample_count + math.ceil(max(1, len(busy_ns)) / THREADS_PER_SAMPLE)
 
-    def _stat(self, member: int) -> list[int] | None:
+    def _stat(self, pid: int) -> list[int] | None:
         """The fields of /proc/PID/stat from the third on (proc_pid_stat(5)), the state as 0; None: it ended."""
-        text = read_or_none(f"{self._proc}/{member}/stat")
+        text = read_or_none(f"{self._proc}/{pid}/stat")
         if text is None:
             return None
         return [0, *map(int, text.rpartition(b")")[2].split()[1:])]  # a name may hold blanks and brackets
 
-    def _storage(self) -> tuple[int | None, int | None]:
+    def _storage_bytes(self) -> tuple[int | None, int | None]:
         """(read, written) bytes; the kernel adds those of a child to its parent's when that has waited for it."""
         read_bytes = written_bytes = None
-        for member in self._members:
-            text = read_or_none(f"{self._proc}/{member}/io")  # refused where the process is another user's
+        for pid in self._pids:
+            text = read_or_none(f"{self._proc}/{pid}/io")  # refused where the process is another user's
             if text is not None:
-                read_bytes = (read_bytes or 0) + number_of(text, b"read_bytes:")
-                dropped = number_of(text, b"cancelled_write_bytes:")
-                written_bytes = (written_bytes or 0) + number_of(text, b"\nwrite_bytes:") - dropped
+                read_bytes = (read_bytes or 0) + parse_number(text, b"read_bytes:")
+                dropped = parse_number(text, b"cancelled_write_bytes:")
+                written_bytes = (written_bytes or 0) + parse_number(text, b"\nwrite_bytes:") - dropped
         return read_bytes, written_bytes
 
-    def _fullest(self) -> tuple[int | None, int | None]:
-        most, whose = None, self.pid
-        for member in self._members:
+    def _max_open_fds(self) -> tuple[int | None, int | None]:
+        open_fds, max_pid = None, self.pid
+        for pid in self._pids:
             with contextlib.suppress(OSError):  # it ended, or is another user's
-                folder = f"{self._proc}/{member}/fd"
-                count = os.stat(folder).st_size or len(os.listdir(folder))  # kernels from 6.2 on say it as the size
-                if most is None or count > most:
-                    most, whose = count, member
-        if most is None:
+                fd_dir = f"{self._proc}/{pid}/fd"
+                count = os.stat(fd_dir).st_size or len(os.listdir(fd_dir))  # kernels from 6.2 on say it as the size
+                if open_fds is None or count > open_fds:
+                    open_fds, max_pid = count, pid
+        if open_fds is None:
             return None, None
-        found = re.search(
-            rb"^Max open files\s+(\d+)", read_or_none(f"{self._proc}/{whose}/limits") or b"", re.MULTILINE
+        match = re.search(
+            rb"^Max open files\s+(\d+)", read_or_none(f"{self._proc}/{max_pid}/limits") or b"", re.MULTILINE
         )
-        return most, int(found[1]) if found else None
+        return open_fds, int(match[1]) if match else None
 
 
-def tree(pid: int, proc: Path = Path("/proc")) -> list[int]:
+def list_process_tree(pid: int, proc: Path = Path("/proc")) -> list[int]:
     """A process and all below it, from the kernel's own lists: looking at all processes takes tens of milliseconds on a
     big machine."""
-    members = [pid]
-    for member in members:  # grows while it is walked
+    pids = [pid]
+    for member in pids:  # grows while it is walked
         with contextlib.suppress(OSError):  # it ended meanwhile
             for thread in os.listdir(f"{proc}/{member}/task"):
                 with contextlib.suppress(OSError):  # the thread ended
-                    members += map(int, read(f"{proc}/{member}/task/{thread}/children").split())
-    return members
+                    pids += map(int, read(f"{proc}/{member}/task/{thread}/children").split())
+    return pids
 
 
 def tree_rss_by_psutil(pid: int) -> int | None:

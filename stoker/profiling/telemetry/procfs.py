@@ -2,7 +2,7 @@
 
 import os
 
-_PIECE = 2048
+_CHUNK_BYTES = 2048
 """A first piece that is shorter is all: the kernel fills a page as far as whole records of a list go, and none is half
 a page long (fs/seq_file.c)."""
 
@@ -12,17 +12,17 @@ def read(path: str) -> bytes:
 
     The kernel gives a page of most at a time, however much is asked for: a list that is longer comes in pieces.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        whole = os.read(handle, 65536)
-        more = len(whole) >= _PIECE
+        data = os.read(fd, 65536)
+        more = len(data) >= _CHUNK_BYTES
         while more:
-            piece = os.read(handle, 65536)
-            whole += piece
-            more = bool(piece)
-        return whole
+            chunk = os.read(fd, 65536)
+            data += chunk
+            more = bool(chunk)
+        return data
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def read_or_none(path: str) -> bytes | None:
@@ -33,14 +33,14 @@ def read_or_none(path: str) -> bytes | None:
         return None
 
 
-def text_or_none(path: str) -> str | None:
+def read_text_or_none(path: str) -> str | None:
     """Without the blanks around it; None where there is nothing."""
-    told = read_or_none(path)
-    return None if told is None else told.decode(errors="replace").strip() or None
+    data = read_or_none(path)
+    return None if data is None else data.decode(errors="replace").strip() or None
 
 
-def number_of(text: bytes, key: bytes) -> int:
+def parse_number(text: bytes, key: bytes) -> int:
     """The number behind `key`; 0 where it is absent."""
     _, _, rest = text.partition(key)
-    word = rest.split(maxsplit=1)
-    return int(word[0]) if word else 0
+    fields = rest.split(maxsplit=1)
+    return int(fields[0]) if fields else 0

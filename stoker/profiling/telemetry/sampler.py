@@ -14,21 +14,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from stoker.profiling.telemetry.gpu import Gpus
-from stoker.profiling.telemetry.host import Host
-from stoker.profiling.telemetry.timeouts import Beside
-from stoker.profiling.telemetry.xid import Fault, Faults
+from stoker.profiling.telemetry.gpu import GpuSampler
+from stoker.profiling.telemetry.host import HostSampler
+from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.xid import XidEvent, XidListener
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
-ANSWER_WITHIN_S = 0.5
+DRIVER_TIMEOUT_S = 0.5
 """How long a line waits for the driver: a healthy one takes milliseconds, or 40 where PCIe traffic is sampled."""
 
-SILENT_S = 10.0
+DRIVER_HANG_S = 10.0
 """A driver that has not answered for so long is said to hang: opening one that nobody keeps loaded takes seconds."""
 
 
-class Witness:
+class TelemetrySampler:
     """Samples from `start` to `stop`, or inside a `with` block. `last`: the newest sample, for the screen.
 
     pid: the root of the processes that are looked at, of a job that is watched; default: this process. interval_s: from
@@ -41,7 +41,7 @@ class Witness:
         self._pid = pid
         self._interval_s = interval_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="witness", daemon=True)
+        self._thread = threading.Thread(target=self._thread_main, name="witness", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -60,7 +60,7 @@ class Witness:
     ) -> None:
         self.stop()
 
-    def _watch(self) -> None:
+    def _thread_main(self) -> None:
         try:
             self._sample_until_stopped()
         except Exception as error:  # noqa: BLE001 (training goes on without its second witness, and the run says so)
@@ -68,8 +68,8 @@ class Witness:
 
     def _sample_until_stopped(self) -> None:
         with (
-            contextlib.closing(Host(pid=self._pid, folder=self._run.path)) as host,
-            contextlib.closing(Driver(self._run, pid=self._pid)) as driver,
+            contextlib.closing(HostSampler(pid=self._pid, run_dir=self._run.path)) as host,
+            contextlib.closing(DriverSampler(self._run, pid=self._pid)) as driver,
         ):
             due_s = time.monotonic()
             while True:
@@ -82,38 +82,38 @@ class Witness:
                 self.last = sample
 
 
-class Driver:
+class DriverSampler:
     """The GPUs of a run and their errors, asked so that a driver that hangs holds up nobody. pid: as of Witness."""
 
     def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
         self._run = run
         self._pid = pid
         self._lock = threading.Lock()
-        self._faults: Faults | None = None
-        self._ended = False
+        self._xid_listener: XidListener | None = None
+        self._closed = False
         self._reason: str | None = None
         self._indices: list[int] = []
-        self._asked_s: float | None = None
+        self._query_start_s: float | None = None
         """When the question was asked that is still open."""
-        self._hangs = False
-        self._beside = Beside(self._open, name="driver")
+        self._is_hanging = False
+        self._worker = TimeoutWorker(self._open, name="driver")
 
     def sample(self) -> list[GpuSample]:
         """Of each GPU; without numbers where the driver does not answer in time."""
-        if self._asked_s is None:
-            self._asked_s = time.monotonic()
-        told = self._beside.ask(ANSWER_WITHIN_S)
-        silent_s = time.monotonic() - self._asked_s
-        if told is None:
-            if silent_s >= SILENT_S and not self._hangs:
-                self._hangs = True
-                self._run.event("warning", f"telemetry: the driver has not answered for {silent_s:.0f} s")
+        if self._query_start_s is None:
+            self._query_start_s = time.monotonic()
+        answer = self._worker.call(DRIVER_TIMEOUT_S)
+        waited_s = time.monotonic() - self._query_start_s
+        if answer is None:
+            if waited_s >= DRIVER_HANG_S and not self._is_hanging:
+                self._is_hanging = True
+                self._run.event("warning", f"telemetry: the driver has not answered for {waited_s:.0f} s")
             return [GpuSample(index=index) for index in self._indices]
-        self._asked_s = None
-        if self._hangs:
-            self._hangs = False
-            self._run.event("note", f"telemetry: the driver answers again, after {silent_s:.0f} s")
-        samples, reason = told
+        self._query_start_s = None
+        if self._is_hanging:
+            self._is_hanging = False
+            self._run.event("note", f"telemetry: the driver answers again, after {waited_s:.0f} s")
+        samples, reason = answer
         if reason != self._reason:
             self._reason = reason
             self._run.event("warning", f"telemetry: {reason}")
@@ -122,33 +122,33 @@ class Driver:
     def close(self) -> None:
         """Leaves behind what hangs."""
         with self._lock:
-            self._ended = True
-            faults = self._faults
-        if faults is not None:
-            faults.end()
-        self._beside.end()
+            self._closed = True
+            listener = self._xid_listener
+        if listener is not None:
+            listener.stop()
+        self._worker.stop()
 
     def _open(self) -> Callable[[], tuple[list[GpuSample], str | None]]:
-        gpus = Gpus(pid=self._pid)
+        gpus = GpuSampler(pid=self._pid)
         with self._lock:
-            if not self._ended:
-                self._faults = Faults(gpus.gpus, self._tell, self._deaf)
+            if not self._closed:
+                self._xid_listener = XidListener(gpus.gpus, self._record_xid, self._record_listener_failure)
         self._reason = gpus.reason  # without a driver it stays the same from the start: environment.json has it
         self._indices = [gpu.index for gpu in gpus.gpus]
 
         def sample() -> tuple[list[GpuSample], str | None]:
             samples = gpus.sample()
-            for one in samples:
-                one.xids = [] if self._faults is None else self._faults.take(one.index)
+            for gpu_sample in samples:
+                gpu_sample.xids = [] if self._xid_listener is None else self._xid_listener.pop_xids(gpu_sample.index)
             return samples, gpus.reason
 
         return sample
 
-    def _tell(self, fault: Fault) -> None:
-        about: dict[str, Any] = {"xid": fault.xid, "gpu": fault.gpu, "count": fault.count, "kernel": fault.kernel}
-        self._run.event("gpu_fault", fault.text, **{name: value for name, value in about.items() if value is not None})
+    def _record_xid(self, event: XidEvent) -> None:
+        data: dict[str, Any] = {"xid": event.xid, "gpu": event.gpu, "count": event.count, "kernel": event.kernel}
+        self._run.event("gpu_fault", event.text, **{name: value for name, value in data.items() if value is not None})
 
-    def _deaf(self, reason: str) -> None:
+    def _record_listener_failure(self, reason: str) -> None:
         self._run.event("warning", f"telemetry: {reason}")
 
 

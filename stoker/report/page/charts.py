@@ -8,17 +8,17 @@ the numbers that matter are in the tables too.
 import html
 from typing import Any
 
-from stoker.evaluation.document import BINS, RECALLS, Evaluation
+from stoker.evaluation.document import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
 from stoker.report.page.markup import Markup, tag
-from stoker.report.run_report import Report
+from stoker.report.run_report import RunReport
 from stoker.report.series import Series
 
-COLOURS = 10
+NUM_COLORS = 10
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-MOST_CLASSES = 10
+MAX_CLASSES = 10
 """Curves of classes in a chart; more cannot be told apart."""
-PHASE_COLOURS = {
+PHASE_COLORS = {
     "compute": "var(--c0)",
     "startup": "var(--c4)",
     "compile": "var(--c6)",
@@ -45,7 +45,7 @@ class Charts:
     def add(
         self,
         title: str,
-        says: str,
+        description: str,
         traces: list[dict[str, Any]],
         *,
         height: int = 260,
@@ -61,53 +61,55 @@ class Charts:
         for key, value in layout.items():
             axes[key] = axes[key] | value if key in axes else value
         self.data.append({"id": name, "height": height, "data": traces, "layout": axes})
-        drawn = tag(
+        chart_div = tag(
             "div",
             id=name,
             class_="chart",
             style=f"min-height:{height}px",
             role="img",
-            aria_label=f"Chart: {title}. {says}",
+            aria_label=f"Chart: {title}. {description}",
         )
-        return tag("figure", tag("figcaption", tag("b", title), " ", tag("span", says)), drawn, class_="plot")
+        return tag(
+            "figure", tag("figcaption", tag("b", title), " ", tag("span", description)), chart_div, class_="plot"
+        )
 
 
-def plain(name: str) -> str:
+def escape_name(name: str) -> str:
     """A name as plotly shows it: it reads some HTML in its texts."""
     return html.escape(name, quote=False)
 
 
 def line(
-    name: str, series: Series, number: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
+    name: str, series: Series, color_index: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
 ) -> list[dict[str, Any]]:
     """A curve, and behind it, where points stand for many values, the band from the least to the greatest."""
 
     def scaled(values: list[float | None]) -> list[float | None]:
         return values if scale == 1.0 else [None if value is None else round(value * scale, 6) for value in values]
 
-    colour = f"var(--c{number % COLOURS})"
+    color = f"var(--c{color_index % NUM_COLORS})"
     x = [float(f"{value * x_scale:.6g}") for value in series.x]
     traces: list[dict[str, Any]] = []
     if band and series.low != series.high:
         common = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         traces += [
             common | {"y": scaled(series.low)},
-            common | {"y": scaled(series.high), "fill": "tonexty", "fillcolor": colour, "opacity": 0.25, "faint": True},
+            common | {"y": scaled(series.high), "fill": "tonexty", "fillcolor": color, "opacity": 0.25, "faint": True},
         ]
-    lone = len(series.x) < 3
+    show_markers = len(series.x) < 3
     traces.append(
         {
             "x": x,
             "y": scaled(series.mean),
-            "name": plain(name),
-            "mode": "lines+markers" if lone else "lines",
-            "line": {"color": colour, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+            "name": escape_name(name),
+            "mode": "lines+markers" if show_markers else "lines",
+            "line": {"color": color, "width": 2, "dash": _DASHES[color_index % len(_DASHES)]},
         }
     )
     return traces
 
 
-def loss(charts: Charts, report: Report) -> Markup | None:
+def loss(charts: Charts, report: RunReport) -> Markup | None:
     curves = {name.removeprefix("loss/"): series for name, series in report.curves.items() if name.startswith("loss/")}
     names = sorted(curves, key=lambda name: (name != "total", name))
     if len(names) == 2:
@@ -120,13 +122,13 @@ def loss(charts: Charts, report: Report) -> Markup | None:
     )
 
 
-def scores(charts: Charts, report: Report) -> Markup | None:
-    steps = [one.step for one in report.scored]
+def scores(charts: Charts, report: RunReport) -> Markup | None:
+    steps = [result.step for result in report.eval_history]
     traces = []
     for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
-        values = [getattr(one.metrics, name) for one in report.scored]
+        values = [getattr(result.metrics, name) for result in report.eval_history]
         if any(value is not None for value in values):
-            colour = f"var(--c{n})"
+            color = f"var(--c{n})"
             traces.append(
                 {
                     "x": steps,
@@ -134,18 +136,23 @@ def scores(charts: Charts, report: Report) -> Markup | None:
                     "name": title,
                     "mode": "lines+markers",
                     "marker": {"symbol": ("circle", "square", "diamond")[n], "size": 7},
-                    "line": {"color": colour, "width": 2, "dash": _DASHES[n]},
+                    "line": {"color": color, "width": 2, "dash": _DASHES[n]},
                 }
             )
     best = report.best
-    says = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
+    description = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
     return charts.add(
-        "Scores on the validation split", says, traces, x="step", yaxis={"rangemode": "tozero"}, **_restarts(report)
+        "Scores on the validation split",
+        description,
+        traces,
+        x="step",
+        yaxis={"rangemode": "tozero"},
+        **_restarts(report),
     )
 
 
-def one_curve(
-    charts: Charts, report: Report, name: str, title: str, says: str, *, scale: float = 1.0, **layout: Any
+def step_curve(
+    charts: Charts, report: RunReport, name: str, title: str, description: str, *, scale: float = 1.0, **layout: Any
 ) -> Markup | None:
     """A curve by steps; None where it was not recorded."""
     series = report.curves.get(name)
@@ -153,7 +160,7 @@ def one_curve(
         return None
     return charts.add(
         title,
-        says,
+        description,
         line(title, series, 0, band=True, scale=scale),
         height=200,
         x="step",
@@ -163,15 +170,15 @@ def one_curve(
     )
 
 
-def _restarts(report: Report) -> dict[str, Any]:
+def _restarts(report: RunReport) -> dict[str, Any]:
     """Vertical lines where the run went on after an end, in a chart by steps."""
-    marks = report.restarts[-30:]
-    return vertical_lines([(one.step, f"attempt {one.attempt}") for one in marks])
+    restarts = report.restarts[-30:]
+    return vertical_lines([(restart.step, f"attempt {restart.attempt}") for restart in restarts])
 
 
-def vertical_lines(places: list[tuple[float, str]]) -> dict[str, Any]:
+def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
     """Of a chart's layout: lines with texts at places of its x axis."""
-    if not places:
+    if not positions:
         return {}
     shapes = [
         {
@@ -184,7 +191,7 @@ def vertical_lines(places: list[tuple[float, str]]) -> dict[str, Any]:
             "y1": 1,
             "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
         }
-        for x, _ in places
+        for x, _ in positions
     ]
     notes = [
         {
@@ -198,7 +205,7 @@ def vertical_lines(places: list[tuple[float, str]]) -> dict[str, Any]:
             "yanchor": "top",
             "font": {"size": 10, "color": "var(--muted)"},
         }
-        for x, text in places[:6]
+        for x, text in positions[:6]
     ]
     return {"shapes": shapes, "annotations": notes}
 
@@ -211,7 +218,7 @@ def time_unit(span_s: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def span(report: Report) -> float:
+def recorded_duration_s(report: RunReport) -> float:
     """Seconds from the run's start to its last window or sample."""
     ends = [series.x[-1] for series in report.machine.values() if series.x]
     if report.phases.x:
@@ -221,28 +228,28 @@ def span(report: Report) -> float:
 
 def machine(
     charts: Charts,
-    report: Report,
+    report: RunReport,
     prefix: str,
     title: str,
-    says: str,
+    description: str,
     names: tuple[str, ...],
     *,
     scale: float = 1.0,
     **layout: Any,
 ) -> Markup | None:
     """Curves of devices.jsonl that begin with `prefix/`, of those `names` that are there."""
-    unit, seconds = time_unit(span(report))
+    unit, seconds = time_unit(recorded_duration_s(report))
     traces = [
         trace
         for n, name in enumerate(names)
         if (series := report.machine.get(f"{prefix}/{name}")) is not None
         for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
     ]
-    return charts.add(title, says, traces, height=200, x=f"{unit} since the start", **layout)
+    return charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout)
 
 
 def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    recalls = [n / (RECALLS - 1) for n in range(RECALLS)]
+    recalls = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
     means = (
         ("IoU 0.50", evaluation.curves.iou50),
         ("IoU 0.75", evaluation.curves.iou75),
@@ -255,51 +262,61 @@ def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
         traces,
         x="recall",
         y="precision",
-        **_UNIT,
+        **_UNIT_AXES,
     )
 
 
 def precision_recall_by_class(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    recalls = [n / (RECALLS - 1) for n in range(RECALLS)]
-    drawn = [of for of in evaluation.classes if of.curves is not None and of.curves.iou50]
-    drawn = sorted(drawn, key=lambda of: -of.boxes)[:MOST_CLASSES]
-    traces = [_curve(recalls, of.curves.iou50, of.name, n) for n, of in enumerate(drawn) if of.curves is not None]
-    cut = len(evaluation.classes) > len(drawn)
-    says = "at IoU 0.50" + (f", the {len(drawn)} most frequent classes" if cut else "")
-    return charts.add("Precision and recall by class", says, traces, x="recall", y="precision", **_UNIT)
+    recalls = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
+    selected = [
+        class_eval for class_eval in evaluation.classes if class_eval.curves is not None and class_eval.curves.iou50
+    ]
+    selected = sorted(selected, key=lambda class_eval: -class_eval.boxes)[:MAX_CLASSES]
+    traces = [
+        _curve(recalls, class_eval.curves.iou50, class_eval.name, n)
+        for n, class_eval in enumerate(selected)
+        if class_eval.curves is not None
+    ]
+    truncated = len(evaluation.classes) > len(selected)
+    description = "at IoU 0.50" + (f", the {len(selected)} most frequent classes" if truncated else "")
+    return charts.add("Precision and recall by class", description, traces, x="recall", y="precision", **_UNIT_AXES)
 
 
-_UNIT: dict[str, Any] = {"xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]}}
+_UNIT_AXES: dict[str, Any] = {"xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]}}
 
 
-def _curve(x: list[float], y: list[float], name: str, number: int) -> dict[str, Any]:
+def _curve(x: list[float], y: list[float], name: str, color_index: int) -> dict[str, Any]:
     return {
         "x": x,
         "y": y,
-        "name": plain(name),
+        "name": escape_name(name),
         "mode": "lines",
-        "line": {"color": f"var(--c{number % COLOURS})", "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+        "line": {
+            "color": f"var(--c{color_index % NUM_COLORS})",
+            "width": 2,
+            "dash": _DASHES[color_index % len(_DASHES)],
+        },
     }
 
 
 def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    right = [sum(of.right_scores[n] for of in evaluation.classes) for n in range(BINS)]
-    wrong = [sum(of.wrong_scores[n] for of in evaluation.classes) for n in range(BINS)]
-    centres = [(n + 0.5) / BINS for n in range(BINS)]
+    tp = [sum(class_eval.tp_scores[n] for class_eval in evaluation.classes) for n in range(HISTOGRAM_BINS)]
+    fp = [sum(class_eval.fp_scores[n] for class_eval in evaluation.classes) for n in range(HISTOGRAM_BINS)]
+    bin_centers = [(n + 0.5) / HISTOGRAM_BINS for n in range(HISTOGRAM_BINS)]
     traces = [
-        {"type": "bar", "x": centres, "y": right, "name": "right", "marker": {"color": "var(--c0)"}},
+        {"type": "bar", "x": bin_centers, "y": tp, "name": "right", "marker": {"color": "var(--c0)"}},
         {
             "type": "bar",
-            "x": centres,
-            "y": wrong,
+            "x": bin_centers,
+            "y": fp,
             "name": "wrong",
             "marker": {"color": "rgba(0,0,0,0)", "line": {"color": "var(--c3)", "width": 2}},
         },
     ]
-    says = "of all detections from 0.05, at IoU 0.50; a good detector has the wrong ones at the left"
+    description = "of all detections from 0.05, at IoU 0.50; a good detector has the wrong ones at the left"
     return charts.add(
         "Scores of right and wrong detections",
-        says,
+        description,
         traces,
         x="score",
         y="detections, logarithmic",

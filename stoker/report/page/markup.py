@@ -17,17 +17,17 @@ class Markup(str):
 Child: TypeAlias = "str | int | Iterable[Child] | None"
 """What an element can hold: text (escaped), Markup, nothing, or several of these."""
 
-SHORT = 30
+MAX_NOWRAP_CHARS = 30
 """Characters of a command that fit on the line of a phone."""
 _VOID = frozenset({"img", "input", "br", "meta", "rect", "line"})
 
 
-def text(value: object) -> Markup:
+def escape(value: object) -> Markup:
     """A text with its special characters escaped; control characters, which HTML forbids, are replaced."""
     if isinstance(value, Markup):
         return value
-    shown = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value))
-    return Markup(html.escape(shown))
+    printable = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value))
+    return Markup(html.escape(printable))
 
 
 def join(*children: Child) -> Markup:
@@ -37,7 +37,7 @@ def join(*children: Child) -> Markup:
         if child is None:
             continue
         if isinstance(child, str | int):
-            parts.append(text(child))
+            parts.append(escape(child))
         else:
             parts.append(join(*child))
     return Markup("".join(parts))
@@ -45,14 +45,18 @@ def join(*children: Child) -> Markup:
 
 def tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
     """An element. An attribute's name may end in `_` and has `-` for `_`; None and False leave it out."""
-    written = "".join(
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{text(value)}"')
+    attributes_text = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
     if name in _VOID:
-        return Markup(f"<{name}{written}>") if name in ("img", "input", "br", "meta") else Markup(f"<{name}{written}/>")
-    return Markup(f"<{name}{written}>{join(*children)}</{name}>")
+        return (
+            Markup(f"<{name}{attributes_text}>")
+            if name in ("img", "input", "br", "meta")
+            else Markup(f"<{name}{attributes_text}/>")
+        )
+    return Markup(f"<{name}{attributes_text}>{join(*children)}</{name}>")
 
 
 def table(
@@ -95,15 +99,15 @@ def table(
     )
 
 
-def bar(share: float, *, colour: str = "var(--c0)") -> Markup:
+def bar(fraction: float, *, color: str = "var(--c0)") -> Markup:
     """A small horizontal bar, 0 … 1; the number must stand beside it."""
-    width = f"width:{100 * min(1.0, max(0.0, share)):.1f}%;background:{colour}"
+    width = f"width:{100 * min(1.0, max(0.0, fraction)):.1f}%;background:{color}"
     return tag("span", tag("span", style=width), class_="bar", aria_hidden="true")
 
 
 def code(command: str) -> Markup:
     """A command to copy; a short one stays on one line."""
-    return tag("code", command, class_="nobr" if len(command) <= SHORT else None)
+    return tag("code", command, class_="nobr" if len(command) <= MAX_NOWRAP_CHARS else None)
 
 
 def section(name: str, title: str, *children: Child) -> Markup:

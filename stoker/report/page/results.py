@@ -6,10 +6,10 @@ What the run did and ran on is `run_sections.py`.
 from collections.abc import Iterable, Sequence
 
 from stoker.evaluation.document import ClassEvaluation, Evaluation
-from stoker.evaluation.metrics import TWELVE
+from stoker.evaluation.metrics import COCO_SUMMARY
 from stoker.report import format as fmt
-from stoker.report.advice import KINDS, Advice, mistake_counts
-from stoker.report.explain_terminal import cost
+from stoker.report.advice import ERROR_TYPE_ADVICE, Advice, sum_error_types
+from stoker.report.explain_terminal import format_cost
 from stoker.report.page import charts as draw
 from stoker.report.page.charts import Charts
 from stoker.report.page.images import gallery, legend
@@ -23,7 +23,7 @@ from stoker.report.page.markup import (
     table,
     tag,
 )
-from stoker.report.run_report import Report
+from stoker.report.run_report import RunReport
 
 STATES = {
     "live": ("●", "still running"),
@@ -34,11 +34,11 @@ STATES = {
     "unknown": ("?", "end unknown"),
 }
 """State → sign and words: never by colour alone."""
-MARKS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● to improve"}
-ADVICE_SHOWN = 4
-MOST_ROWS, OPEN_ROWS = 100, 20
+SEVERITY_LABELS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● to improve"}
+MAX_ADVICE = 4
+MAX_ROWS, MAX_OPEN_ROWS = 100, 20
 """Classes in a table; of more, the most frequent. Those beyond the second number are folded."""
-NAMED = 8
+MAX_NAMED_CLASSES = 8
 """Classes in a sentence."""
 _TITLES = (
     "AP",
@@ -56,21 +56,23 @@ _TITLES = (
 )
 
 
-def head(report: Report) -> Markup:
+def head(report: RunReport) -> Markup:
     """Name, state, what was trained on what."""
-    sign, words = STATES[report.why.state]
-    state = tag("span", tag("span", sign, aria_hidden="true"), f" {words}", class_=f"state {report.why.state}")
-    what = [tag("b", report.model), " on ", tag("b", report.data)] if report.model and report.data else []
-    if not report.ours:
-        what = ["a job that stoker watched" if report.why.watched else "a loop that stoker measured"]
+    sign, words = STATES[report.explanation.state]
+    state = tag("span", tag("span", sign, aria_hidden="true"), f" {words}", class_=f"state {report.explanation.state}")
+    subject = [tag("b", report.model), " on ", tag("b", report.data)] if report.model and report.data else []
+    if not report.is_native_run:
+        subject = ["a job that stoker watched" if report.explanation.coverage else "a loop that stoker measured"]
     return tag(
         "header",
         tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
-        tag("p", what, _sizes(report), " · " if what or report.best else "", _device(report), class_="what"),
+        tag(
+            "p", subject, _dataset_size(report), " · " if subject or report.best else "", _device(report), class_="what"
+        ),
     )
 
 
-def _sizes(report: Report) -> str:
+def _dataset_size(report: RunReport) -> str:
     metrics = report.best.metrics if report.best else None
     if metrics is None:
         return ""
@@ -78,32 +80,40 @@ def _sizes(report: Report) -> str:
     return f" · {classes}, {fmt.plural(metrics.pictures, 'validation picture')}"
 
 
-def _device(report: Report) -> str:
+def _device(report: RunReport) -> str:
     gpu = report.environment.get("gpu")
     gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    names = [str(one.get("name")) for one in gpus if isinstance(one, dict)] if isinstance(gpus, list) else []
+    names = [str(entry.get("name")) for entry in gpus if isinstance(entry, dict)] if isinstance(gpus, list) else []
     if names:
         return f"{len(names)} × {names[0]}" if len(names) > 1 else names[0]
     cores = report.environment.get("cores")
     return f"{report.environment.get('cpu') or 'device unknown'}" + (f", {cores} cores" if cores else "")
 
 
-def summary(report: Report, time_bar: Markup | None) -> Markup:
+def summary(report: RunReport, time_bar: Markup | None) -> Markup:
     """How good, how long, where the time went, what to do next."""
-    why, best = report.why, report.best
-    scored = [
-        _tile("AP", fmt.metric(best.metrics.ap if best else None), _when(report)),
+    explanation, best = report.explanation, report.best
+    score_tiles = [
+        _tile("AP", fmt.metric(best.metrics.ap if best else None), _best_step_note(report)),
         _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "a box is right from IoU 0.5"),
     ]
     tiles = [
-        *(scored if report.ours else []),
-        _tile("time", fmt.duration(why.wall_s), f"{fmt.plural(why.steps, 'step')}, {fmt.number(why.img_per_s)} img/s"),
-        _tile("device busy", fmt.share(why.productive_share), "of its time on optimizer steps"),
+        *(score_tiles if report.is_native_run else []),
+        _tile(
+            "time",
+            fmt.duration(explanation.wall_s),
+            f"{fmt.plural(explanation.steps, 'step')}, {fmt.number(explanation.img_per_s)} img/s",
+        ),
+        _tile("device busy", fmt.percentage(explanation.productive_fraction), "of its time on optimizer steps"),
     ]
-    if why.rate is not None:
-        each = cost((why.rate.low, why.rate.high))
-        listed = ", by the list" if why.rate.currency else ""
-        tiles.append(_tile("cost", cost(why.cost(why.device_s)), f"at {each} per device-hour{listed}"))
+    if explanation.price_range is not None:
+        price_text = format_cost((explanation.price_range.low, explanation.price_range.high))
+        listed = ", by the list" if explanation.price_range.currency else ""
+        tiles.append(
+            _tile(
+                "cost", format_cost(explanation.cost(explanation.device_s)), f"at {price_text} per device-hour{listed}"
+            )
+        )
     return tag(
         "section",
         tag("h2", "Summary", class_="hidden"),
@@ -115,11 +125,11 @@ def summary(report: Report, time_bar: Markup | None) -> Markup:
     )
 
 
-def _when(report: Report) -> str:
+def _best_step_note(report: RunReport) -> str:
     """Of which step the AP is, and what it is now where that is another."""
     if report.best is None:
         return "not scored yet"
-    newest = report.scored[-1]
+    newest = report.eval_history[-1]
     if newest.step == report.best.step:
         return f"at step {newest.step:,}"
     return f"best, at step {report.best.step:,}; at step {newest.step:,} {fmt.metric(newest.metrics.ap)}"
@@ -129,17 +139,17 @@ def _tile(name: str, value: str, note: str) -> Markup:
     return tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
 
 
-def _verdict(report: Report) -> Markup:
-    loss = report.why.largest_loss
+def _verdict(report: RunReport) -> Markup:
+    loss = report.explanation.largest_loss
     if loss is None:
-        return tag("p", report.why.state_text, class_="verdict")
-    money = report.why.cost(loss.device_s)
-    paid = f", cost {cost(money)}" if money is not None else ""
+        return tag("p", report.explanation.state_text, class_="verdict")
+    cost_range = report.explanation.cost(loss.device_s)
+    cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     return tag(
         "p",
         "The largest loss of time is ",
         tag("b", loss.phase.replace("_", " ")),
-        f": {fmt.duration(loss.device_s)}, {fmt.share(loss.share)}{paid} ({loss.meaning}). ",
+        f": {fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{cost_text} ({loss.meaning}). ",
         tag("a", "All of the time", href="#time"),
         class_="verdict",
     )
@@ -149,45 +159,56 @@ def _advice(advice: list[Advice]) -> Markup:
     title = tag("h3", "What to do next")
     if not advice:
         return join(title, tag("p", "Nothing stands out: no rule of the diagnosis found a loss worth mending."))
-    shown = [_one_advice(one) for one in advice[:ADVICE_SHOWN]]
-    rest = [_one_advice(one) for one in advice[ADVICE_SHOWN:]]
+    shown = [_advice_item(item) for item in advice[:MAX_ADVICE]]
+    rest = [_advice_item(item) for item in advice[MAX_ADVICE:]]
     more = tag("details", tag("summary", f"{len(rest)} more"), tag("ol", rest, class_="advice")) if rest else None
     return join(title, tag("ol", shown, class_="advice"), more)
 
 
-def _one_advice(one: Advice) -> Markup:
-    command = [" ", code(one.command)] if one.command else []
-    because = tag("span", one.because, class_="because") if one.because else None
+def _advice_item(advice: Advice) -> Markup:
+    command = [" ", code(advice.command)] if advice.command else []
+    reason = tag("span", advice.reason, class_="because") if advice.reason else None
     return tag(
         "li",
-        tag("span", MARKS[one.severity], class_=f"mark {one.severity}"),
+        tag("span", SEVERITY_LABELS[advice.severity], class_=f"mark {advice.severity}"),
         " ",
-        tag("b", one.title),
-        because,
-        tag("span", tag("span", "Fix: "), one.fix, command, class_="fix"),
-        class_=one.severity,
+        tag("b", advice.title),
+        reason,
+        tag("span", tag("span", "Fix: "), advice.fix, command, class_="fix"),
+        class_=advice.severity,
     )
 
 
-def scores(report: Report, charts: Charts) -> Markup:
+def scores(report: RunReport, charts: Charts) -> Markup:
     """The twelve numbers, classes, curves, mistakes."""
     best, evaluation = report.best, report.evaluation
     if best is None:
-        return section("results", "Results", _absent("The model has not been scored yet."))
+        return section("results", "Results", _empty_note("The model has not been scored yet."))
     metrics = best.metrics
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
-    seen = fmt.plural(metrics.pictures, "picture")
-    says = (
-        f"Of the best averaged weights, at step {best.step:,}, on {seen}{unread} with "
+    image_count = fmt.plural(metrics.pictures, "picture")
+    description = (
+        f"Of the best averaged weights, at step {best.step:,}, on {image_count}{unread} with "
         f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, as COCO counts."
     )
-    numbers = [[title, fmt.metric(getattr(metrics, name))] for title, name in zip(_TITLES, TWELVE, strict=True)]
+    numbers = [[title, fmt.metric(getattr(metrics, name))] for title, name in zip(_TITLES, COCO_SUMMARY, strict=True)]
     twelve = tag("dl", [tag("div", tag("dt", title), tag("dd", value)) for title, value in numbers], class_="twelve")
-    parts: list[Child] = [tag("p", says), twelve]
+    parts: list[Child] = [tag("p", description), twelve]
     if evaluation is None:
-        known = sorted((one for one in metrics.per_class if one.boxes), key=lambda one: -one.boxes)[:MOST_ROWS]
-        rows = [[one.name, fmt.count(one.boxes), fmt.metric(one.ap), fmt.metric(one.ap50)] for one in known]
-        parts.append(_folded("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
+        known = sorted(
+            (class_metrics for class_metrics in metrics.per_class if class_metrics.boxes),
+            key=lambda class_metrics: -class_metrics.boxes,
+        )[:MAX_ROWS]
+        rows = [
+            [
+                class_metrics.name,
+                fmt.count(class_metrics.boxes),
+                fmt.metric(class_metrics.ap),
+                fmt.metric(class_metrics.ap50),
+            ]
+            for class_metrics in known
+        ]
+        parts.append(_collapsible_table("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
         return section("results", "Results", *parts)
     if evaluation.step != best.step:  # a run that was killed between the two files
         parts.append(tag("p", f"All below is of step {evaluation.step:,}.", class_="note"))
@@ -200,51 +221,61 @@ def scores(report: Report, charts: Charts) -> Markup:
             class_="two",
         ),
         tag("h3", "Mistakes"),
-        _mistakes(evaluation),
+        _error_types(evaluation),
         tag("div", _confusions(evaluation), draw.score_histogram(charts, evaluation), class_="two"),
     ]
     return section("results", "Results", *parts)
 
 
 def _classes(evaluation: Evaluation) -> Markup:
-    classes = sorted((of for of in evaluation.classes if of.boxes), key=lambda of: -of.boxes)
-    absent = [of.name for of in evaluation.classes if not of.boxes]
+    classes = sorted(
+        (class_eval for class_eval in evaluation.classes if class_eval.boxes), key=lambda class_eval: -class_eval.boxes
+    )
+    absent = [class_eval.name for class_eval in evaluation.classes if not class_eval.boxes]
     rows = [
         [
-            of.name,
-            fmt.count(of.boxes),
-            fmt.metric(of.ap) if of.ap is None else tag("span", fmt.metric(of.ap), " ", bar(of.ap), class_="nobr"),
-            fmt.metric(of.ap50),
-            _number(of.threshold),
-            _number(of.precision),
-            _number(of.recall),
-            _number(of.f1),
-            _worst_kind(of),
+            class_eval.name,
+            fmt.count(class_eval.boxes),
+            fmt.metric(class_eval.ap)
+            if class_eval.ap is None
+            else tag("span", fmt.metric(class_eval.ap), " ", bar(class_eval.ap), class_="nobr"),
+            fmt.metric(class_eval.ap50),
+            _number(class_eval.threshold),
+            _number(class_eval.precision),
+            _number(class_eval.recall),
+            _number(class_eval.f1),
+            _most_frequent_error(class_eval),
         ]
-        for of in classes[:MOST_ROWS]
+        for class_eval in classes[:MAX_ROWS]
     ]
     heads = ("class", "boxes", "AP", "AP50", "best score", "precision", "recall", "F1", "most frequent mistake")
     note = (
         "Best score: the threshold with the best F1 at IoU 0.5, to use as --conf; precision, recall, F1 and mistakes "
         "are those at it."
     )
-    if len(classes) > MOST_ROWS:
-        note += f" The {len(classes) - MOST_ROWS:,} rarest are in the JSON alone."
+    if len(classes) > MAX_ROWS:
+        note += f" The {len(classes) - MAX_ROWS:,} rarest are in the JSON alone."
     if absent:
-        more = f" and {len(absent) - NAMED:,} more" if len(absent) > NAMED else ""
-        note += f" Without a true box in this split: {', '.join(absent[:NAMED])}{more}."
-    return join(_folded("By class", heads, rows, right=range(1, 8)), tag("p", note, class_="note"))
+        more = f" and {len(absent) - MAX_NAMED_CLASSES:,} more" if len(absent) > MAX_NAMED_CLASSES else ""
+        note += f" Without a true box in this split: {', '.join(absent[:MAX_NAMED_CLASSES])}{more}."
+    return join(_collapsible_table("By class", heads, rows, right=range(1, 8)), tag("p", note, class_="note"))
 
 
-def _folded(title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]], *, right: Iterable[int]) -> Markup:
+def _collapsible_table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]], *, right: Iterable[int]
+) -> Markup:
     """A table of classes, of which the first are seen and the others, where there are many, wait behind a line."""
     right = tuple(right)
-    if len(rows) <= OPEN_ROWS:
+    if len(rows) <= MAX_OPEN_ROWS:
         return table(title, heads, rows, right=right, wide=(0,))
-    rest = f"{title}, the next {len(rows) - OPEN_ROWS}"
+    rest = f"{title}, the next {len(rows) - MAX_OPEN_ROWS}"
     return join(
-        table(f"{title}, the {OPEN_ROWS} most frequent", heads, rows[:OPEN_ROWS], right=right, wide=(0,)),
-        tag("details", tag("summary", rest), table(rest, heads, rows[OPEN_ROWS:], right=right, wide=(0,), hidden=True)),
+        table(f"{title}, the {MAX_OPEN_ROWS} most frequent", heads, rows[:MAX_OPEN_ROWS], right=right, wide=(0,)),
+        tag(
+            "details",
+            tag("summary", rest),
+            table(rest, heads, rows[MAX_OPEN_ROWS:], right=right, wide=(0,), hidden=True),
+        ),
     )
 
 
@@ -252,23 +283,28 @@ def _number(value: float | None) -> str:
     return fmt.MISSING if value is None else f"{value:.2f}"
 
 
-def _worst_kind(of: ClassEvaluation) -> str:
-    kind = max(of.mistakes, key=lambda name: of.mistakes[name], default=None)
-    return "none" if kind is None else f"{kind} ({of.mistakes[kind]:,})"
+def _most_frequent_error(class_eval: ClassEvaluation) -> str:
+    error_type = max(class_eval.error_types, key=lambda name: class_eval.error_types[name], default=None)
+    return "none" if error_type is None else f"{error_type} ({class_eval.error_types[error_type]:,})"
 
 
-def _mistakes(evaluation: Evaluation) -> Markup:
-    counts = mistake_counts(evaluation)
+def _error_types(evaluation: Evaluation) -> Markup:
+    counts = sum_error_types(evaluation)
     if not counts:
         return tag("p", "None at the best thresholds, at IoU 0.5.")
-    most = max(counts.values())
+    max_count = max(counts.values())
     rows = [
-        [kind, fmt.count(counts[kind]), bar(counts[kind] / most, colour="var(--c3)"), *KINDS[kind]]
-        for kind in sorted(counts, key=lambda name: -counts[name])
+        [
+            error_type,
+            fmt.count(counts[error_type]),
+            bar(counts[error_type] / max_count, color="var(--c3)"),
+            *ERROR_TYPE_ADVICE[error_type],
+        ]
+        for error_type in sorted(counts, key=lambda name: -counts[name])
     ]
-    right = sum(of.right for of in evaluation.classes)
+    tp = sum(class_eval.tp for class_eval in evaluation.classes)
     title = (
-        f"What is wrong at each class's best score ({right:,} detections are right, of "
+        f"What is wrong at each class's best score ({tp:,} detections are right, of "
         f"{fmt.plural(evaluation.metrics.boxes, 'true box', 'true boxes')}); kinds after TIDE"
     )
     return table(title, ("mistake", "count", "", "what it is", "where to look"), rows, right=(1,), wide=(3, 4))
@@ -277,17 +313,20 @@ def _mistakes(evaluation: Evaluation) -> Markup:
 def _confusions(evaluation: Evaluation) -> Markup:
     if not evaluation.confusions:
         return tag("p", "No object was found in the right place as another class.", class_="note")
-    names = [of.name for of in evaluation.classes]
-    rows = [[names[one.true], names[one.found], fmt.count(one.count)] for one in evaluation.confusions[:10]]
+    names = [class_eval.name for class_eval in evaluation.classes]
+    rows = [
+        [names[confusion.gt_label], names[confusion.pred_label], fmt.count(confusion.count)]
+        for confusion in evaluation.confusions[:10]
+    ]
     return table("Most frequently confused classes", ("is", "found as", "count"), rows, right=(2,))
 
 
-def pictures(report: Report) -> Markup:
+def images(report: RunReport) -> Markup:
     """The worst and the best, with boxes."""
     evaluation = report.evaluation
     if evaluation is None:
-        return section("pictures", "Pictures", _absent("There is no evaluation with pictures."))
-    names = [of.name for of in evaluation.classes]
+        return section("pictures", "Pictures", _empty_note("There is no evaluation with pictures."))
+    names = [class_eval.name for class_eval in evaluation.classes]
     parts: list[Child] = [
         tag(
             "p",
@@ -296,23 +335,23 @@ def pictures(report: Report) -> Markup:
         ),
         legend(),
     ]
-    for title, found in (("Worst", evaluation.worst), ("Best", evaluation.best)):
-        shown = gallery(found, names) if found else tag("p", "None.", class_="note")
-        parts += [tag("h3", title), shown]
+    for title, examples in (("Worst", evaluation.worst), ("Best", evaluation.best)):
+        rendered = gallery(examples, names) if examples else tag("p", "None.", class_="note")
+        parts += [tag("h3", title), rendered]
     return section("pictures", "Pictures", *parts)
 
 
-def curves(report: Report, charts: Charts) -> Markup:
+def curves(report: RunReport, charts: Charts) -> Markup:
     """What was recorded by steps."""
     drawn: Iterable[Markup | None] = [
         draw.scores(charts, report),
         draw.loss(charts, report),
-        draw.one_curve(charts, report, "rate", "Learning rate", "of the last step of a window"),
-        draw.one_curve(charts, report, "grad_norm", "Norm of the gradient", "before clipping", yaxis={"type": "log"}),
-        draw.one_curve(
+        draw.step_curve(charts, report, "rate", "Learning rate", "of the last step of a window"),
+        draw.step_curve(charts, report, "grad_norm", "Norm of the gradient", "before clipping", yaxis={"type": "log"}),
+        draw.step_curve(
             charts, report, "img_per_s", "Speed", "pictures trained on per second", yaxis={"rangemode": "tozero"}
         ),
-        draw.one_curve(
+        draw.step_curve(
             charts,
             report,
             "memory_peak_bytes",
@@ -322,21 +361,25 @@ def curves(report: Report, charts: Charts) -> Markup:
             yaxis={"rangemode": "tozero"},
         ),
     ]
-    shown = [one for one in drawn if one is not None]
+    shown = [item for item in drawn if item is not None]
     if not shown:
-        return section("training", "Training", _absent("No optimizer step is recorded."))
-    says = "Points are means of what was recorded there; a pale band behind a curve reaches from least to greatest."
+        return section("training", "Training", _empty_note("No optimizer step is recorded."))
+    description = (
+        "Points are means of what was recorded there; a pale band behind a curve reaches from least to greatest."
+    )
     restarts = [
         tag(
             "li",
-            f"attempt {one.attempt} went on from step {one.step:,}, {fmt.duration(one.after_s)} after the start; "
-            f"the one before was {one.ended}",
+            f"attempt {item.attempt} went on from step {item.step:,}, {fmt.duration(item.after_s)} after the start; "
+            f"the one before was {item.previous_end}",
         )
-        for one in report.restarts[-30:]
+        for item in report.restarts[-30:]
     ]
     listed = tag("ul", restarts, class_="note") if restarts else None
-    return section("training", "Training", tag("p", says, class_="note"), listed, tag("div", shown, class_="two"))
+    return section(
+        "training", "Training", tag("p", description, class_="note"), listed, tag("div", shown, class_="two")
+    )
 
 
-def _absent(sentence: str) -> Markup:
+def _empty_note(sentence: str) -> Markup:
     return tag("p", sentence, class_="absent")

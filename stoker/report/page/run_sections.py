@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from stoker.report import format as fmt
-from stoker.report.explain import PhaseShare
-from stoker.report.explain_terminal import cost
+from stoker.report.explain import PhaseTime
+from stoker.report.explain_terminal import format_cost
 from stoker.report.page import charts as draw
-from stoker.report.page.charts import PHASE_COLOURS, Charts
+from stoker.report.page.charts import PHASE_COLORS, Charts
 from stoker.report.page.findings import experiments, findings
 from stoker.report.page.markup import (
     Child,
@@ -21,111 +21,117 @@ from stoker.report.page.markup import (
     tag,
 )
 from stoker.report.page.timeline import timeline
-from stoker.report.run_report import Report
+from stoker.report.run_report import RunReport
 from stoker.runs.records import PHASES, WARNING_KINDS
 
-NAMED_FROM = 0.09
+MIN_LABEL_FRACTION = 0.09
 """Share of the bar from which a phase's name fits inside on a wide screen."""
 
 
-def time_bar(report: Report) -> Markup | None:
+def time_bar(report: RunReport) -> Markup | None:
     """All device time as one bar."""
-    rows = report.why.phases
+    rows = report.explanation.phases
     if not rows:
         return None
     ordered = sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
-    parts = [
+    segments = [
         tag(
             "span",
-            _inside(row) if row.share >= NAMED_FROM else None,
-            style=f"flex-grow:{row.share:.5f};background:{PHASE_COLOURS.get(row.phase, 'var(--c8)')}",
-            title=f"{_name(row.phase)}: {fmt.duration(row.device_s)}, {fmt.share(row.share)}",
+            _bar_label(row) if row.fraction >= MIN_LABEL_FRACTION else None,
+            style=f"flex-grow:{row.fraction:.5f};background:{PHASE_COLORS.get(row.phase, 'var(--c8)')}",
+            title=f"{_phase_name(row.phase)}: {fmt.duration(row.device_s)}, {fmt.percentage(row.fraction)}",
         )
         for row in ordered
     ]
-    words = ", ".join(f"{_name(row.phase)} {fmt.share(row.share)}" for row in rows)
-    keys = [
+    description = ", ".join(f"{_phase_name(row.phase)} {fmt.percentage(row.fraction)}" for row in rows)
+    legend = [
         tag(
             "li",
-            tag("span", class_="key", style=f"background:{PHASE_COLOURS.get(row.phase, 'var(--c8)')}"),
-            f"{_name(row.phase)} {fmt.share(row.share)}",
+            tag("span", class_="key", style=f"background:{PHASE_COLORS.get(row.phase, 'var(--c8)')}"),
+            f"{_phase_name(row.phase)} {fmt.percentage(row.fraction)}",
         )
         for row in rows[:6]
     ]
-    bar = tag("div", parts, class_="timebar", role="img", aria_label=f"Where the device's time went: {words}")
-    return tag("div", tag("h3", "Where the time went"), bar, tag("ul", keys, class_="keys", aria_hidden="true"))
+    bar = tag("div", segments, class_="timebar", role="img", aria_label=f"Where the device's time went: {description}")
+    return tag("div", tag("h3", "Where the time went"), bar, tag("ul", legend, class_="keys", aria_hidden="true"))
 
 
-def _inside(row: PhaseShare) -> Markup:
+def _bar_label(row: PhaseTime) -> Markup:
     """The name inside the bar; one that is wide enough on a wide screen only is marked."""
-    small = "small" if row.share < 3 * NAMED_FROM else None
-    return tag("span", f"{_name(row.phase)} {fmt.share(row.share)}", class_=small)
+    small = "small" if row.fraction < 3 * MIN_LABEL_FRACTION else None
+    return tag("span", f"{_phase_name(row.phase)} {fmt.percentage(row.fraction)}", class_=small)
 
 
-def _name(phase: str) -> str:
+def _phase_name(phase: str) -> str:
     return phase.replace("_", " ")
 
 
-def times(report: Report, charts: Charts) -> Markup:
+def times(report: RunReport, charts: Charts) -> Markup:
     """The ledger, whole and over time."""
-    why = report.why
-    if not why.phases:
+    explanation = report.explanation
+    if not explanation.phases:
         return section(
             "time", "Time", tag("p", "No time is recorded: the run did not come to its first window.", class_="absent")
         )
-    money = why.rate is not None
+    has_price = explanation.price_range is not None
     rows: list[list[Child]] = []
-    for name, row in why.lines():
-        colour = PHASE_COLOURS.get(row.phase, "var(--c8)")
-        swatch = tag("span", class_="key", style=f"background:{colour}", aria_hidden="true")
+    for name, row in explanation.rows():
+        color = PHASE_COLORS.get(row.phase, "var(--c8)")
+        swatch = tag("span", class_="key", style=f"background:{color}", aria_hidden="true")
         rows.append(
             [
-                f"of this {name.strip()}" if name.startswith(" ") else tag("span", swatch, _name(name), class_="nobr"),
+                f"of this {name.strip()}"
+                if name.startswith(" ")
+                else tag("span", swatch, _phase_name(name), class_="nobr"),
                 fmt.duration(row.device_s),
-                fmt.share(row.share),
-                *([cost(why.cost(row.device_s))] if money else []),
+                fmt.percentage(row.fraction),
+                *([format_cost(explanation.cost(row.device_s))] if has_price else []),
                 row.meaning,
             ]
         )
     rows.append(
         [
             "total",
-            fmt.duration(why.device_s),
+            fmt.duration(explanation.device_s),
             "100 %",
-            *([cost(why.cost(why.device_s))] if money else []),
+            *([format_cost(explanation.cost(explanation.device_s))] if has_price else []),
             "",
         ]
     )
-    heads = ("phase", "device time", "share", *(["cost"] if money else []), "meaning")
-    lost = f" {fmt.plural(why.steps_lost, 'step')} were lost by restarts and done again." if why.steps_lost else ""
-    says = (
-        f"{fmt.duration(why.wall_s)} on {fmt.plural(why.devices, 'device')}, {fmt.plural(why.attempts, 'attempt')}, "
-        f"{fmt.plural(why.steps, 'step')}, {fmt.plural(why.pictures, 'picture')}.{lost} The phases add up to all of "
+    heads = ("phase", "device time", "share", *(["cost"] if has_price else []), "meaning")
+    lost = (
+        f" {fmt.plural(explanation.lost_steps, 'step')} were lost by restarts and done again."
+        if explanation.lost_steps
+        else ""
+    )
+    description = (
+        f"{fmt.duration(explanation.wall_s)} on {fmt.plural(explanation.devices, 'device')}, {fmt.plural(explanation.attempts, 'attempt')}, "
+        f"{fmt.plural(explanation.steps, 'step')}, {fmt.plural(explanation.num_images, 'picture')}.{lost} The phases add up to all of "
         "the time; compute is productive, the rest are losses."
     )
-    if why.rate is not None and why.rate.currency:
-        says += f" Cost: {cost((why.rate.low, why.rate.high))} {why.rate.currency} per device-hour, {why.rate.source}."
+    if explanation.price_range is not None and explanation.price_range.currency:
+        description += f" Cost: {format_cost((explanation.price_range.low, explanation.price_range.high))} {explanation.price_range.currency} per device-hour, {explanation.price_range.source}."
     ledger = table(
         "Where the device's time went, all attempts together",
         heads,
         rows,
-        right=range(1, 4 if money else 3),
+        right=range(1, 4 if has_price else 3),
         wide=(len(heads) - 1,),
     )
     return section(
-        "time", "Time", tag("p", says), ledger, timeline(charts, report), findings(report), experiments(report)
+        "time", "Time", tag("p", description), ledger, timeline(charts, report), findings(report), experiments(report)
     )
 
 
-def machine(report: Report, charts: Charts) -> Markup:
+def machine(report: RunReport, charts: Charts) -> Markup:
     """What driver and kernel say meanwhile."""
     gpus = sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu")})
-    share = {"range": [0, 1.02], "tickformat": ".0%"}
+    percent_axis = {"range": [0, 1.02], "tickformat": ".0%"}
     gib = 1 / 2**30
-    drawn: list[Markup | None] = []
+    figures: list[Markup | None] = []
     for gpu in gpus[:8]:
         title = gpu.upper()
-        drawn += [
+        figures += [
             draw.machine(
                 charts,
                 report,
@@ -134,7 +140,7 @@ def machine(report: Report, charts: Charts) -> Markup:
                 "share of time in which a kernel ran",
                 ("utilisation",),
                 showlegend=False,
-                yaxis=share,
+                yaxis=percent_axis,
             ),
             draw.machine(
                 charts,
@@ -157,9 +163,9 @@ def machine(report: Report, charts: Charts) -> Markup:
             ),
             draw.machine(charts, report, gpu, f"{title}: temperature", "°C", ("temperature, °C",), showlegend=False),
         ]
-    drawn += [
+    figures += [
         draw.machine(
-            charts, report, "cpu", "Processor", "busy share of all cores", ("mean", "busiest core"), yaxis=share
+            charts, report, "cpu", "Processor", "busy share of all cores", ("mean", "busiest core"), yaxis=percent_axis
         ),
         draw.machine(
             charts,
@@ -191,14 +197,16 @@ def machine(report: Report, charts: Charts) -> Markup:
             yaxis={"rangemode": "tozero"},
         ),
     ]
-    shown = [one for one in drawn if one is not None]
-    absent = [] if gpus else [tag("p", "GPU: n/a. The machine has none, or its driver says nothing.", class_="note")]
+    shown = [figure for figure in figures if figure is not None]
+    no_gpu_note = (
+        [] if gpus else [tag("p", "GPU: n/a. The machine has none, or its driver says nothing.", class_="note")]
+    )
     more = [tag("p", f"{len(gpus) - 8} more GPUs are in the JSON.", class_="note")] if len(gpus) > 8 else []
     body = tag("div", shown, class_="two") if shown else tag("p", "Nothing was recorded.", class_="absent")
-    return section("machine", "Machine", absent, body, more)
+    return section("machine", "Machine", no_gpu_note, body, more)
 
 
-def data(report: Report) -> Markup:
+def data(report: RunReport) -> Markup:
     """What was wrong with the data, and what could not be read."""
     warnings = [event for event in report.events if event.kind in WARNING_KINDS]
     parts: list[Child] = []
@@ -209,35 +217,37 @@ def data(report: Report) -> Markup:
     else:
         parts.append(tag("p", "No warning was given."))
     if report.quarantined:
-        rows = [[one.path, one.error.partition("\n")[0], fmt.count(one.row)] for one in report.quarantined]
-        left = f"; {report.quarantined_left_out:,} more are left out here" if report.quarantined_left_out else ""
+        rows = [
+            [image.path, image.error.partition("\n")[0], fmt.count(image.image_index)] for image in report.quarantined
+        ]
+        omitted = f"; {report.quarantined_omitted:,} more are left out here" if report.quarantined_omitted else ""
         parts.append(
-            table(f"Pictures that could not be used{left}", ("picture", "why", "row"), rows, right=(2,), wide=(1,))
+            table(f"Pictures that could not be used{omitted}", ("picture", "why", "row"), rows, right=(2,), wide=(1,))
         )
     else:
         parts.append(tag("p", "No picture is recorded as unusable."))
     return section("data", "Warnings and data", *parts)
 
 
-def settings(report: Report) -> Markup:
+def settings(report: RunReport) -> Markup:
     """Every setting with its reason."""
     if not report.settings:
         return section("settings", "Settings", tag("p", "Not known.", class_="absent"))
     parts: list[Child] = []
-    mine = [one for one in report.settings if one.reason is None]
+    user_settings = [setting for setting in report.settings if setting.reason is None]
     parts.append(
         tag(
             "p",
             "Set by you: ",
-            tag("b", ", ".join(f"{one.name} = {one.value}" for one in mine) or "nothing"),
+            tag("b", ", ".join(f"{setting.name} = {setting.value}" for setting in user_settings) or "nothing"),
             ". Everything else stoker chose, with the reason beside it.",
         )
     )
-    for name in dict.fromkeys(one.section for one in report.settings):
+    for name in dict.fromkeys(setting.section for setting in report.settings):
         rows = [
-            [one.name, one.value, one.reason if one.reason is not None else tag("b", "set by you")]
-            for one in report.settings
-            if one.section == name
+            [setting.name, setting.value, setting.reason if setting.reason is not None else tag("b", "set by you")]
+            for setting in report.settings
+            if setting.section == name
         ]
         parts.append(
             tag(
@@ -249,17 +259,17 @@ def settings(report: Report) -> Markup:
     return section("settings", "Settings", *parts)
 
 
-def environment(report: Report) -> Markup:
+def environment(report: RunReport) -> Markup:
     """What it ran on."""
     if not report.environment:
         return section("environment", "Environment", tag("p", "Not known.", class_="absent"))
-    rows = [[key, value] for key, value in _flat(report.environment)]
+    rows = [[key, value] for key, value in _flatten(report.environment)]
     command = report.environment.get("argv")
-    said = tag("p", code(" ".join(map(str, command)))) if isinstance(command, list) else None
+    command_line = tag("p", code(" ".join(map(str, command)))) if isinstance(command, list) else None
     return section(
         "environment",
         "Environment",
-        said,
+        command_line,
         tag(
             "details",
             tag("summary", f"versions, machine, variables ({len(rows)})"),
@@ -268,12 +278,12 @@ def environment(report: Report) -> Markup:
     )
 
 
-def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+def _flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
     """A nested object as rows: `torch.cuda` → `13.2`."""
     if isinstance(value, dict) and value:
-        return [row for key, inner in value.items() for row in _flat(inner, f"{name}.{key}" if name else str(key))]
+        return [row for key, inner in value.items() for row in _flatten(inner, f"{name}.{key}" if name else str(key))]
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [row for n, inner in enumerate(value) for row in _flat(inner, f"{name}[{n}]")]
+        return [row for n, inner in enumerate(value) for row in _flatten(inner, f"{name}[{n}]")]
     if isinstance(value, list):
         return [(name, " ".join(map(str, value)) or "none")]
     if name.endswith("_bytes") and isinstance(value, int):
@@ -281,7 +291,7 @@ def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
     return [(name, fmt.MISSING if value is None or value == {} else str(value))]
 
 
-def events(report: Report) -> Markup:
+def events(report: RunReport) -> Markup:
     """What happened."""
     start_t = report.start_t or 0.0
     rows = [
@@ -295,12 +305,12 @@ def events(report: Report) -> Markup:
     ]
     if not rows:
         return section("events", "Events", tag("p", "None.", class_="absent"))
-    left = f" {report.events_left_out:,} in the middle are left out here." if report.events_left_out else ""
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(start_t))
+    omitted = f" {report.events_omitted:,} in the middle are left out here." if report.events_omitted else ""
+    start = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(start_t))
     return section(
         "events",
         "Events",
-        tag("p", f"Times are since {began}; evaluations are in the curves.{left}", class_="note"),
+        tag("p", f"Times are since {start}; evaluations are in the curves.{omitted}", class_="note"),
         tag(
             "details",
             tag("summary", f"{len(rows)} events"),

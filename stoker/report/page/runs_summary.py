@@ -4,7 +4,7 @@ those of `stoker why --all`; the frame around it is `html.py`'s."""
 from typing import Any
 
 from stoker.report import format as fmt
-from stoker.report.page.charts import PHASE_COLOURS, Charts, plain
+from stoker.report.page.charts import PHASE_COLORS, Charts, escape_name
 from stoker.report.page.markup import (
     Child,
     Markup,
@@ -13,8 +13,8 @@ from stoker.report.page.markup import (
     table,
     tag,
 )
-from stoker.report.runs_summary import Fleet, Sum
-from stoker.report.runs_summary_terminal import hours, paid, summary
+from stoker.report.runs_summary import Aggregate, RunsSummary
+from stoker.report.runs_summary_terminal import format_device_hours, format_total_cost, summary_rows
 
 SECTIONS = (
     ("summary", "Summary"),
@@ -25,33 +25,37 @@ SECTIONS = (
     ("ends", "Ends"),
     ("unread", "Unread"),
 )
-HOSTS_SHOWN, DAMAGED_SHOWN = 40, 50
+MAX_HOSTS, MAX_UNREADABLE = 40, 50
 
 
-def main(fleet: Fleet, charts: Charts) -> list[Markup]:
+def main(runs_summary: RunsSummary, charts: Charts) -> list[Markup]:
     """The sections of the page."""
     return [
-        tag("header", tag("h1", fleet.folder), tag("p", f"{fmt.plural(fleet.runs, 'run')} added up", class_="what")),
-        _summary(fleet),
-        _causes(fleet, charts),
-        _months(fleet, charts),
-        _hosts(fleet),
-        _worst(fleet),
-        _ends(fleet),
-        _unread(fleet),
+        tag(
+            "header",
+            tag("h1", runs_summary.folder),
+            tag("p", f"{fmt.plural(runs_summary.runs, 'run')} added up", class_="what"),
+        ),
+        _summary(runs_summary),
+        _causes(runs_summary, charts),
+        _months(runs_summary, charts),
+        _hosts(runs_summary),
+        _worst(runs_summary),
+        _failures(runs_summary),
+        _unreadable(runs_summary),
     ]
 
 
-def _summary(fleet: Fleet) -> Markup:
-    rows: list[list[Child]] = [[name, said] for name, said in summary(fleet)]
+def _summary(runs_summary: RunsSummary) -> Markup:
+    rows: list[list[Child]] = [[name, value] for name, value in summary_rows(runs_summary)]
     return section("summary", "Summary", table("All runs together", ("what", "value"), rows, wide=(1,), hidden=True))
 
 
-def _causes(fleet: Fleet, charts: Charts) -> Markup:
-    if not fleet.phases and not fleet.findings:
+def _causes(runs_summary: RunsSummary, charts: Charts) -> Markup:
+    if not runs_summary.phases and not runs_summary.findings:
         return section("causes", "Causes", tag("p", "No time is recorded.", class_="absent"))
-    losses = [row for row in fleet.phases if row.name != "compute"]
-    drawn = charts.add(
+    losses = [row for row in runs_summary.phases if row.name != "compute"]
+    chart = charts.add(
         "Device-hours lost",
         "by phase, of the runs whose compute is known",
         [_bars(losses)] if losses else [],
@@ -61,35 +65,40 @@ def _causes(fleet: Fleet, charts: Charts) -> Markup:
         yaxis={"automargin": True, "autorange": "reversed"},
     )
     heads = ("phase", "device-hours", "share", "cost", "runs", "meaning")
-    phases = [[row.name, *_numbers(row, fleet.measured_s), row.meaning] for row in fleet.phases]
-    findings = [[row.name, *_numbers(row, fleet.device_s), row.meaning] for row in fleet.findings]
-    both = [
+    phases = [[row.name, *_numbers(row, runs_summary.measured_s), row.meaning] for row in runs_summary.phases]
+    findings = [[row.name, *_numbers(row, runs_summary.device_s), row.meaning] for row in runs_summary.findings]
+    tables = [
         table("Where the device's time went", heads, phases, right=range(1, 5), wide=(5,)) if phases else None,
         table("Findings; they overlap with the phases and each other", ("cause", *heads[1:]), findings,
               right=range(1, 5), wide=(5,)) if findings else None,
     ]  # fmt: skip
-    return section("causes", "Causes", drawn, *both)
+    return section("causes", "Causes", chart, *tables)
 
 
-def _bars(rows: list[Sum]) -> dict[str, Any]:
+def _bars(rows: list[Aggregate]) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
         "x": [round(row.device_s / 3600, 4) for row in rows],
-        "y": [plain(row.name.replace("_", " ")) for row in rows],
-        "marker": {"color": [PHASE_COLOURS.get(row.name, "var(--c8)") for row in rows]},
+        "y": [escape_name(row.name.replace("_", " ")) for row in rows],
+        "marker": {"color": [PHASE_COLORS.get(row.name, "var(--c8)") for row in rows]},
     }
 
 
-def _numbers(row: Sum, whole_s: float) -> list[Child]:
+def _numbers(row: Aggregate, total_s: float) -> list[Child]:
     if row.device_s <= 0:
         return ["", "", "", fmt.count(row.runs)]
-    share = row.device_s / whole_s if whole_s > 0 else None
-    return [hours(row.device_s), fmt.share(share), paid(row.money), fmt.count(row.runs)]
+    fraction = row.device_s / total_s if total_s > 0 else None
+    return [
+        format_device_hours(row.device_s),
+        fmt.percentage(fraction),
+        format_total_cost(row.cost),
+        fmt.count(row.runs),
+    ]
 
 
-def _months(fleet: Fleet, charts: Charts) -> Markup:
-    known = [row for row in fleet.months if row.measured_s > 0]
+def _months(runs_summary: RunsSummary, charts: Charts) -> Markup:
+    known = [row for row in runs_summary.months if row.measured_s > 0]
     stacked = (
         ("trained", "compute", [row.compute_s for row in known]),
         ("lost", "input_wait", [row.measured_s - row.compute_s for row in known]),
@@ -98,13 +107,13 @@ def _months(fleet: Fleet, charts: Charts) -> Markup:
         {
             "type": "bar",
             "x": [row.name for row in known],
-            "y": [round(took_s / 3600, 4) for took_s in seconds],
+            "y": [round(duration_s / 3600, 4) for duration_s in seconds],
             "name": name,
-            "marker": {"color": PHASE_COLOURS[colour]},
+            "marker": {"color": PHASE_COLORS[phase]},
         }
-        for name, colour, seconds in stacked
+        for name, phase, seconds in stacked
     ]
-    drawn = charts.add(
+    chart = charts.add(
         "Device-hours by month",
         "of the runs whose compute is known",
         traces if known else [],
@@ -112,13 +121,13 @@ def _months(fleet: Fleet, charts: Charts) -> Markup:
         barmode="stack",
         xaxis={"type": "category"},
     )
-    shares = charts.add(
+    trend_chart = charts.add(
         "Share of the time that trained, by month",
         "the trend",
         [
             {
                 "x": [row.name for row in known],
-                "y": [round(row.productive_share or 0.0, 4) for row in known],
+                "y": [round(row.productive_fraction or 0.0, 4) for row in known],
                 "name": "trained",
                 "mode": "lines+markers",
                 "line": {"color": "var(--c0)", "width": 2},
@@ -129,16 +138,18 @@ def _months(fleet: Fleet, charts: Charts) -> Markup:
         xaxis={"type": "category"},
         yaxis={"range": [0, 1], "tickformat": ".0%"},
     )  # fmt: skip
-    return section("months", "Months", drawn, shares, _rows("By month, UTC", "month", fleet.months))
+    return section(
+        "months", "Months", chart, trend_chart, _aggregate_table("By month, UTC", "month", runs_summary.months)
+    )
 
 
-def _rows(caption: str, name: str, rows: list[Sum]) -> Markup:
+def _aggregate_table(caption: str, name: str, rows: list[Aggregate]) -> Markup:
     body: list[list[Child]] = [
         [
             row.name,
-            hours(row.device_s),
-            [bar(row.productive_share or 0.0), " ", fmt.share(row.productive_share)],
-            paid(row.money),
+            format_device_hours(row.device_s),
+            [bar(row.productive_fraction or 0.0), " ", fmt.percentage(row.productive_fraction)],
+            format_total_cost(row.cost),
             fmt.count(row.runs),
         ]
         for row in rows
@@ -146,16 +157,23 @@ def _rows(caption: str, name: str, rows: list[Sum]) -> Markup:
     return table(caption, (name, "device-hours", "trained", "cost", "runs"), body, right=range(1, 5))
 
 
-def _hosts(fleet: Fleet) -> Markup:
-    more = len(fleet.hosts) - HOSTS_SHOWN
+def _hosts(runs_summary: RunsSummary) -> Markup:
+    more = len(runs_summary.hosts) - MAX_HOSTS
     note = tag("p", f"{fmt.plural(more, 'host')} more are in the JSON.", class_="note") if more > 0 else None
-    return section("hosts", "Hosts", _rows("By host", "host", fleet.hosts[:HOSTS_SHOWN]), note)
+    return section("hosts", "Hosts", _aggregate_table("By host", "host", runs_summary.hosts[:MAX_HOSTS]), note)
 
 
-def _worst(fleet: Fleet) -> Markup:
+def _worst(runs_summary: RunsSummary) -> Markup:
     rows: list[list[Child]] = [
-        [row.run, hours(row.lost_s), hours(row.device_s), paid(row.money_lost), row.largest_loss, row.finding]
-        for row in fleet.worst
+        [
+            row.run,
+            format_device_hours(row.lost_s),
+            format_device_hours(row.device_s),
+            format_total_cost(row.lost_cost),
+            row.largest_loss,
+            row.finding,
+        ]
+        for row in runs_summary.worst_runs
     ]
     if not rows:
         return section("worst", "Worst runs", tag("p", "None lost any time.", class_="absent"))
@@ -163,9 +181,9 @@ def _worst(fleet: Fleet) -> Markup:
     return section("worst", "Worst runs", table("Most device time lost", heads, rows, right=(1, 2, 3), wide=(5,)))
 
 
-def _ends(fleet: Fleet) -> Markup:
+def _failures(runs_summary: RunsSummary) -> Markup:
     rows: list[list[Child]] = [
-        [row.cause, fmt.count(row.runs), row.title, ", ".join(row.examples)] for row in fleet.died
+        [row.cause, fmt.count(row.runs), row.title, ", ".join(row.examples)] for row in runs_summary.failures
     ]
     if not rows:
         return section("ends", "Ends", tag("p", "No run ended before its time.", class_="absent"))
@@ -173,9 +191,9 @@ def _ends(fleet: Fleet) -> Markup:
     return section("ends", "Ends", table("Runs that ended before their time", heads, rows, right=(1,), wide=(2, 3)))
 
 
-def _unread(fleet: Fleet) -> Markup:
-    if not fleet.damaged_runs:
+def _unreadable(runs_summary: RunsSummary) -> Markup:
+    if not runs_summary.num_unreadable:
         return section("unread", "Unread", tag("p", "Every run could be read."))
-    rows: list[list[Child]] = [[one.run, one.error] for one in fleet.damaged[:DAMAGED_SHOWN]]
-    caption = f"{fmt.plural(fleet.damaged_runs, 'run')} could not be read"
+    rows: list[list[Child]] = [[entry.run, entry.error] for entry in runs_summary.unreadable[:MAX_UNREADABLE]]
+    caption = f"{fmt.plural(runs_summary.num_unreadable, 'run')} could not be read"
     return section("unread", "Unread", table(caption, ("run", "why"), rows, wide=(1,)))

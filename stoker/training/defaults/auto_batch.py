@@ -21,160 +21,185 @@ import torch
 from cyclopts import App, Parameter
 
 from stoker.config.settings import Config, from_toml
-from stoker.data.augment.device import GROUP
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index, open_index
-from stoker.data.loading.loader import box_slots
+from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError, StokerError
-from stoker.hardware.device import Device, pick
-from stoker.training.defaults.dry_run import LiveBytes, Rehearsal, Tried, try_sizes
+from stoker.hardware.device import Device, select_device
+from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode, try_sizes
 
 GIB = 2**30
 
-SLACK = 1.03
+MAX_SLOWDOWN = 1.03
 """A smaller batch is taken where its time per picture is at most this factor above the best."""
 
 
-def batch(config: Config, index: Index, device: Device, *, wanted: int, pictures: int) -> tuple[int, int, str]:
+def choose_batch_size(
+    config: Config, index: Index, device: Device, *, recipe_batch_size: int, num_images: int
+) -> tuple[int, int, str]:
     """(pictures per step, micro-batches per step, reason), for the config's batch, or the fastest one where it says
     `fit`, or else the recipe's `wanted`.
 
     `config` needs canvas, precision, the optimizer and the model's settings; `pictures` is how many the training split
     has. Raises OutOfMemoryError when one picture does not fit, ConfigError when both fit and batch are asked for.
     """
-    asked: int | None = config.set_fields().get("batch")
-    if asked is not None and config.run.fit:
-        raise ConfigError(f"--fit chooses the batch, and --batch {asked} says it.", fix="leave one of them out")
-    rehearsal = rehearsal_of(config, index, device)
-    target: int = asked if asked is not None else max(1, min(wanted, pictures))
-    if asked is None and config.data.mosaic > 0:
-        target = max(GROUP, target // GROUP * GROUP)
-    whose = "asked for" if asked is not None else f"the recipe's {wanted}"
-    if asked is None and target < wanted:
-        whose = f"the training split has {pictures} pictures"
-    if config.run.fit:
-        target, whose = _fastest(rehearsal, pictures, target)
-    least = min(rehearsal.least, target)
-    if device.is_cpu:
-        largest, evidence = _largest_on_cpu(rehearsal, least)
-    else:
-        largest, evidence = _largest_on_device(rehearsal, least, target)
-    if largest < least:
-        height, width = config.data.canvas
-        plural = "one picture" if least == 1 else f"{least} pictures"
-        less = "" if config.model.checkpoint_activations else "--checkpoint-activations, "
-        raise OutOfMemoryError(
-            f"Not even {plural} of {width}x{height} pixels fit the memory of {device.name}.",
-            cause=evidence,
-            fix=f"{less}a smaller --canvas or --model, or a device with more memory",
+    user_batch_size: int | None = config.set_fields().get("batch")
+    if user_batch_size is not None and config.run.auto_batch:
+        raise ConfigError(
+            f"--fit chooses the batch, and --batch {user_batch_size} says it.", fix="leave one of them out"
         )
-    parts = next(n for n in range(1, target + 1) if target % n == 0 and target // n <= largest)
-    return target, parts, f"{whose}; {evidence}" + ("" if parts == 1 else f", so in {parts} parts")
+    dry_run = make_dry_run(config, index, device)
+    target_size: int = user_batch_size if user_batch_size is not None else max(1, min(recipe_batch_size, num_images))
+    if user_batch_size is None and config.data.mosaic > 0:
+        target_size = max(MOSAIC_GROUP_SIZE, target_size // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)
+    source = "asked for" if user_batch_size is not None else f"the recipe's {recipe_batch_size}"
+    if user_batch_size is None and target_size < recipe_batch_size:
+        source = f"the training split has {num_images} pictures"
+    if config.run.auto_batch:
+        target_size, source = _fastest_batch_size(dry_run, num_images, target_size)
+    min_size = min(dry_run.min_size, target_size)
+    if device.is_cpu:
+        max_size, evidence = _max_size_on_cpu(dry_run, min_size)
+    else:
+        max_size, evidence = _max_size_on_device(dry_run, min_size, target_size)
+    if max_size < min_size:
+        height, width = config.data.image_size
+        count_text = "one picture" if min_size == 1 else f"{min_size} pictures"
+        suggestion = "" if config.model.activation_checkpointing else "--checkpoint-activations, "
+        raise OutOfMemoryError(
+            f"Not even {count_text} of {width}x{height} pixels fit the memory of {device.name}.",
+            cause=evidence,
+            fix=f"{suggestion}a smaller --canvas or --model, or a device with more memory",
+        )
+    micro_batches = next(n for n in range(1, target_size + 1) if target_size % n == 0 and target_size // n <= max_size)
+    return (
+        target_size,
+        micro_batches,
+        f"{source}; {evidence}" + ("" if micro_batches == 1 else f", so in {micro_batches} parts"),
+    )
 
 
-def rehearsal_of(config: Config, index: Index, device: Device) -> Rehearsal:
-    slots = box_slots(index, index.rows("train"), mosaic=config.data.mosaic)
-    return Rehearsal(config, device, classes=len(index.class_names), slots=slots)
+def make_dry_run(config: Config, index: Index, device: Device) -> DryRun:
+    slots = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
+    return DryRun(config, device, num_classes=len(index.class_names), max_boxes=slots)
 
 
-def sizes(rehearsal: Rehearsal, pictures: int) -> Iterator[int]:
+def candidate_sizes(dry_run: DryRun, num_images: int) -> Iterator[int]:
     """Micro-batches that can be tried: powers of two whose batch, `accumulate` times as large, has whole groups for
     mosaics and is no more than the training split of `pictures`."""
-    config = rehearsal.config
-    parts = config.optim.accumulate or 1
-    least = max(rehearsal.least, GROUP // math.gcd(GROUP, parts) if config.data.mosaic > 0 else 1)
-    return itertools.takewhile(lambda size: size * parts <= pictures, (least * 2**n for n in itertools.count()))
+    config = dry_run.config
+    micro_batches = config.optim.grad_accum_steps or 1
+    min_size = max(
+        dry_run.min_size,
+        MOSAIC_GROUP_SIZE // math.gcd(MOSAIC_GROUP_SIZE, micro_batches) if config.data.mosaic > 0 else 1,
+    )
+    return itertools.takewhile(
+        lambda size: size * micro_batches <= num_images, (min_size * 2**n for n in itertools.count())
+    )
 
 
-def gather(rehearsal: Rehearsal, pictures: int, only: int | None = None) -> tuple[list[Tried], str]:
+def run_trials(dry_run: DryRun, num_images: int, only_size: int | None = None) -> tuple[list[BatchTrial], str]:
     """All sizes that could be tried, or `only` one; smallest first; and why there is no more."""
-    tried: list[Tried] = []
-    for some in try_sizes(rehearsal, sizes(rehearsal, pictures) if only is None else [only]):
-        if not isinstance(some, Tried):
-            return tried, some
-        tried.append(some)
-    return tried, f"the training split has {pictures} pictures" if only is None else "asked for"
+    trials: list[BatchTrial] = []
+    for trial in try_sizes(dry_run, candidate_sizes(dry_run, num_images) if only_size is None else [only_size]):
+        if not isinstance(trial, BatchTrial):
+            return trials, trial
+        trials.append(trial)
+    return trials, f"the training split has {num_images} pictures" if only_size is None else "asked for"
 
 
-def fastest(tried: Iterable[Tried]) -> Tried:
+def pick_fastest(trials: Iterable[BatchTrial]) -> BatchTrial:
     """The smallest whose time per picture is within SLACK of the best."""
-    tried = list(tried)
-    best = min(some.seconds_per_picture for some in tried)
-    return next(some for some in tried if some.seconds_per_picture <= SLACK * best)
+    trials = list(trials)
+    best = min(trial.seconds_per_image for trial in trials)
+    return next(trial for trial in trials if trial.seconds_per_image <= MAX_SLOWDOWN * best)
 
 
-def _fastest(rehearsal: Rehearsal, pictures: int, otherwise: int) -> tuple[int, str]:
+def _fastest_batch_size(dry_run: DryRun, num_images: int, fallback: int) -> tuple[int, str]:
     """(batch, reason with the table of times); `otherwise` where no size could be tried."""
-    tried, end = gather(rehearsal, pictures)
-    if not tried:
-        return otherwise, f"no batch could be tried: {end}"
-    parts = rehearsal.config.optim.accumulate or 1
-    table = ", ".join(f"{some.pictures * parts}: {1e3 * some.seconds_per_picture:.3g} ms" for some in tried)
-    timed = "" if rehearsal.config.run.eager else ", not compiled as in training"
-    return fastest(tried).pictures * parts, f"fastest of those tried, a picture at {table}{timed}; {end}"
+    trials, end = run_trials(dry_run, num_images)
+    if not trials:
+        return fallback, f"no batch could be tried: {end}"
+    micro_batches = dry_run.config.optim.grad_accum_steps or 1
+    table = ", ".join(
+        f"{trial.micro_batch_size * micro_batches}: {1e3 * trial.seconds_per_image:.3g} ms" for trial in trials
+    )
+    compile_note = "" if dry_run.config.run.compile else ", not compiled as in training"
+    return pick_fastest(
+        trials
+    ).micro_batch_size * micro_batches, f"fastest of those tried, a picture at {table}{compile_note}; {end}"
 
 
-def _largest_on_cpu(rehearsal: Rehearsal, least: int) -> tuple[int, str]:
-    live = LiveBytes("cpu")
-    model, case = rehearsal.stepper.model, rehearsal.case(least)
+def _max_size_on_cpu(dry_run: DryRun, min_size: int) -> tuple[int, str]:
+    memory = PeakMemoryMode("cpu")
+    model, worst_batch = dry_run.optimizer.model, dry_run.make_batch(min_size)
     for tensor in model.state_dict().values():
-        live.add(tensor)
-    before = live.now
-    with live:
-        loss = rehearsal.loss(case)
-        if rehearsal.config.model.checkpoint_activations:  # else the forward pass ends at its peak
+        memory.add(tensor)
+    initial_bytes = memory.current_bytes
+    with memory:
+        loss = dry_run.compute_loss(worst_batch)
+        if dry_run.config.model.activation_checkpointing:  # else the forward pass ends at its peak
             torch.autograd.backward(loss)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     # Gradients, two moments and the average beside the weights; half as much again of what is kept, for temporaries.
-    picture = 1.5 * (live.peak - before) / least
-    free = rehearsal.budget - 5 * weights
-    return int(free // picture), f"{picture / 2**20:,.0f} MiB a picture of {free / GIB:.0f} GiB"
+    bytes_per_image = 1.5 * (memory.peak_bytes - initial_bytes) / min_size
+    free_bytes = dry_run.budget_bytes - 5 * weight_bytes
+    return int(
+        free_bytes // bytes_per_image
+    ), f"{bytes_per_image / 2**20:,.0f} MiB a picture of {free_bytes / GIB:.0f} GiB"
 
 
-def _largest_on_device(rehearsal: Rehearsal, least: int, target: int) -> tuple[int, str]:
-    def peak(count: int) -> int | None:
+def _max_size_on_device(dry_run: DryRun, min_size: int, target_size: int) -> tuple[int, str]:
+    def try_peak_bytes(count: int) -> int | None:
         """Bytes, or None when `count` pictures do not fit."""
         try:
-            return rehearsal.peak(count)
+            return dry_run.measure_peak_bytes(count)
         except torch.OutOfMemoryError:
             return None
 
-    limit = rehearsal.budget
-    one, two = peak(least), peak(2 * least)
-    if one is None or one > limit:
-        return 0, f"{least} at a time take more than {limit / GIB:.1f} GiB"
-    if two is None:
-        return least, f"{2 * least} pictures do not fit into {limit / GIB:.1f} GiB"
-    slope = max(1, two - one) / least
-    count = min(target, int(least + (limit - one) / slope))
-    while count > least:
-        used = peak(count)
-        if used is not None and used <= limit:
-            return count, f"{used / GIB:.1f} of {limit / GIB:.1f} GiB at {count} pictures, tried"
+    limit_bytes = dry_run.budget_bytes
+    min_peak, double_peak = try_peak_bytes(min_size), try_peak_bytes(2 * min_size)
+    if min_peak is None or min_peak > limit_bytes:
+        return 0, f"{min_size} at a time take more than {limit_bytes / GIB:.1f} GiB"
+    if double_peak is None:
+        return min_size, f"{2 * min_size} pictures do not fit into {limit_bytes / GIB:.1f} GiB"
+    bytes_per_image = max(1, double_peak - min_peak) / min_size
+    count = min(target_size, int(min_size + (limit_bytes - min_peak) / bytes_per_image))
+    while count > min_size:
+        used_bytes = try_peak_bytes(count)
+        if used_bytes is not None and used_bytes <= limit_bytes:
+            return count, f"{used_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {count} pictures, tried"
         count -= max(1, count // 8)
-    return least, f"{one / GIB:.1f} of {limit / GIB:.1f} GiB at {least} at a time, tried"
+    return min_size, f"{min_peak / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {min_size} at a time, tried"
 
 
-def as_json(asked: Config, index: Index, device: Device) -> dict[str, Any]:
+def as_json(user_config: Config, index: Index, device: Device) -> dict[str, Any]:
     """What the program prints: every batch that was tried, or the one that `asked` names."""
     from stoker.training.defaults.derive import derive  # which imports this module
 
-    parts = asked.optim.accumulate or 1
-    config, _ = derive(asked.replace(batch=asked.run.batch or GROUP * parts, fit=False, decoder="host"), index, device)
-    rehearsal = rehearsal_of(config, index, device)
-    only = None if asked.run.batch is None else asked.run.batch // parts
-    tried, end = gather(rehearsal, len(index.rows("train")), only)
+    micro_batches = user_config.optim.grad_accum_steps or 1
+    config, _ = derive(
+        user_config.replace(
+            batch=user_config.run.batch_size or MOSAIC_GROUP_SIZE * micro_batches, auto_batch=False, jpeg_decoder="host"
+        ),
+        index,
+        device,
+    )
+    dry_run = make_dry_run(config, index, device)
+    only_size = None if user_config.run.batch_size is None else user_config.run.batch_size // micro_batches
+    trials, end = run_trials(dry_run, len(index.image_indices("train")), only_size)
     return {
         "device": device.name,
-        "budget_bytes": rehearsal.budget,
+        "budget_bytes": dry_run.budget_bytes,
         "model": config.model.model,
-        "canvas": config.data.canvas,
+        "canvas": config.data.image_size,
         "precision": config.run.precision,
-        "classes": rehearsal.classes,
-        "slots": rehearsal.slots,
-        "accumulate": parts,
-        "tried": tried,
+        "classes": dry_run.num_classes,
+        "slots": dry_run.max_boxes,
+        "accumulate": micro_batches,
+        "tried": trials,
         "end": end,
-        "fastest_batch": fastest(tried).pictures * parts if tried else None,
+        "fastest_batch": pick_fastest(trials).micro_batch_size * micro_batches if trials else None,
     }
 
 
@@ -195,11 +220,16 @@ def program(
         A run's config.toml: its settings, where no others are given.
     """
     stored = Config() if config_toml is None else from_toml(config_toml)[0].replace(batch=None)
-    given = config.set_fields() if data is None else {**config.set_fields(), "data": data}
-    asked = stored.replace(**given)
-    where = asked.data
-    index = open_index(where.data, format=where.format, val_fraction=where.val_fraction, classes=where.classes or ())
-    print(msgspec.json.encode(as_json(asked, index, pick(asked.run.device))).decode())
+    overrides = config.set_fields() if data is None else {**config.set_fields(), "data": data}
+    user_config = stored.replace(**overrides)
+    data_settings = user_config.data
+    index = open_index(
+        data_settings.data,
+        format=data_settings.format,
+        val_fraction=data_settings.val_fraction,
+        classes=data_settings.classes or (),
+    )
+    print(msgspec.json.encode(as_json(user_config, index, select_device(user_config.run.device))).decode())
 
 
 if __name__ == "__main__":

@@ -9,44 +9,44 @@ from typing import Any
 
 from stoker.config.recipes import RECIPES
 from stoker.config.settings import Config, Duration, check, parse_duration
-from stoker.data.anchor_fit import best_canvas, box_sides, spread_sizes
+from stoker.data.anchor_fit import best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import cache_policy
-from stoker.data.images.pixel_cache import Form
+from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
 from stoker.data.loading import decoder_choice
-from stoker.data.loading.autotune import first_threads
-from stoker.data.validation.problems import MAX_BAD
+from stoker.data.loading.autotune import default_num_workers
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import ConfigError
-from stoker.hardware.device import Device, host_cores, untried
-from stoker.models import Architecture, architecture
-from stoker.models.ember.ember import options_of
-from stoker.models.ssd.backbones import tail_of
-from stoker.models.table import check_canvas, check_settings
-from stoker.models.weights.hub import local
-from stoker.models.weights.load import NAMED, read
+from stoker.hardware.device import Device, host_cores, untested_accelerator
+from stoker.models import Architecture, get_architecture
+from stoker.models.ember.ember import ember_options
+from stoker.models.ssd.backbones import detect_tail
+from stoker.models.table import check_image_size, check_settings
+from stoker.models.weights.hub import local_path
+from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.defaults import auto_batch
 from stoker.training.defaults.model_choice import (
-    BODY_RATE,
-    OFTEN,
-    VARIED,
+    BACKBONE_LR_MULT,
+    MANY_VIEWS,
+    STRONG_AUGMENTATION,
+    choose_image_side,
+    choose_model,
+    estimate_images_per_second,
     is_ember,
-    model_for,
-    pictures_a_second,
-    side_for,
 )
 
-EPOCHS, LEAST_STEPS, MOST_PICTURES = 12, 1_500, 90_000 * 16
+EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most the pictures that this schedule takes of COCO."""
-FROM_SCRATCH = 3
+FROM_SCRATCH_FACTOR = 3
 """Times as long where the weights are random: a detector then ends where pretrained ones do, after three to six times
 as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
-EVALUATIONS = 12
+NUM_EVALUATIONS = 12
 """Of the validation split, in the course of a training."""
 
-PLAIN: dict[str, tuple[Any, str]] = {
+DEFAULTS: dict[str, tuple[Any, str]] = {
     "classes": ((), "every class of the data set"),
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
-    "max_bad": (MAX_BAD, "a few bad files are an accident, more are a wrong path or a broken copy"),
+    "max_bad": (DEFAULT_MAX_BAD_FRACTION, "a few bad files are an accident, more are a wrong path or a broken copy"),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
     "augment": ("recipe", "pictures are varied, so that a model learns what they share"),
     "flip": (0.5, "as torchvision's detection references"),
@@ -76,174 +76,195 @@ AUGMENTATIONS = ("flip", "crop", "brightness", "contrast", "saturation", "hue", 
 """What `--augment none` sets to 0."""
 
 
-class _Filling:
+class _ConfigBuilder:
     """A config that is being filled; keeps the reasons."""
 
-    def __init__(self, asked: Config) -> None:
-        self.config = asked
+    def __init__(self, user_config: Config) -> None:
+        self.config = user_config
         self.reasons: dict[str, str] = {}
 
     def get(self, name: str) -> Any:
         return self.config.set_fields().get(name)
 
-    def put(self, name: str, value: Any, reason: str) -> None:
+    def set_default(self, name: str, value: Any, reason: str) -> None:
         """Sets the field unless it is set."""
         if self.get(name) is None:
             self.config = self.config.replace(**{name: value})
             self.reasons[name] = reason
 
 
-def derive(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """(config without an open field, reasons of the fields that `asked` left open).
 
     Raises ConfigError for settings that cannot be, OutOfMemoryError when not even one picture fits.
     """
-    filling = _Filling(asked)
-    put, get = filling.put, filling.get
-    _begin(filling, index, device)
-    rows = index.rows("train")
-    row = architecture(get("model"))
-    check_settings(asked.replace(model=get("model")).model)
-    if "tail" in row.defaults:
-        put("tail", *_tail(get("weights"), get("tail")))
-    if is_ember(row) and get("weights") not in ("none", *NAMED):
-        _keep_options(filling)
+    builder = _ConfigBuilder(user_config)
+    set_default, get = builder.set_default, builder.get
+    _fill_basics(builder, index, device)
+    train_indices = index.image_indices("train")
+    arch = get_architecture(get("model"))
+    check_settings(user_config.replace(model=get("model")).model)
+    if "tail" in arch.defaults:
+        set_default("tail", *_choose_tail(get("weights"), get("tail")))
+    if is_ember(arch) and get("weights") not in ("none", *PRETRAINED_NAMES):
+        _fill_ember_options(builder)
     if get("weights") == "none":
-        put("norm", "train", "there are no statistics to freeze: the weights are random")
-        put("trainable_stages", 5, "the weights are random")
-        if row.recipe == "tiny":
-            canvas = get("canvas")
-            put("anchor_sizes", *spread_sizes(box_sides(index, rows, canvas, get("resize")).canvas, canvas,
-                                             len(row.defaults["anchor_sizes"])))  # fmt: skip
-    if row.anchors_follow_canvas:
-        factor = math.sqrt(math.prod(get("canvas"))) / row.canvas_side
-        sizes = tuple(float(f"{size * factor:.4g}") for size in row.defaults["anchor_sizes"])
-        put("anchor_sizes", sizes, f"{row.reasons['anchor_sizes']}, on this canvas {factor:.3g} times as large")
-    for name, value in row.defaults.items():
-        put(name, value, row.reasons[name])
-    put("precision", *device.best_precision())
-    put("threads", *_threads(device))
-    _batch(filling, len(rows), index, device)
-    _length(filling, len(rows), len(index.rows("val")) if "val" in index.splits else 0)
+        set_default("norm", "train", "there are no statistics to freeze: the weights are random")
+        set_default("trainable_stages", 5, "the weights are random")
+        if arch.recipe == "tiny":
+            image_size = get("canvas")
+            set_default("anchor_sizes", *percentile_anchor_sizes(box_dimensions(index, train_indices, image_size, get("resize")).resized_wh, image_size,
+                                             len(arch.defaults["anchor_sizes"])))  # fmt: skip
+    if arch.anchors_scale_with_image_size:
+        factor = math.sqrt(math.prod(get("canvas"))) / arch.default_image_size
+        sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
+        set_default(
+            "anchor_sizes", sizes, f"{arch.reasons['anchor_sizes']}, on this canvas {factor:.3g} times as large"
+        )
+    for name, value in arch.defaults.items():
+        set_default(name, value, arch.reasons[name])
+    set_default("precision", *device.best_precision())
+    set_default("threads", *_choose_workers(device))
+    _fill_batch_size(builder, len(train_indices), index, device)
+    _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
     if get("decoder") == "nvjpeg":
         _check_nvjpeg(get("cache"), device)
-        put("cache", "none", "--decoder nvjpeg: the host decodes for a cache")
+        set_default("cache", "none", "--decoder nvjpeg: the host decodes for a cache")
     if get("cache") is None:
-        put("cache", *_cache(filling.config, index))
+        set_default("cache", *_choose_cache(builder.config, index))
     if get("decoder") is None:
-        put("decoder", *_decoder(filling.config, index, device))
-    check(filling.config)
-    return filling.config, filling.reasons
+        set_default("decoder", *_choose_decoder(builder.config, index, device))
+    check(builder.config)
+    return builder.config, builder.reasons
 
 
-def derive_data(asked: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """The first part of `derive`: all that decides what a picture looks like to the model. Nothing is tried."""
-    filling = _Filling(asked)
-    _begin(filling, index, device)
-    return filling.config, filling.reasons
+    builder = _ConfigBuilder(user_config)
+    _fill_basics(builder, index, device)
+    return builder.config, builder.reasons
 
 
-def _begin(filling: _Filling, index: Index, device: Device) -> None:
+def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
     """What the data, the model, its recipe and PLAIN say by themselves."""
-    put, get = filling.put, filling.get
-    put("device", str(device.torch_device), _why_device(device))
-    put("format", index.format, "found")
+    set_default, get = builder.set_default, builder.get
+    set_default("device", str(device.torch_device), _device_reason(device))
+    set_default("format", index.format, "found")
     if get("augment") == "none":
         for name in AUGMENTATIONS:
-            put(name, 0.0, "--augment none")
-    row = _model(filling, index, device)
-    for name, value in RECIPES[row.recipe]().set_fields().items():
+            set_default(name, 0.0, "--augment none")
+    arch = _fill_model(builder, index, device)
+    for name, value in RECIPES[arch.recipe]().set_fields().items():
         if name not in ("batch", "rate"):
-            put(name, value, f"recipe {row.recipe}")
-    if row.urls:
-        best = "coco" if "coco" in row.urls else "imagenet"
-        put("weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector")
-    put("weights", "none", "there are none for this model")
-    put("resize", *PLAIN["resize"])
-    side = side_for(row, index, device, get("resize"))
-    where = "" if side == row.canvas_side else "on a CPU "
-    put("canvas", *best_canvas(index.size[index.rows("train")], side, row.canvas_multiple, where=where))
-    check_canvas(filling.config)
-    if is_ember(row) and row.urls and get("weights") != "none" and get("norm") in (None, "frozen"):
-        put("backbone_rate", BODY_RATE, "its norms are frozen, and its features must not outgrow those of the neck")
-    if is_ember(row) and get("crop") != 0:
-        _vary(filling, row, len(index.rows("train")), device)
-    for name, (value, reason) in PLAIN.items():
-        put(name, value, reason)
+            set_default(name, value, f"recipe {arch.recipe}")
+    if arch.urls:
+        best = "coco" if "coco" in arch.urls else "imagenet"
+        set_default(
+            "weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector"
+        )
+    set_default("weights", "none", "there are none for this model")
+    set_default("resize", *DEFAULTS["resize"])
+    side = choose_image_side(arch, index, device, get("resize"))
+    note = "" if side == arch.default_image_size else "on a CPU "
+    set_default(
+        "canvas",
+        *best_image_size(index.original_size[index.image_indices("train")], side, arch.size_divisor, context=note),
+    )
+    check_image_size(builder.config)
+    if is_ember(arch) and arch.urls and get("weights") != "none" and get("norm") in (None, "frozen"):
+        set_default(
+            "backbone_rate",
+            BACKBONE_LR_MULT,
+            "its norms are frozen, and its features must not outgrow those of the neck",
+        )
+    if is_ember(arch) and get("crop") != 0:
+        _fill_stronger_augmentation(builder, arch, len(index.image_indices("train")), device)
+    for name, (value, reason) in DEFAULTS.items():
+        set_default(name, value, reason)
 
 
-def _vary(filling: _Filling, row: Architecture, pictures: int, device: Device) -> None:
+def _fill_stronger_augmentation(builder: _ConfigBuilder, arch: Architecture, num_images: int, device: Device) -> None:
     """VARIED, where each picture is seen OFTEN with the recipe's batch: what `--fit` will find is not known yet."""
-    get = filling.get
-    batch = get("batch") or min(pictures, RECIPES[row.recipe]().run.batch)
-    a_second = pictures_a_second(row, get("canvas")) if device.is_cpu else None
-    seen = times_seen(get("for_"), _epochs(row, get("weights")), pictures, batch, a_second)
-    if seen is not None and seen >= OFTEN:
-        for name, value in VARIED.items():
-            why = f"each picture is seen about {seen:.0f} times: varied more, or it is learnt by heart"
-            filling.put(name, value, why)
+    get = builder.get
+    batch_size = get("batch") or min(num_images, RECIPES[arch.recipe]().run.batch_size)
+    images_per_second = estimate_images_per_second(arch, get("canvas")) if device.is_cpu else None
+    views = views_per_image(
+        get("for_"), _default_epochs(arch, get("weights")), num_images, batch_size, images_per_second
+    )
+    if views is not None and views >= MANY_VIEWS:
+        for name, value in STRONG_AUGMENTATION.items():
+            reason = f"each picture is seen about {views:.0f} times: varied more, or it is learnt by heart"
+            builder.set_default(name, value, reason)
 
 
-def _why_device(device: Device) -> str:
+def _device_reason(device: Device) -> str:
     if not device.is_cpu:
         return "the accelerator that torch found"
-    kind = untried()
-    return "no accelerator" if kind is None else f"training on {kind} was never tried; --device {kind} takes it"
+    untried_device = untested_accelerator()
+    return (
+        "no accelerator"
+        if untried_device is None
+        else f"training on {untried_device} was never tried; --device {untried_device} takes it"
+    )
 
 
-def _model(filling: _Filling, index: Index, device: Device) -> Architecture:
+def _fill_model(builder: _ConfigBuilder, index: Index, device: Device) -> Architecture:
     """The model's row; sets the model where it is not set."""
-    if filling.get("model") is None:
-        filling.put("model", *model_for(index, device, filling.get("weights")))
-    return architecture(filling.get("model"))
+    if builder.get("model") is None:
+        builder.set_default("model", *choose_model(index, device, builder.get("weights")))
+    return get_architecture(builder.get("model"))
 
 
-def _tail(weights: str, asked: str | None) -> tuple[str, str]:
+def _choose_tail(weights: str, requested: str | None) -> tuple[str, str]:
     """The width that the weights have, and why. Raises ConfigError where another is asked for."""
     if weights == "none":
         return "half", "table 6 of the MobileNetV3 paper"
-    found = {"coco": "half", "imagenet": "full"}.get(weights) or tail_of(read(local(weights)).tensors)
-    if asked not in (None, found):
-        raise ConfigError(f"--tail {asked} does not fit --weights {weights}.", fix=f"--tail {found}, or leave it out")
-    return found, f"as the weights ({weights}) have it"
+    expected = {"coco": "half", "imagenet": "full"}.get(weights) or detect_tail(
+        read_weights(local_path(weights)).tensors
+    )
+    if requested not in (None, expected):
+        raise ConfigError(
+            f"--tail {requested} does not fit --weights {weights}.", fix=f"--tail {expected}, or leave it out"
+        )
+    return expected, f"as the weights ({weights}) have it"
 
 
-def _keep_options(filling: _Filling) -> None:
+def _fill_ember_options(builder: _ConfigBuilder) -> None:
     """Of an ember's file. Raises ConfigError where others are asked for."""
-    weights = filling.get("weights")
-    for name, value in options_of(read(local(weights)).tensors).items():
-        if filling.get(name) not in (None, value):
+    weights = builder.get("weights")
+    for name, value in ember_options(read_weights(local_path(weights)).tensors).items():
+        if builder.get(name) not in (None, value):
             flag = name.replace("_", "-")
             raise ConfigError(
                 f"--weights {weights} was trained {'with' if value else 'without'} --{flag}.",
-                fix=f"leave --{'' if filling.get(name) else 'no-'}{flag} out, or start from other weights",
+                fix=f"leave --{'' if builder.get(name) else 'no-'}{flag} out, or start from other weights",
             )
-        filling.put(name, value, "as the weights have it")
+        builder.set_default(name, value, "as the weights have it")
 
 
-def _threads(device: Device) -> tuple[int, str]:
-    first = first_threads(host_cores(), is_cpu=device.is_cpu)
-    share = "; no more than these decode, as the model needs the cores itself" if device.is_cpu else ""
-    return 0, f"tuned while training, from {first} on{share}"
+def _choose_workers(device: Device) -> tuple[int, str]:
+    initial_workers = default_num_workers(host_cores(), is_cpu=device.is_cpu)
+    note = "; no more than these decode, as the model needs the cores itself" if device.is_cpu else ""
+    return 0, f"tuned while training, from {initial_workers} on{note}"
 
 
-def _batch(filling: _Filling, pictures: int, index: Index, device: Device) -> None:
-    recipe = architecture(filling.get("model")).recipe
-    usual = RECIPES[recipe]()
-    optimizer = filling.get("optimizer")
-    filling.put("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
-    batch, accumulate, reason = auto_batch.batch(
-        filling.config, index, device, wanted=usual.run.batch, pictures=pictures
+def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device) -> None:
+    recipe = get_architecture(builder.get("model")).recipe
+    recipe_config = RECIPES[recipe]()
+    optimizer = builder.get("optimizer")
+    builder.set_default("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
+    batch_size, accumulate, reason = auto_batch.choose_batch_size(
+        builder.config, index, device, recipe_batch_size=recipe_config.run.batch_size, num_images=num_images
     )
-    filling.put("batch", batch, reason)
-    filling.put("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
-    base, base_batch, source = _usual_rate(recipe, optimizer)
-    power, rule = RATE_RULES[optimizer]
-    rate = base * (filling.get("batch") / base_batch) ** power
-    filling.put("rate", float(f"{rate:.3g}"), f"{source}: {base:g} at {base_batch} pictures, {rule}")
+    builder.set_default("batch", batch_size, reason)
+    builder.set_default("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
+    base_lr, base_batch_size, source = _reference_lr(recipe, optimizer)
+    exponent, rule = LR_SCALING_RULES[optimizer]
+    lr = base_lr * (builder.get("batch") / base_batch_size) ** exponent
+    builder.set_default("rate", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} pictures, {rule}")
 
 
-RATE_RULES = {"sgd": (1.0, "linear rule (Goyal et al. 2017)"), "adamw": (0.5, "root rule (Malladi et al. 2022)")}
+LR_SCALING_RULES = {"sgd": (1.0, "linear rule (Goyal et al. 2017)"), "adamw": (0.5, "root rule (Malladi et al. 2022)")}
 """Optimizer → power of the batch with which the rate grows, and its name.
 
 SGD: a step of k times the pictures goes as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). AdamW
@@ -254,18 +275,20 @@ Momentum and the betas stay: the linear rule is derived for a fixed momentum, an
 of the length, so the same number of pictures at any batch."""
 
 
-def _cache(config: Config, index: Index) -> tuple[str, str]:
+def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
     data, run = config.data, config.run
-    rows = index.rows("train")
-    steps = total_steps(parse_duration(run.for_), len(rows), run.batch)
-    return cache_policy.choose(
-        cache_policy.situation(
+    train_indices = index.image_indices("train")
+    steps = total_steps(parse_duration(run.max_duration), len(train_indices), run.batch_size)
+    return cache_policy.choose_cache(
+        cache_policy.collect_cache_inputs(
             index,
-            rows,
-            Form.of(data.canvas, data.resize, crop=data.crop, zoom=data.zoom),
-            closest=data.zoom[1] if data.crop > 0 else 1.0,
-            epochs=None if steps is None else steps * run.batch / len(rows),
-            threads=run.threads or first_threads(host_cores(), is_cpu=run.device == "cpu"),
+            train_indices,
+            CachedImageSpec.for_augmentation(
+                data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
+            ),
+            max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
+            epochs=None if steps is None else steps * run.batch_size / len(train_indices),
+            workers=run.workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
         )
     )
 
@@ -282,115 +305,123 @@ def _check_nvjpeg(cache: str | None, device: Device) -> None:
         )
 
 
-def _decoder(config: Config, index: Index, device: Device) -> tuple[str, str]:
+def _choose_decoder(config: Config, index: Index, device: Device) -> tuple[str, str]:
     """Who decodes, and why; on a GPU both are tried, with a step of the batch that was chosen."""
     if config.run.cache != "none":
         return "host", "decoded pictures are kept, and the host decodes them once"
 
     def step_s() -> float:
-        count = config.run.batch // config.optim.accumulate
-        return auto_batch.rehearsal_of(config, index, device).seconds(count) / count
+        count = config.run.batch_size // config.optim.grad_accum_steps
+        return auto_batch.make_dry_run(config, index, device).measure_step_s(count) / count
 
     data = config.data
-    return decoder_choice.decide(
-        index, index.rows("train"), device, canvas=data.canvas, resize=data.resize, batch=config.run.batch,
-        step_s=step_s,
+    return decoder_choice.measure_and_choose_decoder(
+        index, index.image_indices("train"), device, image_size=data.image_size, resize=data.resize, batch_size=config.run.batch_size,
+        measure_step_s=step_s,
     )  # fmt: skip
 
 
-def _usual_rate(recipe: str, optimizer: str) -> tuple[float, int, str]:
+def _reference_lr(recipe: str, optimizer: str) -> tuple[float, int, str]:
     """(rate, the batch that it is for, whose it is)."""
-    usual = RECIPES[recipe]()
-    if optimizer == usual.optim.optimizer:
-        return usual.optim.rate, usual.run.batch, f"recipe {recipe}"
+    recipe_config = RECIPES[recipe]()
+    if optimizer == recipe_config.optim.optimizer:
+        return recipe_config.optim.lr, recipe_config.run.batch_size, f"recipe {recipe}"
     if optimizer == "adamw":
         return 1e-3, 16, "usual for adamw"
     return 0.01, 16, "torchvision's reference"
 
 
-def warmup_steps(total: int | None, times: float) -> tuple[int, str]:
+def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
     """Steps of the warm-up and why. total: steps of the run, None when it has a time; times: of the usual batch.
 
     Goyal et al. need a warm-up that is longer the larger the batch: 5 of 90 epochs, 780 steps, at 32 times theirs. Root
     of the batch: 500 steps at 16 pictures become 2,000 at 256, a little over four epochs of COCO.
     """
-    longer = math.sqrt(max(1.0, times))
-    most, share = round(500 * longer), min(0.1, 0.05 * longer)
+    scale = math.sqrt(max(1.0, batch_ratio))
+    max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
     if total is None:
-        steps, reason = round(100 * longer), "the number of steps is not known beforehand"
+        steps, reason = round(100 * scale), "the number of steps is not known beforehand"
     else:
-        steps = min(most, max(1, int(total * share)))
-        reason = f"{share * 100:.3g} % of the length, at most {most:,} steps"
-    if longer > 1:
-        reason += f"; longer, as the batch is {times:.3g} times the usual one (Goyal et al. 2017)"
+        steps = min(max_steps, max(1, int(total * fraction)))
+        reason = f"{fraction * 100:.3g} % of the length, at most {max_steps:,} steps"
+    if scale > 1:
+        reason += f"; longer, as the batch is {batch_ratio:.3g} times the usual one (Goyal et al. 2017)"
     return steps, reason
 
 
-def _length(filling: _Filling, pictures: int, val_pictures: int) -> None:
-    put, get = filling.put, filling.get
-    batch = get("batch")
-    per_epoch = pictures / batch
-    epochs = _epochs(architecture(get("model")), get("weights"))
-    wanted, steps = round(epochs * per_epoch), _usual_steps(epochs, pictures, batch)
-    reason = f"{epochs} epochs of {pictures:,} pictures{' from random weights' if epochs > EPOCHS else ''}"
-    if steps != wanted:
-        bound = "at least" if steps > wanted else "at most"
-        reason += f" would be {wanted:,} steps; {bound} {steps:,}"
-    put("for_", str(steps), reason)
-    length = parse_duration(get("for_"))
-    total = total_steps(length, pictures, batch)
-    times = batch / _usual_rate(architecture(get("model")).recipe, get("optimizer"))[1]
+def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int) -> None:
+    set_default, get = builder.set_default, builder.get
+    batch_size = get("batch")
+    steps_per_epoch = num_images / batch_size
+    epochs = _default_epochs(get_architecture(get("model")), get("weights"))
+    full_steps, steps = round(epochs * steps_per_epoch), _default_steps(epochs, num_images, batch_size)
+    reason = f"{epochs} epochs of {num_images:,} pictures{' from random weights' if epochs > EPOCHS else ''}"
+    if steps != full_steps:
+        bound = "at least" if steps > full_steps else "at most"
+        reason += f" would be {full_steps:,} steps; {bound} {steps:,}"
+    set_default("for_", str(steps), reason)
+    duration = parse_duration(get("for_"))
+    total = total_steps(duration, num_images, batch_size)
+    batch_ratio = batch_size / _reference_lr(get_architecture(get("model")).recipe, get("optimizer"))[1]
     if total is None:
-        put("warmup", *warmup_steps(None, times))
-        part = Duration(max(0.001, round(length.value / EVALUATIONS, 3)), "minutes")
-        put("eval_every", str(part), "12 times in all")
-        put("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
+        set_default("warmup", *choose_warmup_steps(None, batch_ratio))
+        eval_duration = Duration(max(0.001, round(duration.value / NUM_EVALUATIONS, 3)), "minutes")
+        set_default("eval_every", str(eval_duration), "12 times in all")
+        set_default("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
         return
-    put("warmup", *warmup_steps(total, times))
+    set_default("warmup", *choose_warmup_steps(total, batch_ratio))
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
-    costs = math.ceil(3.5 * val_pictures / batch)
-    every = max(math.ceil(per_epoch), costs, math.ceil(total / EVALUATIONS))
+    cost_interval = math.ceil(3.5 * num_val_images / batch_size)
+    interval = max(math.ceil(steps_per_epoch), cost_interval, math.ceil(total / NUM_EVALUATIONS))
     reason = "at most once an epoch, 12 times in all, and for a tenth of the time"
-    if every >= total:
-        put("eval_every", "0", f"only at the end: {reason}")
+    if interval >= total:
+        set_default("eval_every", "0", f"only at the end: {reason}")
     else:
-        put("eval_every", str(every), reason)
+        set_default("eval_every", str(interval), reason)
     horizon = max(10.0, 0.02 * total)
-    share = "2 % of the length" if horizon > 10 else "the fewest that make an average"
-    put("ema", float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {share}")
+    horizon_reason = "2 % of the length" if horizon > 10 else "the fewest that make an average"
+    set_default(
+        "ema",
+        float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
+        f"averages over about {horizon:.0f} steps, {horizon_reason}",
+    )
 
 
-def _epochs(row: Architecture, weights: str) -> int:
+def _default_epochs(arch: Architecture, weights: str) -> int:
     """The tiny model has too few weights to go on learning for long."""
-    return EPOCHS * (FROM_SCRATCH if weights == "none" and row.recipe != "tiny" else 1)
+    return EPOCHS * (FROM_SCRATCH_FACTOR if weights == "none" and arch.recipe != "tiny" else 1)
 
 
-def _usual_steps(epochs: int, pictures: int, batch: int) -> int:
-    most = MOST_PICTURES * (epochs // EPOCHS) // batch
-    return min(most, max(LEAST_STEPS, round(epochs * pictures / batch)))
+def _default_steps(epochs: int, num_images: int, batch_size: int) -> int:
+    max_steps = MAX_IMAGES_SEEN * (epochs // EPOCHS) // batch_size
+    return min(max_steps, max(MIN_STEPS, round(epochs * num_images / batch_size)))
 
 
-def times_seen(
-    asked: str | None, epochs: int, pictures: int, batch: int, a_second: float | None = None
+def views_per_image(
+    max_duration: str | None, epochs: int, num_images: int, batch_size: int, images_per_second: float | None = None
 ) -> float | None:
     """How often each picture is seen in the length that is asked for, or the usual one of so many epochs.
 
     a_second: pictures, for a length in minutes; None where that is not known, and then the answer is None, too.
     """
-    length = None if asked is None else parse_duration(asked)
-    steps = _usual_steps(epochs, pictures, batch) if length is None else total_steps(length, pictures, batch)
+    duration = None if max_duration is None else parse_duration(max_duration)
+    steps = (
+        _default_steps(epochs, num_images, batch_size)
+        if duration is None
+        else total_steps(duration, num_images, batch_size)
+    )
     if steps is not None:
-        return steps * batch / max(1, pictures)
-    assert length is not None
-    return None if a_second is None else length.value * 60 * a_second / max(1, pictures)
+        return steps * batch_size / max(1, num_images)
+    assert duration is not None
+    return None if images_per_second is None else duration.value * 60 * images_per_second / max(1, num_images)
 
 
-def total_steps(length: Duration, pictures: int, batch: int) -> int | None:
+def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
     """Optimizer steps of a length; None when it is given in minutes."""
-    match length.unit:
+    match duration.unit:
         case "steps":
-            return int(length.value)
+            return int(duration.value)
         case "epochs":
-            return max(1, math.ceil(length.value * pictures / batch))
+            return max(1, math.ceil(duration.value * num_images / batch_size))
         case "minutes":
             return None

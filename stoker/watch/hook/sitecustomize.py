@@ -11,34 +11,34 @@ import sys
 def _start():  # type: () -> None
     import os
 
-    here = os.path.dirname(os.path.abspath(__file__))
-    folder = os.environ.get("STOKER_HOOK")
+    hook_dir = os.path.dirname(os.path.abspath(__file__))
+    directory = os.environ.get("STOKER_HOOK")
     try:
-        if folder and sys.version_info >= (3, 8):
+        if directory and sys.version_info >= (3, 8):
             import stoker_hook  # type: ignore[import-not-found, unused-ignore]
 
-            stoker_hook.start(folder)
+            stoker_hook.start(directory)
     except Exception as error:  # noqa: BLE001 (the job goes on without)
         try:
-            with open(os.path.join(folder or here, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
+            with open(os.path.join(directory or hook_dir, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
                 file.write("start: %r\n" % error)  # noqa: UP031
         except OSError:  # nowhere to say it: the watcher sees that nothing came
             pass
-    sys.path[:] = [entry for entry in sys.path if entry != here]
+    sys.path[:] = [entry for entry in sys.path if entry != hook_dir]
 
 
-def _go_on():  # type: () -> None
+def _import_shadowed_sitecustomize():  # type: () -> None
     """Imports the job's own sitecustomize, which takes this module's place; errors in it are its own."""
-    this = sys.modules.pop(__name__, None)
+    this_module = sys.modules.pop(__name__, None)
     try:
         import sitecustomize  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError as error:
         if getattr(error, "name", None) != "sitecustomize":
             raise
-        if this is not None:
-            sys.modules[__name__] = this
+        if this_module is not None:
+            sys.modules[__name__] = this_module
 
 
 if __name__ == "sitecustomize":
     _start()
-    _go_on()
+    _import_shadowed_sitecustomize()

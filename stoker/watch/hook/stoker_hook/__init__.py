@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-AFTER = {
-    "torch.utils.data.dataloader": ("torch_loop", "loaders"),
-    "torch.optim.optimizer": ("torch_loop", "optimizers"),
-    "torch.autograd": ("torch_loop", "backward"),
-    "torch.serialization": ("torch_loop", "saving"),
-    "torch._dynamo.callback": ("torch_loop", "compilation"),
-    "safetensors.torch": ("torch_loop", "safetensors"),
-    "torch.distributed.checkpoint.state_dict_saver": ("torch_loop", "saving"),
-    "torch.distributed.distributed_c10d": ("torch_comm", "collectives"),
-    "pytorch_lightning.trainer.trainer": ("torch_loop", "lightning"),
-    "lightning.pytorch.trainer.trainer": ("torch_loop", "lightning"),
-    "transformers.trainer": ("torch_loop", "transformers"),
-    "keras.src.trainers.epoch_iterator": ("keras_loop", "waits"),
-    "keras.src.models.model": ("keras_loop", "saving"),
-    "keras.src.backend.torch.trainer": ("keras_loop", "torch_trainer"),
-    "keras.src.backend.tensorflow.trainer": ("keras_loop", "tensorflow_trainer"),
+PATCHES = {
+    "torch.utils.data.dataloader": ("torch_loop", "patch_dataloader"),
+    "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
+    "torch.autograd": ("torch_loop", "patch_backward"),
+    "torch.serialization": ("torch_loop", "patch_save"),
+    "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
+    "safetensors.torch": ("torch_loop", "patch_safetensors"),
+    "torch.distributed.checkpoint.state_dict_saver": ("torch_loop", "patch_save"),
+    "torch.distributed.distributed_c10d": ("torch_comm", "patch_collectives"),
+    "pytorch_lightning.trainer.trainer": ("torch_loop", "patch_lightning"),
+    "lightning.pytorch.trainer.trainer": ("torch_loop", "patch_lightning"),
+    "transformers.trainer": ("torch_loop", "patch_transformers"),
+    "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
+    "keras.src.models.model": ("keras_loop", "patch_save"),
+    "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
+    "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
 }  # fmt: skip
 """Module of a framework → what is done when it has been imported."""
 
@@ -40,48 +40,48 @@ FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import is the begin of a training's start, of which it may take most."""
 
 
-class Finder:
+class PatchingFinder:
     """Finds what the others find; and has a function called when one of the modules of AFTER has run."""
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        after = AFTER.get(name)
-        if after is None:
+        patch = PATCHES.get(name)
+        if patch is None:
             if name in FRAMEWORKS:
-                _show()
+                _publish_clock()
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None else None
             if spec is not None:
-                _run_after(spec.loader, name, *after)
+                _patch_after_import(spec.loader, name, *patch)
                 return spec
         return None
 
 
-def _show() -> None:
+def _publish_clock() -> None:
     """Opens the cell, except in children of multiprocessing: these only when they train, most are loader workers."""
     process = sys.modules.get("multiprocessing.process")
     if process is None or process.parent_process() is None:
         try:
             from .clock import clock
 
-            clock.show()
+            clock.publish()
         except Exception as error:  # noqa: BLE001 (the job goes on, untimed)
-            say("clock", error)
+            report_failure("clock", error)
 
 
-def _run_after(loader: "Any", name: str, module: str, function: str) -> None:
+def _patch_after_import(loader: "Any", name: str, module: str, function: str) -> None:
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return
 
-    def exec_module(ran: "ModuleType") -> None:
+    def exec_module(imported: "ModuleType") -> None:
         del loader.exec_module  # it is this function only once
-        execute(ran)
+        execute(imported)
         try:
-            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(ran)
+            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported)
         except Exception as error:  # noqa: BLE001 (the job's import has worked: it goes on, untimed)
-            say(name, error)
+            report_failure(name, error)
 
     try:
         loader.exec_module = exec_module
@@ -89,30 +89,30 @@ def _run_after(loader: "Any", name: str, module: str, function: str) -> None:
         return
 
 
-FOLDER = ""
-_said: "set[str]" = set()
+STATE_DIR = ""
+_reported: "set[str]" = set()
 
 
-def say(where: str, error: BaseException) -> None:
+def report_failure(location: str, error: BaseException) -> None:
     """Writes down once what failed."""
-    if where in _said or len(_said) > 20:
+    if location in _reported or len(_reported) > 20:
         return
-    _said.add(where)
+    _reported.add(location)
     try:
-        with open(os.path.join(FOLDER, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
-            file.write(f"{where}: {type(error).__name__}: {error}\n")
+        with open(os.path.join(STATE_DIR, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
+            file.write(f"{location}: {type(error).__name__}: {error}\n")
     except OSError:  # the watcher has gone, or the disk is full: nobody could read it
         return
 
 
-def start(folder: str) -> None:
+def start(directory: str) -> None:
     """Marks that Python has come by, and waits for a framework."""
-    global FOLDER
-    FOLDER = folder
+    global STATE_DIR
+    STATE_DIR = directory
     try:
-        os.close(os.open(os.path.join(folder, "seen"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.close(os.open(os.path.join(directory, "seen"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         pass
     except OSError:  # the watcher has gone, or this is another machine: nobody would read
         return
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type, unused-ignore]
+    sys.meta_path.insert(0, PatchingFinder())  # type: ignore[arg-type, unused-ignore]

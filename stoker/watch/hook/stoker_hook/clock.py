@@ -19,7 +19,7 @@ from _thread import get_ident
 from time import monotonic, thread_time
 from weakref import ref
 
-from . import FOLDER, say
+from . import STATE_DIR, report_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,291 +40,291 @@ newest loader that trains, −1 while no loader said.
 `now_in`: number of the slot that runs. `device`: 1 where `busy` and `device_comm` are seconds on the device's clock.
 `graph`: steps of TensorFlow that fetch their batches themselves."""
 
-(BEGIN, MARK, NOW_IN, ENDED, RANK, WORLD, STEPS, BATCHES, PICTURES, EPOCHS, RATE, FIRST_STEP, DEVICE, BUSY, DEVICE_COMM,
+(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR, FIRST_STEP, DEVICE, BUSY, DEVICE_COMM,
  SYNCS, WORKERS, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
  MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
-CPU = len(SLOTS) - STARTUP
+CPU_OFFSET = len(SLOTS) - STARTUP
 """From a slot of seconds to that of its processor seconds."""
 
-HEAD_BYTES, CELL_BYTES = 1024, 4096
-UNPROVEN = 3
+HEADER_BYTES, STATE_BYTES = 1024, 4096
+MAX_UNPROVEN_BATCHES = 3
 """Batches of an iterator without a backward after which it is one of evaluation; some loops fetch one or two ahead."""
 
 
-class Source:
+class BatchSource:
     """An iterator of batches. workers: processes that load them, −1: it does not say. trains: None until it is
     known."""
 
-    __slots__ = ("batches", "pictures", "trains", "unproven", "workers")
+    __slots__ = ("batches", "num_images", "is_training", "unproven_batches", "workers")
 
     def __init__(self, workers: int = -1) -> None:
         self.workers = workers
-        self.trains: bool | None = None
-        self.unproven = 0
+        self.is_training: bool | None = None
+        self.unproven_batches = 0
         self.batches = 0
-        self.pictures = 0
+        self.num_images = 0
 
 
-class Clock:
+class PhaseClock:
     """Of this process. All methods are for the training thread, and never raise. folder: where its cell is made."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Also in a forked child, which must not write into its parent's cell."""
-        self.values: Any = [0.0] * (len(SLOTS) + CPU)
-        self.thread = get_ident()
-        self.on = True
-        self._mapped = False
-        self._memory: Any = None
+        self.values: Any = [0.0] * (len(SLOTS) + CPU_OFFSET)
+        self.thread_id = get_ident()
+        self.enabled = True
+        self._is_published = False
+        self._mapping: Any = None
         self._frameworks: list[str] = []
-        self._slot = STARTUP
+        self._current_slot = STARTUP
         self._stack = [STARTUP]
-        self._stepped = False
-        self._open: list[Source] = []
-        self._judged: Source | None = None
+        self._has_stepped = False
+        self._open_sources: list[BatchSource] = []
+        self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
-        self._others = 0
-        self.marks: Any = None
+        self._other_steps = 0
+        self.device_events: Any = None
         """Events of the device (`torch_cuda.py`), where there is one."""
-        self.values[RANK] = self.values[WORLD] = self.values[RATE] = self.values[WORKERS] = -1.0
-        self.values[BEGIN] = self.values[MARK] = self._last = monotonic()
+        self.values[RANK] = self.values[WORLD] = self.values[LR] = self.values[WORKERS] = -1.0
+        self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
-        self.values[NOW_IN] = STARTUP
-        _rank_by_environment(self.values)
+        self.values[CURRENT_SLOT] = STARTUP
+        _read_rank_from_env(self.values)
 
-    def show(self, framework: str = "") -> None:
+    def publish(self, framework: str = "") -> None:
         """Opens the cell; says there that the framework is used."""
-        if not self.on or (self._mapped and framework in self._frameworks):
+        if not self.enabled or (self._is_published and framework in self._frameworks):
             return
         if framework:
             self._frameworks.append(framework)
         try:
-            if self._memory is not None:
-                self._memory[:HEAD_BYTES] = self._head()
+            if self._mapping is not None:
+                self._mapping[:HEADER_BYTES] = self._header()
                 return
-            self._mapped = True
-            path = os.path.join(self._folder, f"{os.getpid()}-{self.values[BEGIN]:.6f}.cell")
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._is_published = True
+            path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.cell")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.write(handle, self._head() + bytes(CELL_BYTES - HEAD_BYTES))  # no hole in it: no SIGBUS later
-                self._memory = mmap.mmap(handle, CELL_BYTES)
+                os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # no hole in it: no SIGBUS later
+                self._mapping = mmap.mmap(fd, STATE_BYTES)
             finally:
-                os.close(handle)
-            cell = memoryview(self._memory)[HEAD_BYTES : HEAD_BYTES + 8 * len(self.values)].cast("d")
-            for place, value in enumerate(self.values):
-                cell[place] = value
-            self.values = cell
+                os.close(fd)
+            array = memoryview(self._mapping)[HEADER_BYTES : HEADER_BYTES + 8 * len(self.values)].cast("d")
+            for i, value in enumerate(self.values):
+                array[i] = value
+            self.values = array
             atexit.register(self._finish)
         except Exception as error:  # noqa: BLE001 (no room, no folder: this process is not timed)
-            self.on = False
-            say("cell", error)
+            self.enabled = False
+            report_failure("cell", error)
 
-    def is_shown(self) -> bool:
-        return self._mapped
+    def is_published(self) -> bool:
+        return self._is_published
 
-    def _head(self) -> bytes:
-        head = {"pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS}
-        return json.dumps(head).encode().ljust(HEAD_BYTES)
+    def _header(self) -> bytes:
+        header = {"pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS}
+        return json.dumps(header).encode().ljust(HEADER_BYTES)
 
-    def mark(self) -> None:
+    def update(self) -> None:
         """Charges the time since the last mark to the slot that runs."""
         now, cpu = monotonic(), thread_time()
-        values, slot = self.values, self._slot
+        values, slot = self.values, self._current_slot
         values[slot] += now - self._last
-        values[slot + CPU] += cpu - self._last_cpu
-        values[MARK] = self._last = now
+        values[slot + CPU_OFFSET] += cpu - self._last_cpu
+        values[LAST_UPDATE] = self._last = now
         self._last_cpu = cpu
 
-    def _go(self, slot: int) -> None:
+    def _set_slot(self, slot: int) -> None:
         """From the last mark on it is in this slot; before the first step all but evaluation is startup."""
-        self._slot = slot if self._stepped or slot == EVAL else STARTUP
-        self.values[NOW_IN] = self._slot
+        self._current_slot = slot if self._has_stepped or slot == EVAL else STARTUP
+        self.values[CURRENT_SLOT] = self._current_slot
 
-    def _base(self, slot: int) -> None:
+    def _set_base_slot(self, slot: int) -> None:
         """What time without an explicit phase is from now on."""
         self._stack[0] = slot
         if len(self._stack) == 1:
-            self._go(slot)
+            self._set_slot(slot)
 
-    def move(self, source: int, target: int) -> None:
+    def move_time(self, source: int, target: int) -> None:
         values = self.values
-        for of, to in ((source, target), (source + CPU, target + CPU)):
-            values[to] += values[of]
-            values[of] = 0.0
+        for src, dst in ((source, target), (source + CPU_OFFSET, target + CPU_OFFSET)):
+            values[dst] += values[src]
+            values[src] = 0.0
 
     def enter(self, slot: int) -> bool:
         """Begins an explicit phase; False (then there is no `leave`): in another thread, or inside the same phase."""
-        if not self.on or get_ident() != self.thread or self._stack[-1] == slot or EVAL in self._stack[1:]:
+        if not self.enabled or get_ident() != self.thread_id or self._stack[-1] == slot or EVAL in self._stack[1:]:
             return False
-        self.mark()
+        self.update()
         self._stack.append(slot)
-        self._go(slot)
+        self._set_slot(slot)
         return True
 
     def leave(self) -> None:
-        self.mark()
+        self.update()
         if len(self._stack) > 1:
             self._stack.pop()
-        self._go(self._stack[-1])
+        self._set_slot(self._stack[-1])
 
-    def is_free(self) -> bool:
+    def is_outside_phases(self) -> bool:
         """Whether this is the training thread, outside explicit phases."""
-        return self.on and len(self._stack) == 1 and get_ident() == self.thread
+        return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
 
-    def next_step(self) -> None:
+    def begin_step(self) -> None:
         """What was done since the last one was the host's."""
-        self.mark()
-        self.move(AFTER_STEP, HOST)
+        self.update()
+        self.move_time(AFTER_STEP, HOST)
 
-    def wait_begins(self, source: Source, evaluates: bool) -> None:
+    def begin_wait(self, source: BatchSource, is_evaluating: bool) -> None:
         """evaluates: gradients are off."""
         try:
-            self.next_step()
-            if source is not self._judged:
-                self._judged = None
-            if source.trains is None and (evaluates or source.unproven >= UNPROVEN):
-                self._no_training(source)
-            if self.marks is not None:
-                self.marks.pause()
-            waits = MAYBE_WAIT if source.trains is None else INPUT_WAIT if source.trains else EVAL
-            self._stack.append(waits)
-            self._go(waits)
+            self.begin_step()
+            if source is not self._eval_source:
+                self._eval_source = None
+            if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
+                self._mark_as_evaluation(source)
+            if self.device_events is not None:
+                self.device_events.pause()
+            wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
+            self._stack.append(wait_slot)
+            self._set_slot(wait_slot)
         except Exception as error:  # noqa: BLE001
-            self.fail("wait", error)
+            self.disable("wait", error)
 
-    def wait_ends(self, source: Source, pictures: int) -> None:
+    def end_wait(self, source: BatchSource, num_images: int) -> None:
         try:
             self.leave()
-            if source.trains is False:
-                self._judged = source
-                self._base(EVAL)
+            if source.is_training is False:
+                self._eval_source = source
+                self._set_base_slot(EVAL)
                 return
-            source.unproven += 1
+            source.unproven_batches += 1
             source.batches += 1
-            source.pictures += pictures
-            if source not in self._open:
-                self._open.append(source)
-            if source.trains:
-                self._count(source)
-            self._base(COMPUTE if source.trains else MAYBE_WORK)
-            if self.marks is not None:
-                self.marks.resume()
+            source.num_images += num_images
+            if source not in self._open_sources:
+                self._open_sources.append(source)
+            if source.is_training:
+                self._count_batches(source)
+            self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
+            if self.device_events is not None:
+                self.device_events.resume()
         except Exception as error:  # noqa: BLE001
-            self.fail("wait", error)
+            self.disable("wait", error)
 
-    def source_ends(self, source: Source, *, failed: bool = False) -> None:
+    def end_source(self, source: BatchSource, *, failed: bool = False) -> None:
         """It has no more batches, or raised."""
         try:
             self.leave()
-            if source.trains is None and source.batches and not failed:
-                self._no_training(source)
-            if source.trains:
+            if source.is_training is None and source.batches and not failed:
+                self._mark_as_evaluation(source)
+            if source.is_training:
                 self.values[EPOCHS] += 0 if failed else 1
-                self._base(AFTER_STEP)
-            if source in self._open:
-                self._open.remove(source)
-            self._judged = None
+                self._set_base_slot(AFTER_STEP)
+            if source in self._open_sources:
+                self._open_sources.remove(source)
+            self._eval_source = None
         except Exception as error:  # noqa: BLE001
-            self.fail("wait", error)
+            self.disable("wait", error)
 
-    def _no_training(self, source: Source) -> None:
-        source.trains = False
-        if source in self._open:
-            self._open.remove(source)
-        self.move(MAYBE_WAIT, EVAL)
-        self.move(MAYBE_WORK, EVAL)
-        self._base(EVAL)
+    def _mark_as_evaluation(self, source: BatchSource) -> None:
+        source.is_training = False
+        if source in self._open_sources:
+            self._open_sources.remove(source)
+        self.move_time(MAYBE_WAIT, EVAL)
+        self.move_time(MAYBE_WORK, EVAL)
+        self._set_base_slot(EVAL)
 
-    def _count(self, source: Source) -> None:
+    def _count_batches(self, source: BatchSource) -> None:
         self.values[BATCHES] += source.batches
-        self.values[PICTURES] += source.pictures
+        self.values[IMAGES] += source.num_images
         if source.workers >= 0:
             self.values[WORKERS] = source.workers
-        source.batches = source.pictures = 0
+        source.batches = source.num_images = 0
 
-    def trains(self) -> None:
+    def confirm_training(self) -> None:
         """A backward begins, or an optimizer has stepped: what was handed out since the last one was for training."""
         try:
-            if not self.on or get_ident() != self.thread:
+            if not self.enabled or get_ident() != self.thread_id:
                 return
-            if not self._mapped:  # a forked child that trains
-                self.show()
-            if self._judged is not None:  # it was misjudged: its first batches were passed over
-                self._open.append(self._judged)
-                self._judged = None
-            for source in self._open:
-                if not source.trains:
-                    source.trains = True
-                    self._count(source)
-                source.unproven = 0
+            if not self._is_published:  # a forked child that trains
+                self.publish()
+            if self._eval_source is not None:  # it was misjudged: its first batches were passed over
+                self._open_sources.append(self._eval_source)
+                self._eval_source = None
+            for source in self._open_sources:
+                if not source.is_training:
+                    source.is_training = True
+                    self._count_batches(source)
+                source.unproven_batches = 0
             if self._stack[0] in (MAYBE_WORK, EVAL):
-                self.mark()
-                self.move(MAYBE_WAIT, INPUT_WAIT)
-                self.move(MAYBE_WORK, COMPUTE)
-                self._base(COMPUTE)
-            self._open.clear()
+                self.update()
+                self.move_time(MAYBE_WAIT, INPUT_WAIT)
+                self.move_time(MAYBE_WORK, COMPUTE)
+                self._set_base_slot(COMPUTE)
+            self._open_sources.clear()
         except Exception as error:  # noqa: BLE001
-            self.fail("trains", error)
+            self.disable("trains", error)
 
-    def stepped(self, optimizer: "Any", rate: "Any", steps: int = 1) -> None:
+    def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
         """An optimizer has stepped. Of several only the one that stepped first counts, as long as it goes on."""
         try:
-            if not self.on:
+            if not self.enabled:
                 return
-            if get_ident() != self.thread:
-                if self._stepped or len(self._stack) > 1:
+            if get_ident() != self.thread_id:
+                if self._has_stepped or len(self._stack) > 1:
                     return
-                self.thread = get_ident()
+                self.thread_id = get_ident()
                 self._last_cpu = thread_time()  # that of another thread is no measure of this one
-            self.trains()
-            self.mark()
+            self.confirm_training()
+            self.update()
             first = None if self._optimizer is None else self._optimizer()
-            if first is None or self._others > 100:
+            if first is None or self._other_steps > 100:
                 self._optimizer, first = ref(optimizer), optimizer
-            self._others = 0 if first is optimizer else self._others + 1
+            self._other_steps = 0 if first is optimizer else self._other_steps + 1
             values = self.values
             if first is optimizer:
                 values[STEPS] += steps
-                if isinstance(rate, float):
-                    values[RATE] = rate
-            self.move(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
-            if not self._stepped:
-                self._stepped = True
+                if isinstance(lr, float):
+                    values[LR] = lr
+            self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
+            if not self._has_stepped:
+                self._has_stepped = True
                 values[FIRST_STEP] = self._last
                 if "torch" in sys.modules:
                     from . import torch_cuda
 
-                    self.marks = torch_cuda.marks(self)
+                    self.device_events = torch_cuda.make_device_events(self)
             self._stack[0] = AFTER_STEP
-            self._go(self._stack[-1])
-            if self.marks is not None:
-                self.marks.pause()
+            self._set_slot(self._stack[-1])
+            if self.device_events is not None:
+                self.device_events.pause()
         except Exception as error:  # noqa: BLE001
-            self.fail("step", error)
+            self.disable("step", error)
 
     def _finish(self) -> None:
         """The program has ended: what Python still clears away is of no phase."""
-        if self.on:
+        if self.enabled:
             self._stack = [WORK]
-            if get_ident() != self.thread:
+            if get_ident() != self.thread_id:
                 self._last_cpu = thread_time()
-            self.mark()
-            self._slot = WORK
-            self.values[NOW_IN] = WORK
+            self.update()
+            self._current_slot = WORK
+            self.values[CURRENT_SLOT] = WORK
 
-    def fail(self, where: str, error: BaseException) -> None:
+    def disable(self, location: str, error: BaseException) -> None:
         """No more is counted: numbers that may be wrong are worse than none."""
-        self.on = False
+        self.enabled = False
         self.values[ENDED] = 1.0
-        say(where, error)
+        report_failure(location, error)
 
 
-def _rank_by_environment(values: "Any") -> None:
+def _read_rank_from_env(values: "Any") -> None:
     names = (
         ("LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM_LOCALID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE"),
@@ -335,20 +335,20 @@ def _rank_by_environment(values: "Any") -> None:
             return
 
 
-def timed(slot: int, original: "Call") -> "Call":
+def wrap_timed(slot: int, original: "Call") -> "Call":
     """The function, its time charged to a phase."""
     from functools import wraps
 
     @wraps(original)
-    def wrapper(*words: "Any", **named: "Any") -> "Any":
+    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
         if not clock.enter(slot):
-            return original(*words, **named)
+            return original(*args, **kwargs)
         try:
-            return original(*words, **named)
+            return original(*args, **kwargs)
         finally:
             clock.leave()
 
     return wrapper  # type: ignore[return-value, unused-ignore]
 
 
-clock = Clock(FOLDER)
+clock = PhaseClock(STATE_DIR)

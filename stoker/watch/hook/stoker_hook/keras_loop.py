@@ -7,93 +7,93 @@ before they are done, so nothing is timed.
 
 from functools import wraps
 
-from .clock import CHECKPOINT, EVAL, Source, clock, timed
-from .torch_loop import SOURCE, pictures_in
+from .clock import CHECKPOINT, EVAL, BatchSource, clock, wrap_timed
+from .torch_loop import SOURCE_ATTR, count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-def waits(module: "Any") -> None:
+def patch_epoch_iterator(module: "Any") -> None:
     """keras.src.trainers.epoch_iterator: `__next__` gives a list of batches, one each step."""
     from sys import modules
 
-    iterators = module.EpochIterator
-    following = iterators.__next__
+    iterator_class = module.EpochIterator
+    original_next = iterator_class.__next__
 
     def __next__(self: "Any") -> "Any":
-        if not clock.is_free() or "keras.src.backend.torch.trainer" not in modules:
-            return following(self)
-        source = self.__dict__.get(SOURCE)
+        if not clock.is_outside_phases() or "keras.src.backend.torch.trainer" not in modules:
+            return original_next(self)
+        source = self.__dict__.get(SOURCE_ATTR)
         if source is None:
-            source = self.__dict__[SOURCE] = Source()
-        clock.wait_begins(source, False)
+            source = self.__dict__[SOURCE_ATTR] = BatchSource()
+        clock.begin_wait(source, False)
         try:
-            found = following(self)
+            batches = original_next(self)
         except BaseException as error:
-            clock.source_ends(source, failed=not isinstance(error, StopIteration))
+            clock.end_source(source, failed=not isinstance(error, StopIteration))
             raise
-        clock.wait_ends(source, sum(pictures_in(batch) for batch in found[-1]))
-        return found
+        clock.end_wait(source, sum(count_images(batch) for batch in batches[-1]))
+        return batches
 
-    iterators.__next__ = __next__
+    iterator_class.__next__ = __next__
 
 
-def saving(module: "Any") -> None:
+def patch_save(module: "Any") -> None:
     for name in ("save", "save_weights"):
-        setattr(module.Model, name, timed(CHECKPOINT, getattr(module.Model, name)))
+        setattr(module.Model, name, wrap_timed(CHECKPOINT, getattr(module.Model, name)))
 
 
-def torch_trainer(module: "Any") -> None:
+def patch_torch_trainer(module: "Any") -> None:
     trainer = module.TorchTrainer
-    _evaluations(trainer)
-    clock.show(_name("torch"))
+    _patch_evaluation(trainer)
+    clock.publish(_framework_name("torch"))
 
-    def stepping(self: "Any", step: "Any") -> "Any":
+    def wrap_step(self: "Any", step: "Any") -> "Any":
         @wraps(step)
-        def wrapper(*words: "Any", **named: "Any") -> "Any":
-            result = step(*words, **named)
-            clock.stepped(self, None)
+        def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
+            result = step(*args, **kwargs)
+            clock.count_optimizer_step(self, None)
             return result
 
         return wrapper
 
-    _train_function(trainer, stepping)
+    _patch_train_function(trainer, wrap_step)
 
 
-def tensorflow_trainer(module: "Any") -> None:
+def patch_tensorflow_trainer(module: "Any") -> None:
     from . import tensorflow_input
 
     trainer = module.TensorFlowTrainer
-    _evaluations(trainer)
-    clock.show(_name("tensorflow"))
-    _train_function(trainer, tensorflow_input.stepping)
+    _patch_evaluation(trainer)
+    clock.publish(_framework_name("tensorflow"))
+    _patch_train_function(trainer, tensorflow_input.wrap_train_step)
 
 
-def _evaluations(trainer: "Any") -> None:
-    trainer.evaluate = timed(EVAL, trainer.evaluate)
-    trainer.predict = timed(EVAL, trainer.predict)
+def _patch_evaluation(trainer: "Any") -> None:
+    trainer.evaluate = wrap_timed(EVAL, trainer.evaluate)
+    trainer.predict = wrap_timed(EVAL, trainer.predict)
 
 
-def _train_function(trainer: "Any", around: "Any") -> None:
+def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
     """Has each model's train_function wrapped when it is made."""
-    make = trainer.make_train_function
+    original = trainer.make_train_function
 
-    @wraps(make)
-    def make_train_function(self: "Any", *words: "Any", **named: "Any") -> "Any":
-        result = make(self, *words, **named)
+    @wraps(original)
+    def make_train_function(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        result = original(self, *args, **kwargs)
         function = self.train_function
-        if function is not None and not hasattr(function, SOURCE):
-            wrapped = around(self, function)
-            setattr(wrapped, SOURCE, True)
+        if function is not None and not hasattr(function, SOURCE_ATTR):
+            wrapped = wrap(self, function)
+            setattr(wrapped, SOURCE_ATTR, True)
             self.train_function = wrapped
         return result
 
     trainer.make_train_function = make_train_function
 
 
-def _name(backend: str) -> str:
+def _framework_name(backend: str) -> str:
     from sys import modules
 
     version = getattr(modules.get("keras.src.version"), "__version__", "")

@@ -10,57 +10,61 @@ import os
 import sys
 from time import monotonic
 
-from . import FOLDER, say
+from . import STATE_DIR, report_failure
 from .clock import BATCHES, GRAPH, clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-EVERY_S, FIRST_AFTER = 60.0, 3
+TRACE_INTERVAL_S, WARMUP_STEPS = 60.0, 3
 """Seconds from one trace to the next; steps before the first, in which the graph is made."""
-STEPS_MOST, TRACE_S, STEPS_LEAST, PATIENCE_S = 50, 1.5, 3, 20.0
+MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after so many steps, or after so long when it has a few; of very slow steps, after PATIENCE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
 
 
-class Sampler:
+class ProfilerSampler:
     """Takes traces between steps, in the training thread."""
 
     def __init__(self) -> None:
         self._session: Any = None
-        self._make: Any = None
+        self._session_class: Any = None
         self._next_s = 0.0
-        self._begun_s = 0.0
+        self._start_s = 0.0
         self._steps = 0
         self._graph_s = 0.0
         self._traces = 0
 
     def before_step(self, steps: float) -> None:
         now = monotonic()
-        if self._session is not None or steps < FIRST_AFTER or now < self._next_s:
+        if self._session is not None or steps < WARMUP_STEPS or now < self._next_s:
             return
-        self._next_s = now + EVERY_S
+        self._next_s = now + TRACE_INTERVAL_S
         try:
-            if self._make is None:
-                self._make = self._make_way()
-            session = self._make()
+            if self._session_class is None:
+                self._session_class = self._patch_session_class()
+            session = self._session_class()
             session.start("", OPTIONS)
         except Exception as error:  # noqa: BLE001
             if type(error).__name__ == "AlreadyExistsError":  # the user's own profiler runs: again in a minute
                 return
             self._next_s = float("inf")
-            say("profiler", error)
+            report_failure("profiler", error)
             return
-        self._session, self._begun_s, self._steps, self._graph_s = session, now, 0, 0.0
+        self._session, self._start_s, self._steps, self._graph_s = session, now, 0, 0.0
 
-    def after_step(self, took_s: float) -> None:
+    def after_step(self, duration_s: float) -> None:
         if self._session is None:
             return
         self._steps += 1
-        self._graph_s += took_s
-        open_s = monotonic() - self._begun_s
-        if self._steps >= STEPS_MOST or open_s >= PATIENCE_S or (open_s >= TRACE_S and self._steps >= STEPS_LEAST):
+        self._graph_s += duration_s
+        elapsed_s = monotonic() - self._start_s
+        if (
+            self._steps >= MAX_STEPS
+            or elapsed_s >= MAX_TRACE_S
+            or (elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS)
+        ):
             self._stop()
 
     def _stop(self) -> None:
@@ -68,50 +72,50 @@ class Sampler:
         try:
             data = session.stop()
             self._traces += 1
-            name = os.path.join(FOLDER, f"{os.getpid()}-{self._traces}")
+            name = os.path.join(STATE_DIR, f"{os.getpid()}-{self._traces}")
             with open(name + ".part", "wb") as file:
                 file.write(f"{self._graph_s:.9f}\n".encode() + data)
             os.rename(name + ".part", name + ".trace")
         except Exception as error:  # noqa: BLE001 (no room, no watcher: the share of the input stays unknown)
-            say("profiler", error)
+            report_failure("profiler", error)
 
-    def _make_way(self) -> "Any":
+    def _patch_session_class(self) -> "Any":
         """TensorFlow's class of sessions, which from now on ends ours before it makes another's: there can be one."""
         internal = sys.modules["tensorflow.python.profiler.profiler_v2"]._pywrap_profiler
-        make = internal.ProfilerSession
+        original = internal.ProfilerSession
 
-        def session(*words: "Any") -> "Any":
+        def session(*args: "Any") -> "Any":
             if self._session is not None:
                 self._session.stop()
                 self._session = None
-            return make(*words)
+            return original(*args)
 
         internal.ProfilerSession = session
-        return make
+        return original
 
 
-sampler = Sampler()
+sampler = ProfilerSampler()
 
 
-def stepping(model: "Any", step: "Any") -> "Any":
+def wrap_train_step(model: "Any", step: "Any") -> "Any":
     """The train_function of a model, timed."""
 
-    def train_function(*words: "Any", **named: "Any") -> "Any":
-        if not clock.is_free():
-            return step(*words, **named)
-        clock.next_step()
+    def train_function(*args: "Any", **kwargs: "Any") -> "Any":
+        if not clock.is_outside_phases():
+            return step(*args, **kwargs)
+        clock.begin_step()
         sampler.before_step(clock.values[BATCHES])
         if not clock.enter(GRAPH):
-            return step(*words, **named)
-        begun = monotonic()
+            return step(*args, **kwargs)
+        start_s = monotonic()
         try:
-            result = step(*words, **named)
+            result = step(*args, **kwargs)
         finally:
             clock.leave()
-            sampler.after_step(monotonic() - begun)
+            sampler.after_step(monotonic() - start_s)
         steps = int(getattr(model, "steps_per_execution", 1) or 1)
         clock.values[BATCHES] += steps
-        clock.stepped(model, None, steps)
+        clock.count_optimizer_step(model, None, steps)
         return result
 
     return train_function

@@ -8,7 +8,7 @@ On a GPU it is measured by two events on the training stream, which waits for th
 from functools import wraps
 
 from . import torch_loop
-from .clock import COMM, RANK, WORLD, clock, timed
+from .clock import COMM, RANK, WORLD, clock, wrap_timed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,68 +23,68 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
-def collectives(module: "Any") -> None:
+def patch_collectives(module: "Any") -> None:
     """torch.distributed.distributed_c10d, before torch.distributed has taken its names."""
     if not hasattr(module, "all_reduce"):  # a torch without distributed
         return
     for name in COLLECTIVES:
         original = getattr(module, name, None)
         if original is not None:
-            setattr(module, name, timed(COMM, original))
-    module.Work.wait = timed(COMM, module.Work.wait)
-    begin = module.init_process_group
+            setattr(module, name, wrap_timed(COMM, original))
+    module.Work.wait = wrap_timed(COMM, module.Work.wait)
+    original_init = module.init_process_group
 
-    @wraps(begin)
-    def init_process_group(*words: "Any", **named: "Any") -> "Any":
-        made = begin(*words, **named)
+    @wraps(original_init)
+    def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
+        result = original_init(*args, **kwargs)
         try:
             clock.values[WORLD] = float(module.get_world_size())
             if clock.values[RANK] < 0:  # else the rank within this machine is known
                 clock.values[RANK] = float(module.get_rank())
             if clock.values[WORLD] > 1:
-                torch_loop.at_end = _exposed
+                torch_loop.on_backward = _time_exposed_comm
         except Exception as error:  # noqa: BLE001
-            clock.fail("init_process_group", error)
-        return made
+            clock.disable("init_process_group", error)
+        return result
 
     module.init_process_group = init_process_group
 
 
-def _exposed(tensors: "Any") -> "Callable[[], None] | None":
+def _time_exposed_comm(tensors: "Any") -> "Callable[[], None] | None":
     """To be called before a backward; what it returns, at its end."""
     try:
         root = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        if not clock.is_free() or not getattr(root, "requires_grad", False):
+        if not clock.is_outside_phases() or not getattr(root, "requires_grad", False):
             return None
-        waiting: list[bool] = []
+        entered: list[bool] = []
 
-        def waits() -> None:  # in the engine, before DDP's wait
-            if clock.marks is not None:
-                clock.marks.comm_begins()
-                waiting.append(False)
+        def on_gradients_done() -> None:  # in the engine, before DDP's wait
+            if clock.device_events is not None:
+                clock.device_events.comm_begins()
+                entered.append(False)
             else:
-                waiting.append(clock.enter(COMM))
+                entered.append(clock.enter(COMM))
 
-        def in_backward(_: "Any") -> None:
-            engine.queue_callback(waits)
+        def on_first_gradient(_: "Any") -> None:
+            engine.queue_callback(on_gradients_done)
 
-        engine = _engine()
-        handle = root.register_hook(in_backward)
+        engine = _autograd_engine()
+        handle = root.register_hook(on_first_gradient)
     except Exception as error:  # noqa: BLE001
-        clock.fail("backward", error)
+        clock.disable("backward", error)
         return None
 
-    def ends() -> None:
+    def on_end() -> None:
         handle.remove()
-        if clock.marks is not None and waiting:
-            clock.marks.comm_ends()
-        elif any(waiting):
+        if clock.device_events is not None and entered:
+            clock.device_events.comm_ends()
+        elif any(entered):
             clock.leave()
 
-    return ends
+    return on_end
 
 
-def _engine() -> "Any":
+def _autograd_engine() -> "Any":
     from sys import modules
 
     return modules["torch.autograd"].Variable._execution_engine  # type: ignore[attr-defined, unused-ignore]

@@ -6,18 +6,18 @@ when the training thread goes on. Untested on a GPU (docs/gpu-status.md).
 
 from collections import deque
 
-from . import say
+from . import report_failure
 from .clock import BUSY, DEVICE, DEVICE_COMM, SYNCS, clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MOST_OPEN = 256
+MAX_PENDING = 256
 """Pairs that wait to be resolved; a device that is further behind is not followed."""
 
 
-def marks(of: "Any") -> "Any":
+def make_device_events(phase_clock: "Any") -> "Any":
     """Events for this process, or None where torch has no CUDA device in use (ROCm calls itself CUDA too)."""
     from sys import modules
 
@@ -25,61 +25,61 @@ def marks(of: "Any") -> "Any":
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
         return None
-    of.values[DEVICE] = 1.0
-    _count_waits(torch)
-    return Marks(lambda: cuda.Event(enable_timing=True))
+    phase_clock.values[DEVICE] = 1.0
+    _count_syncs(torch)
+    return DeviceEvents(lambda: cuda.Event(enable_timing=True))
 
 
-class Marks:
+class DeviceEvents:
     """new_event: makes an event with record(), query(), elapsed_time(other) in milliseconds."""
 
     def __init__(self, new_event: "Any") -> None:
-        self._new = new_event
-        self._free: list[Any] = []
-        self._begun: Any = None
-        self._comm: Any = None
-        self._open: deque[Any] = deque()
+        self._new_event = new_event
+        self._free_events: list[Any] = []
+        self._start_event: Any = None
+        self._comm_start_event: Any = None
+        self._pending: deque[Any] = deque()
 
     def resume(self) -> None:
         """A batch is there: work of the device begins."""
-        if self._begun is None:
-            self._begun = self._record()
+        if self._start_event is None:
+            self._start_event = self._record()
 
     def pause(self) -> None:
         """The work on it has been issued."""
-        if self._begun is not None:
-            self._close(BUSY, self._begun)
-            self._begun = None
+        if self._start_event is not None:
+            self._add_interval(BUSY, self._start_event)
+            self._start_event = None
         self._resolve()
 
     def comm_begins(self) -> None:
-        self._comm = self._record()
+        self._comm_start_event = self._record()
 
     def comm_ends(self) -> None:
-        if self._comm is not None:
-            self._close(DEVICE_COMM, self._comm)
-            self._comm = None
+        if self._comm_start_event is not None:
+            self._add_interval(DEVICE_COMM, self._comm_start_event)
+            self._comm_start_event = None
 
     def _record(self) -> "Any":
-        event = self._free.pop() if self._free else self._new()
+        event = self._free_events.pop() if self._free_events else self._new_event()
         event.record()
         return event
 
-    def _close(self, slot: int, begun: "Any") -> None:
-        if len(self._open) < MOST_OPEN:
-            self._open.append((slot, begun, self._record()))
+    def _add_interval(self, slot: int, start: "Any") -> None:
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append((slot, start, self._record()))
         else:
-            self._free.append(begun)
-            say("events", RuntimeError("the device is too far behind: its time is not known in full"))
+            self._free_events.append(start)
+            report_failure("events", RuntimeError("the device is too far behind: its time is not known in full"))
 
     def _resolve(self) -> None:
-        while self._open and self._open[0][2].query():
-            slot, begun, ended = self._open.popleft()
-            clock.values[slot] += begun.elapsed_time(ended) / 1e3
-            self._free += (begun, ended)
+        while self._pending and self._pending[0][2].query():
+            slot, start, end = self._pending.popleft()
+            clock.values[slot] += start.elapsed_time(end) / 1e3
+            self._free_events += (start, end)
 
 
-def _count_waits(torch: "Any") -> None:
+def _count_syncs(torch: "Any") -> None:
     """Counts `.item()` and `synchronize()`: after these the device has nothing to do until the host has caught up."""
     item, synchronize = torch.Tensor.item, torch.cuda.synchronize
 
@@ -88,8 +88,8 @@ def _count_waits(torch: "Any") -> None:
             clock.values[SYNCS] += 1.0
         return item(self)
 
-    def counted_synchronize(*words: "Any", **named: "Any") -> "Any":
+    def counted_synchronize(*args: "Any", **kwargs: "Any") -> "Any":
         clock.values[SYNCS] += 1.0
-        return synchronize(*words, **named)
+        return synchronize(*args, **kwargs)
 
     torch.Tensor.item, torch.cuda.synchronize = counted_item, counted_synchronize

@@ -5,60 +5,60 @@ A function per module of torch, called when that module has been imported. Steps
 
 from _thread import get_ident
 
-from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, Source, clock, timed
+from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, BatchSource, clock, wrap_timed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-SOURCE = "_stoker_source"
+SOURCE_ATTR = "_stoker_source"
 """Attribute of an iterator."""
 
 
-def _used() -> None:
+def _report_torch_version() -> None:
     """Says in the cell, where there is one, which torch it is."""
     import sys
 
-    if clock.is_shown():
-        clock.show(f"torch {getattr(sys.modules.get('torch'), '__version__', '')}".rstrip())
+    if clock.is_published():
+        clock.publish(f"torch {getattr(sys.modules.get('torch'), '__version__', '')}".rstrip())
 
 
-def loaders(module: "Any") -> None:
+def patch_dataloader(module: "Any") -> None:
     """torch.utils.data.dataloader: the training thread's time in iterators is waiting for input."""
     from sys import modules
 
-    iterators = module._BaseDataLoaderIter
-    following = iterators.__next__
+    iterator_class = module._BaseDataLoaderIter
+    original_next = iterator_class.__next__
     grad_enabled = modules["torch"].is_grad_enabled
 
     def __next__(self: "Any") -> "Any":
-        if not clock.is_free():
-            return following(self)
-        source = self.__dict__.get(SOURCE)
+        if not clock.is_outside_phases():
+            return original_next(self)
+        source = self.__dict__.get(SOURCE_ATTR)
         if source is None:
-            source = self.__dict__[SOURCE] = Source(workers_of(self))
-        clock.wait_begins(source, not grad_enabled())
+            source = self.__dict__[SOURCE_ATTR] = BatchSource(num_loader_workers(self))
+        clock.begin_wait(source, not grad_enabled())
         try:
-            batch = following(self)
+            batch = original_next(self)
         except BaseException as error:
-            clock.source_ends(source, failed=not isinstance(error, StopIteration))
+            clock.end_source(source, failed=not isinstance(error, StopIteration))
             raise
-        clock.wait_ends(source, pictures_in(batch))
+        clock.end_wait(source, count_images(batch))
         return batch
 
-    __next__.__wrapped__ = following  # type: ignore[attr-defined]
-    iterators.__next__ = __next__
+    __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
+    iterator_class.__next__ = __next__
     # the start of its workers; an evaluation's until it is known what the iterator is for
-    module.DataLoader.__iter__ = timed(MAYBE_WAIT, module.DataLoader.__iter__)
-    _used()
+    module.DataLoader.__iter__ = wrap_timed(MAYBE_WAIT, module.DataLoader.__iter__)
+    _report_torch_version()
 
 
-def workers_of(iterator: "Any") -> int:
+def num_loader_workers(iterator: "Any") -> int:
     workers = getattr(iterator, "_num_workers", None)
     return workers if isinstance(workers, int) else -1
 
 
-def pictures_in(batch: "Any") -> int:
+def count_images(batch: "Any") -> int:
     """Samples in a batch, 0 where its form does not say: the first tensor's length; of detection, `(pictures,
     targets)` as tuples of one each, that of the first tuple."""
     for _ in range(4):
@@ -67,7 +67,7 @@ def pictures_in(batch: "Any") -> int:
             return int(shape[0]) if len(shape) else 0
         if isinstance(batch, (list, tuple)) and batch:
             first = batch[0]
-            if len(batch) > 2 and len(getattr(first, "shape", ())) == 3 and _all_pictures(batch):
+            if len(batch) > 2 and len(getattr(first, "shape", ())) == 3 and _all_images(batch):
                 return len(batch)  # a list of pictures of different sizes
             if isinstance(first, (list, tuple)) and first and not isinstance(first[0], (list, tuple)):
                 return len(first)
@@ -79,74 +79,74 @@ def pictures_in(batch: "Any") -> int:
     return 0
 
 
-def _all_pictures(batch: "Any") -> bool:
-    return all(len(getattr(one, "shape", ())) == 3 for one in batch)
+def _all_images(batch: "Any") -> bool:
+    return all(len(getattr(item, "shape", ())) == 3 for item in batch)
 
 
-def optimizers(module: "Any") -> None:
+def patch_optimizers(module: "Any") -> None:
     """torch.optim.optimizer: steps of the optimizer; those that a GradScaler leaves out do not come by."""
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
-        clock.stepped(optimizer, groups[0].get("lr") if groups else None)
+        clock.count_optimizer_step(optimizer, groups[0].get("lr") if groups else None)
 
     module.register_optimizer_step_post_hook(after_step)
-    _used()
+    _report_torch_version()
 
 
-def backward(module: "Any") -> None:
+def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward says that the batches before it were for training; its end is where DDP waits."""
     from functools import wraps
 
     original = module.backward
 
     @wraps(original)
-    def wrapper(tensors: "Any", *words: "Any", **named: "Any") -> "Any":
-        if get_ident() != clock.thread:
-            return original(tensors, *words, **named)
-        clock.trains()
-        end = None if at_end is None else at_end(tensors)
+    def wrapper(tensors: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        if get_ident() != clock.thread_id:
+            return original(tensors, *args, **kwargs)
+        clock.confirm_training()
+        on_end = None if on_backward is None else on_backward(tensors)
         try:
-            return original(tensors, *words, **named)
+            return original(tensors, *args, **kwargs)
         finally:
-            if end is not None:
-                end()
+            if on_end is not None:
+                on_end()
 
     module.backward = wrapper
 
 
-at_end: "Any" = None
+on_backward: "Any" = None
 """Set by `torch_comm.py` where several processes train: called with the tensors, returns what the end is told to."""
 
 
-def saving(module: "Any") -> None:
-    module.save = timed(CHECKPOINT, module.save)
+def patch_save(module: "Any") -> None:
+    module.save = wrap_timed(CHECKPOINT, module.save)
 
 
-def safetensors(module: "Any") -> None:
-    module.save_file = timed(CHECKPOINT, module.save_file)
+def patch_safetensors(module: "Any") -> None:
+    module.save_file = wrap_timed(CHECKPOINT, module.save_file)
 
 
-def lightning(module: "Any") -> None:
-    module.Trainer.save_checkpoint = timed(CHECKPOINT, module.Trainer.save_checkpoint)
+def patch_lightning(module: "Any") -> None:
+    module.Trainer.save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer.save_checkpoint)
 
 
-def transformers(module: "Any") -> None:
-    module.Trainer._save_checkpoint = timed(CHECKPOINT, module.Trainer._save_checkpoint)
-    module.Trainer.evaluate = timed(EVAL, module.Trainer.evaluate)
+def patch_transformers(module: "Any") -> None:
+    module.Trainer._save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer._save_checkpoint)
+    module.Trainer.evaluate = wrap_timed(EVAL, module.Trainer.evaluate)
 
 
-def compilation(module: "Any") -> None:
+def patch_compilation(module: "Any") -> None:
     """torch._dynamo.callback: from the start to the end of a compilation, also a late one of the backward."""
-    inside = [False]
+    is_open = [False]
 
-    def begins(*_: "Any") -> None:
-        inside[0] = clock.enter(COMPILE)
+    def on_start(*_: "Any") -> None:
+        is_open[0] = clock.enter(COMPILE)
 
-    def ends(*_: "Any") -> None:
-        if inside[0] and get_ident() == clock.thread:
-            inside[0] = False
+    def on_end(*_: "Any") -> None:
+        if is_open[0] and get_ident() == clock.thread_id:
+            is_open[0] = False
             clock.leave()
 
-    module.callback_handler.register_start_callback(begins)
-    module.callback_handler.register_end_callback(ends)
+    module.callback_handler.register_start_callback(on_start)
+    module.callback_handler.register_end_callback(on_end)
