@@ -36,8 +36,8 @@ def train(kind: str, seed: int, arguments: Any, folder: Path) -> dict[str, Any]:
     """A row: kind, seed, AP and AP50 of each split."""
     run = str(folder / f"{kind}-{seed}")
     extra = ["--weights", arguments.weights] if arguments.weights else []
-    stoker("train", arguments.data, *extra, "--for", str(arguments.steps), "--seed", str(seed), "--eval-every", "0",
-           "--threads", "1", "--run", run, *KINDS[kind])  # fmt: skip
+    stoker("train", arguments.data, *extra, "--max-duration", str(arguments.steps), "--seed", str(seed), "--eval-every", "0",
+           "--workers", "1", "--run", run, *KINDS[kind])  # fmt: skip
     row: dict[str, Any] = {"augmentation": kind, "seed": seed}
     for split in SPLITS:
         scores = json.loads(stoker("eval", run, "--split", split, "--json"))

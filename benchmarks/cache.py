@@ -24,7 +24,7 @@ SOURCES = ((480, 640, 88), (3000, 4000, 80))
 CANVASES = (800, 320)
 COUNTS, QUICK_COUNTS = (240, 32), (48, 8)
 THREADS, PLACES = 2, 16
-RECIPE: dict[str, Any] = {"crop": 0.5, "zoom": (0.7, 1.5)}
+RECIPE: dict[str, Any] = {"scale_jitter_prob": 0.5, "scale_range": (0.7, 1.5)}
 MODES = ("without", "first epoch", "later epochs")
 
 

@@ -205,8 +205,8 @@ class Bench:
             steps = max(30, round(seconds / self.machine.step_s / plan.stretch))
             return [
                 python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
-                "--canvas", "96", "96", "--eager", "--for", str(steps),
-                *defaults(plan.options, ("--batch", str(BATCH)), ("--eval-every", "0"), ("--checkpoint-every", "0")),
+                "--image-size", "96", "96", "--no-compile", "--max-duration", str(steps),
+                *defaults(plan.options, ("--batch-size", str(BATCH)), ("--eval-every", "0"), ("--checkpoint-every", "0")),
                 *plan.options,
             ]  # fmt: skip
         script = HERE / SCRIPTS[kind]

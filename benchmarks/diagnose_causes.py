@@ -50,11 +50,11 @@ _ROWS = (
     ),
     Cause(
         name="slow_decode", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
-        accepts=("slow_decode", "pictures_too_large"), plan=plans.slow_decode, known=True,
+        accepts=("slow_decode", "images_too_large"), plan=plans.slow_decode, known=True,
     ),
     Cause(
         name="one_loader", kinds=("stoker", "measure", "watch"), weak=FEW_WEAK, strong=FEW_STRONG, unit=SHARE,
-        accepts=("too_few_threads",), plan=plans.one_loader, known=True,
+        accepts=("too_few_workers",), plan=plans.one_loader, known=True,
     ),
     Cause(
         name="python_bound", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
@@ -65,7 +65,7 @@ _ROWS = (
         accepts=("batch_too_small",), plan=plans.tiny_batch,
     ),
     Cause(
-        name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("host_waits",),
+        name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("host_device_syncs",),
         plan=plans.inside("host_wait"), known=True, rests=True,
     ),
     Cause(
@@ -74,7 +74,7 @@ _ROWS = (
     ),
     Cause(
         name="memory_kill", kinds=("measure", "watch"), weak=(400, 700), strong=(100, 200), unit="MB of room",
-        accepts=("host_memory_killed",), plan=plans.memory_kill,
+        accepts=("oom_killed",), plan=plans.memory_kill,
     ),
     Cause(
         name="disk_full", kinds=("stoker", "measure", "watch"), weak=(1.5, 3), strong=(0.3, 0.8), unit="MB of room",
@@ -118,12 +118,12 @@ _ROWS = (
     ),
     Cause(
         name="divergence", kinds=REAL, weak=(2, 5), strong=(20, 95), unit="rate",
-        accepts=("loss_not_finite", "diverged", "rate_too_high", "rate_lowered", "loss_spikes", "steps_skipped"),
+        accepts=("non_finite_loss", "diverged", "lr_too_high", "rolled_back_lower_lr", "loss_spikes", "steps_skipped"),
         plan=plans.rate,
     ),
     Cause(
         name="low_rate", kinds=("stoker", "measure", "watch"), weak=(1e-7, 9e-7), strong=(1e-9, 1e-8), unit="rate",
-        accepts=("rate_too_low",), plan=plans.rate, least_s=9.0,
+        accepts=("lr_too_low",), plan=plans.rate, least_s=9.0,
     ),
     Cause(
         name="hang", kinds=("measure", "watch"), weak=(0, 0), strong=(1, 1), unit="1: the exchange has a time limit",
@@ -135,7 +135,7 @@ _ROWS = (
     ),
     Cause(
         name="bad_pictures", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
-        accepts=("quarantined_pictures", "bad_records"), plan=plans.bad_pictures,
+        accepts=("bad_images", "bad_records"), plan=plans.bad_pictures,
     ),
 )  # fmt: skip
 
@@ -162,10 +162,10 @@ _SIMULATED = (
     _simulated("Xid", driver.xid, (0, 0), (1, 1), "1: number 79, 0: 31", "gpu_errors", "gpu_fault"),
     _simulated("others on the GPU", driver.others, (0.33, 0.33), (1, 1), "share of the time", "gpu_shared",
                least_s=SELDOM_S),
-    _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "gpu_underfilled"),
+    _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "low_sm_activity"),
     _simulated("no tensor cores", driver.no_tensor_cores, (0.005, 0.015), (0, 0), "of the time",
                "tensor_cores_unused"),
-    _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_grows",
+    _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_leak",
                least_s=12.0),
 )  # fmt: skip
 

@@ -105,7 +105,7 @@ def one_loader(case: Case) -> Plan:
     if case.kind != "stoker":
         return inside("one_loader", "--workers", "1")(case)
     decode_s = case.machine.step_s / (1 - case.level)
-    return Plan(("--cache", "none", "--threads", "1"), data=_png(case, decode_s), stretch=1 / (1 - case.level))
+    return Plan(("--cache", "none", "--workers", "1"), data=_png(case, decode_s), stretch=1 / (1 - case.level))
 
 
 def _png(case: Case, decode_s: float) -> str:
@@ -115,7 +115,7 @@ def _png(case: Case, decode_s: float) -> str:
 
 
 def tiny_batch(case: Case) -> Plan:
-    batch = ("--batch", str(int(case.level)))
+    batch = ("--batch-size", str(int(case.level)))
     if case.kind == "stoker":
         return Plan(batch, stretch=0.35)
     return Plan((*batch, "--side", "32", "--width", "8"))
@@ -188,8 +188,8 @@ def neighbours(case: Case) -> Plan:
 
 
 def rate(case: Case) -> Plan:
-    more = ("--clip", "0", "--warmup", "1") if case.kind == "stoker" and case.level > 1 else ()
-    return Plan(("--rate", f"{case.level:.3g}", *more))
+    more = ("--clip-grad-norm", "0", "--warmup-steps", "1") if case.kind == "stoker" and case.level > 1 else ()
+    return Plan(("--lr", f"{case.level:.3g}", *more))
 
 
 def hang(case: Case) -> Plan:

@@ -129,8 +129,8 @@ def of_stoker(model: str, *more: str) -> Contestant:
         run = folder / "run"
         train = [
             sys.executable, "-m", "stoker", "train", str(data.ours), "--model", model, "--device", "cpu",
-            "--for", f"{epochs}ep", "--batch", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
-            "--canvas", *map(str, data.canvas), *more,
+            "--max-duration", f"{epochs}ep", "--batch-size", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
+            "--image-size", *map(str, data.canvas), *more,
         ]  # fmt: skip
         _, cpu_s = spend(train, folder)
         scoring = [sys.executable, "-m", "stoker", "eval", str(run / "final.safetensors"), str(data.ours),

@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace) -> Report:
     first, steps, files = (2, 16, 128) if device.is_cpu else (30, 300, 1024)
     if arguments.quick:
         side, first, steps, files = 64 if device.is_cpu else side, 2, 3, 64
-    command = ["--model", model, "--weights", "none", "--canvas", str(side), str(side), "--batch", str(batch),
-               "--for", str(10 * (first + steps)), "--eval-every", "0", "--threads", str(arguments.threads),
+    command = ["--model", model, "--weights", "none", "--image-size", str(side), str(side), "--batch-size", str(batch),
+               "--max-duration", str(10 * (first + steps)), "--eval-every", "0", "--workers", str(arguments.threads),
                "--cache", "none", "--device", str(device.torch_device)]  # fmt: skip
     report = Report(
         f"Training {model}, {side} × {side}, batch {batch}, on {device.name}: the loader in the loop", n,
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> Report:
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
-    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the loader; default: cores")
+    made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="of the loader; default: cores")
     made.add_argument("--runs", type=int, help="of each side; default: 3, on a CPU 2")
     return made
 

@@ -227,11 +227,11 @@ def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> No
     say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
 
 
-MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
+MEASURES = {"compile": measure_eager, "compiled": measure_compiled}
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    asked = Case(**{**given["case"], "canvas": tuple(given["case"]["canvas"])})
+    asked = Case(**{**given["case"], "image_size": tuple(given["case"]["canvas"])})
     where = select_device(given["device"])
     if where.is_cpu:
         forward.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute

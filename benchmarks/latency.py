@@ -60,7 +60,7 @@ def exported(asked: argparse.Namespace, folder: Path, side: int) -> dict[tuple[s
     for number, (kind, (flag, _)) in enumerate(KINDS.items()):
         files[OURS, kind] = folder / f"ours-{number}.onnx"
         weights = str(ours / "run" / "final.safetensors")
-        spend([sys.executable, "-m", "stoker", "export", weights, "--onnx", "--batch", "1", flag,
+        spend([sys.executable, "-m", "stoker", "export", weights, "--onnx", "--batch-size", "1", flag,
                "--out", str(files[OURS, kind])], folder)  # fmt: skip
     if asked.ultralytics is not None:
         theirs = folder / PEER

@@ -1,4 +1,4 @@
-"""What the loader gives with the host's cores decoding, and with the device (--decoder nvjpeg), and what is chosen.
+"""What the loader gives with the host's cores decoding, and with the device (--jpeg-decoder nvjpeg), and what is chosen.
 
 The pictures of loader.py, into batches on the device that nothing is done with. The two are measured in turn, each by a
 loader of its own. The last row of each size is `decoder_choice.decide` for a step that takes no time: what the cores
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> Report:
             decoder, reason = measure_and_choose_decoder(
                 index, rows, device, image_size=canvas, resize="squash", batch_size=BATCH, measure_step_s=lambda: 1e-9
             )
-            report.rows.append({"what": f"{kind.name}, chosen", "decoder": decoder, "reason": reason})
+            report.rows.append({"what": f"{kind.name}, chosen", "jpeg_decoder": decoder, "reason": reason})
     return report
 
 

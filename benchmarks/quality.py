@@ -115,11 +115,11 @@ def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         scores = json.loads(output.splitlines()[-1])
         cpu_s, commands = scores["cpu_s"], [theirs]
     else:
-        small = ["--canvas", "96", "128"] if arguments.quick else []
+        small = ["--image-size", "96", "128"] if arguments.quick else []
         place = folder / f"{run.kind}-{run.seed}"
         stoker = [sys.executable, "-m", "stoker"]
         train = [*stoker, "train", data, "--model", "retinanet_mobilenet_v2_fpn", "--weights", weights,
-                 "--device", "cpu", "--for", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
+                 "--device", "cpu", "--max-duration", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
                  "--run", str(place), *small]  # fmt: skip
         score = [*stoker, "eval", str(place / "final.safetensors"), data, "--split", "test", "--json"]
         _, cpu_s = spend(train, folder)

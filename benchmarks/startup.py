@@ -66,7 +66,7 @@ def start(folder: Path) -> dict[str, Any]:
     data, weights, *more = json.loads((folder / "command.json").read_text())
     run = tempfile.mkdtemp(dir=folder) + "/run"
     try:
-        app(["train", data, "--weights", weights, "--for", "3", "--run", run, *more])
+        app(["train", data, "--weights", weights, "--steps", "3", "--run", run, *more])
     except FirstStepDone:
         named = sum(took[part] for part in PARTS if part in took)
         return took | {"everything else": took["all"] - named}
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> Report:
     runs: dict[str, list[dict[str, Any]]] = {"first start": [], "second start": []}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary)
-        small = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64"] if arguments.quick else []
+        small = ["--model", "retinanet_tiny_fpn", "--image-size", "64", "64"] if arguments.quick else []
         if arguments.data is None or arguments.weights is None:
             child("prepare", folder, folder / "cache", 40 if arguments.quick else DRAWN)
         data = str(arguments.data or folder / "drawn")

@@ -27,7 +27,7 @@ FOLDER = Path(__file__).resolve().parent
 SERVERS = {
     "link": ("--latency-ms", str(LATENCY_MS), "--mb-per-s", str(LINK_MB_PER_S)),
     "free": (),
-    "tail": ("--latency-ms", str(LATENCY_MS), "--slow-share", "0.02", "--slow-ms", "500"),
+    "reduced_tail": ("--latency-ms", str(LATENCY_MS), "--slow-share", "0.02", "--slow-ms", "500"),
 }
 CASES = {
     "stoker, 50 MB/s and 20 ms": ("stoker", "link", 1000, ()),

@@ -30,7 +30,7 @@ def train(
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
     log: json writes JSON lines to stdout, and what a person reads to stderr.
     monitor: alerts, metrics and trackers, as the flags of that group (docs/monitoring.md).
-    settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--for` is `for_`.
+    settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--max-duration` is `for_`.
 
     Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
     is saved: the same call continues.

@@ -16,7 +16,7 @@ from stoker.errors import ConfigError, DataError, UsageError
 from stoker.runs.records import CONFIG
 from tests.drawn import CLASSES, draw
 
-SMALL = {"for_": "6", "batch": 4, "canvas": (64, 64), "eval_every": "0", "precision": "fp32"}
+SMALL = {"max_duration": "6", "batch_size": 4, "image_size": (64, 64), "eval_every": "0", "precision": "fp32"}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_an_unfinished_run_is_resumed_and_a_finished_one_is_not(result: stoker.R
     ("settings", "words"),
     [
         ({"rates": 1}, "did you mean 'rate'"),
-        ({"batch": "eight"}, "--batch 'eight'"),
+        ({"batch_size": "eight"}, "--batch-size 'eight'"),
         ({"resize": "stretch"}, "letterbox, squash"),
-        ({"canvas": (100, 100)}, "multiples of 32"),
+        ({"image_size": (100, 100)}, "multiples of 32"),
     ],
 )
 def test_wrong_settings_are_named(data: Path, settings: dict[str, object], words: str):
@@ -103,7 +103,7 @@ def test_many_pictures_come_back_in_order(model: stoker.Model, data: Path):
 def test_pixels_in_tiles_are_the_file_in_tiles(model: stoker.Model, tmp_path: Path):
     pixels = np.random.default_rng(0).integers(0, 255, (150, 200, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.png")
-    asked = {"conf": 0.0, "tile": 96, "overlap": 0.3}
+    asked = {"conf": 0.0, "tile": 96, "min_object_covered": 0.3}
     (from_pixels,), (from_file,) = model.predict(pixels, **asked), model.predict(tmp_path / "large.png", **asked)
     np.testing.assert_array_equal(from_pixels.boxes, from_file.boxes)
     assert len(from_pixels.boxes) > 0
@@ -147,8 +147,8 @@ def test_a_batch_without_pictures_is_refused(model: stoker.Model, batch: int):
 
 
 def test_numbers_of_numpy_are_numbers():
-    asked = from_fields({"batch": np.int64(4), "rate": np.float32(0.5), "crop": np.float64(0.25)})
-    assert asked == from_fields({"batch": 4, "rate": 0.5, "crop": 0.25})
+    asked = from_fields({"batch_size": np.int64(4), "lr": np.float32(0.5), "scale_jitter_prob": np.float64(0.25)})
+    assert asked == from_fields({"batch_size": 4, "lr": 0.5, "scale_jitter_prob": 0.25})
 
 
 @pytest.mark.parametrize(

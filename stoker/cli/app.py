@@ -13,6 +13,8 @@ from cyclopts import App, Parameter
 
 from stoker.cli.data import data_app
 from stoker.cli.runs import report, why
+from stoker.cli.flag_names import translate
+from stoker.config.durations import join_length
 from stoker.config.settings import Config
 from stoker.errors import StokerError
 from stoker.monitor.options import MonitoringOptions
@@ -38,11 +40,14 @@ def train(
     /,
     *,
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
+    epochs: Annotated[float | None, Parameter(group="Run")] = None,
+    steps: Annotated[int | None, Parameter(group="Run")] = None,
+    max_time: Annotated[str | None, Parameter(group="Run")] = None,
     run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
-    log_format: Annotated[Literal["text", "json"], Parameter(group="MonitoringOptions")] = "text",
-    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="MonitoringOptions")] = MonitoringOptions(),  # noqa: B008  # frozen
+    log_format: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Trains a detector. What is not set is derived from the data and the device, and printed with its reason.
 
@@ -53,23 +58,30 @@ def train(
     data
         Folder or file with labelled pictures (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), also in a bucket (gs://,
         s3://), or `demo`: pictures that stoker draws itself.
-    run
+    epochs
+        Length of training in epochs.
+    steps
+        Length of training in optimizer steps.
+    max_time
+        Length of training as a time: `30min`, `2h`.
+    run_dir
         Folder of the run; default `runs/<data>-<model>-<n>`. With gs://… or s3://… it is kept in a bucket, and any
         machine can continue it.
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
     trace
         Keep the few steps that are profiled every few minutes as Chrome traces too.
-    log
+    log_format
         json: one JSON object a line on stdout, for cloud logging; what a person reads goes to stderr.
     """
     from stoker.profiling.telemetry.host import process_start_s
     from stoker.training.loop import train as train_loop
 
-    user_config = config if data is None else config.replace(data=data)
+    length = join_length({"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration})
+    user_config = config.replace(**length) if data is None else config.replace(data=data, **length)
     started_s = process_start_s()
     result = train_loop(
-        user_config, run_dir=run_dir, resume=resume, started_s=started_s, trace=trace, monitor=monitor, log=log_format
+        user_config, run_dir=run_dir, resume=resume, started_s=started_s, trace=trace, monitor=monitor, log_format=log_format
     )
     if log_format == "json":
         return  # its last line says that it is finished
@@ -213,7 +225,7 @@ def export(
     if not onnx:
         raise UsageError("Which format?", choices=["--onnx"], fix=f"stoker export {run} --onnx")
     if batch_size != "dynamic" and not batch_size.isdecimal():
-        raise UsageError(f"--batch {batch_size!r} is no number of pictures.", choices=["dynamic", "1 or more"])
+        raise UsageError(f"--batch-size {batch_size!r} is no number of pictures.", choices=["dynamic", "1 or more"])
     from stoker.export.onnx import export_onnx
 
     fixed_batch_size = None if batch_size == "dynamic" else int(batch_size)
@@ -228,7 +240,7 @@ def watch(
     pid: Annotated[int | None, Parameter(group="Run")] = None,
     run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     hook: Annotated[bool, Parameter(group="Run", negative="--no-hook")] = True,
-    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="MonitoringOptions")] = MonitoringOptions(),  # noqa: B008  # frozen
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
 
@@ -247,7 +259,7 @@ def watch(
         The job, behind `--`.
     pid
         Number of a process that runs already, instead of a command.
-    run
+    run_dir
         Folder of the run; default `runs/watch-<script or program>-<n>`.
     hook
         Time the job from the inside; `--no-hook` leaves its environment as it is.
@@ -303,7 +315,10 @@ def main() -> None:
 def _run() -> int:
     """Runs the command that was asked for; the exit code."""
     try:
-        app(sys.argv[1:])
+        arguments, notes = translate(sys.argv[1:])
+        for note in notes:
+            print(f"stoker: {note}", file=sys.stderr)
+        app(arguments)
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         return error.exit_code

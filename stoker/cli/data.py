@@ -41,12 +41,12 @@ def check(
         How the annotations are written, where stoker's own finding is wrong.
     classes
         Only these classes.
-    no_pictures
-        Only look whether the pictures exist, without opening them.
-    max_bad
-        Share of the pictures that may be unusable, as for training; default 0.01.
-    threads
-        Threads that read and decode pictures; default: the cores.
+    annotations_only
+        Only check that the images exist, without opening them.
+    max_bad_fraction
+        Fraction of the images that may be unusable, as for training; default 0.01.
+    workers
+        Threads that read and decode images; default: the number of cores.
     json
         Print everything, all places included, as JSON.
     """
@@ -57,17 +57,17 @@ def check(
 
     fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
     if not 0 <= fraction <= 1:
-        raise UsageError(f"--max-bad {fraction} is out of range.", choices=["0 … 1"])
+        raise UsageError(f"--max-bad-fraction {fraction} is out of range.", choices=["0 … 1"])
     if workers is not None and workers < 1:
-        raise UsageError(f"--threads {workers} is out of range.", choices=["1 or more"])
+        raise UsageError(f"--workers {workers} is out of range.", choices=["1 or more"])
     with progress_bar("pictures") as on_progress:
         report = check_data(
             data,
             format=format,
             classes=classes or (),
-            pictures=not annotations_only,
-            threads=workers,
-            max_bad=fraction,
+            decode_images=not annotations_only,
+            workers=workers,
+            max_bad_fraction=fraction,
             progress=on_progress,
         )
     if json:
@@ -107,7 +107,7 @@ def stats(
         Only these classes.
     split
         train, val or test; default: all, together.
-    canvas
+    image_size
         Height and width to which pictures are to be resized; default: what training would choose.
     model
         Whose anchors, and size of canvas, the boxes are compared with.
@@ -126,7 +126,7 @@ def stats(
 
     if image_size is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in image_size):
         raise UsageError(
-            f"--canvas {image_size[0]} {image_size[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"]
+            f"--image-size {image_size[0]} {image_size[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"]
         )
     arch = get_architecture(model)
     defaults = arch.defaults
@@ -134,7 +134,7 @@ def stats(
         cause = "it has no anchors, or not the same shapes of them at every level"
         fix = "name another: `--model retinanet_resnet50_fpn`"
         raise UsageError(f"The anchors of --model {model} cannot be compared with the boxes.", cause=cause, fix=fix)
-    anchors = AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "anchor_ratios")))
+    anchors = AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios")))
     index = open_index(data, format=format, classes=classes or ())
     if out is not None:
         check_output_path(out, index)
@@ -165,7 +165,7 @@ def preview(
     seed: int = 0,
     model: str | None = None,
     weights: str | None = None,
-    for_: Annotated[str | None, Parameter(name="--for")] = None,
+    for_: Annotated[str | None, Parameter(name="--max-duration")] = None,
     batch_size: int | None = None,
 ) -> None:
     """Shows pictures as the model gets them: a sheet of each plain, and augmented beside it, with boxes and classes.
@@ -204,7 +204,7 @@ def preview(
     from stoker.report.terminal import print_settings
     from stoker.training.defaults.derive import derive_data
 
-    overrides = {"model": model, "weights": weights, "for_": for_, "batch": batch_size}
+    overrides = {"model": model, "weights": weights, "max_duration": for_, "batch_size": batch_size}
     user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**overrides)
     check(user_config)
     index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
@@ -218,7 +218,7 @@ def preview(
         config.data,
         seed=seed,
         num_images=count,
-        threads=host_cores(),
+        workers=host_cores(),
         on_quarantine=lambda bad_image: print(
             f"stoker: picture left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
         ),
@@ -264,7 +264,7 @@ def convert(
         Share of the pictures that becomes the validation split where the source has none; default 0.1.
     shards
         With --to tfrecord: files per split.
-    link
+    hardlink
         Hard links instead of copies of pictures: no room is taken, but editing one changes both.
     """
     from stoker.data.convert.writing import convert as convert_data
@@ -274,5 +274,5 @@ def convert(
 
     index = open_index(data, format=format, classes=classes or (), val_fraction=val_fraction)
     with progress_bar("pictures") as on_progress:
-        converted = convert_data(index, out, to, shards=shards, link=hardlink, progress=on_progress)
+        converted = convert_data(index, out, to, shards=shards, hardlink=hardlink, progress=on_progress)
     print_converted(index, converted)

@@ -92,7 +92,7 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     "hsv-h": _Value("hue"),
     "hsv-s": _Value("saturation"),
     "hsv-v": _Value("brightness"),
-    "data-augmentation": _Value("augment", {"hflip": "default", "none": "none"}.get, note="hflip means default here"),
+    "data-augmentation": _Value("augment", lambda _: "default", note="its presets are not here"),
     "close-mosaic": _Answer("the last tenth of training has no mosaics by itself: `--mosaic 0` switches them off"),
     **dict.fromkeys(("mixup", "copy-paste", "degrees", "shear", "perspective", "translate", "multi-scale"), _Answer(
         "stoker does not have this augmentation; it has `--scale-jitter-prob`, `--mosaic` and colors")),
@@ -214,7 +214,7 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{argument} is `{' '.join(meaning.arguments)}` here")
         else:
             values = [value] if equals else ([rest.pop(0)] if rest and not rest[0].startswith("--") else [])
-            changed = [meaning.change(v) or v for v in values]
+            changed = [meaning.change(v) for v in values]
             out += [f"--{meaning.flag}", *changed]
             note = f"--{name} is `--{meaning.flag}` here"
             notes.append(note + (f": {meaning.note}" if meaning.note else ""))

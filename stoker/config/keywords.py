@@ -1,22 +1,20 @@
-"""The settings as keyword arguments: what a type checker and an editor know of `stoker.train(data, **settings)`.
-
-The same names and types as the fields of `settings.py`, where each is described; `tests/test_surface.py` holds the two,
-the flags and docs/settings.md together.
+"""The settings as keyword arguments, for type checkers and editors. Generated from `settings.py` by
+`python -m tests.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.
 """
 
 from typing import Literal, TypedDict
 
 
 class Settings(TypedDict, total=False):
-    """Every setting but `data`. What is not given is derived, as on the command line."""
+    """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""
 
     format: Literal["coco", "voc", "yolo", "tfrecord", "csv"]
     classes: tuple[str, ...]
     val_fraction: float
     max_bad_fraction: float
-    image_size: tuple[int, int]
+    image_size: int | tuple[int, int]
     resize: Literal["letterbox", "squash"]
-    augment: Literal["recipe", "none"]
+    augment: Literal["default", "none"]
     hflip: float
     scale_jitter_prob: float
     scale_range: tuple[float, float]
@@ -28,7 +26,7 @@ class Settings(TypedDict, total=False):
     mosaic: float
     model: str
     weights: str
-    backbone_norm: Literal["frozen", "train", "sync"]
+    backbone_norm: Literal["frozen_bn", "bn", "sync_bn"]
     trainable_backbone_layers: int
     anchor_sizes: tuple[float, ...]
     anchor_scales: tuple[float, ...]
@@ -38,7 +36,7 @@ class Settings(TypedDict, total=False):
     focal_alpha: float
     focal_gamma: float
     box_loss: Literal["l1", "giou"]
-    reduced_tail: Literal["half", "full"]
+    reduced_tail: bool
     nms_free: bool
     depthwise: bool
     activation_checkpointing: bool
@@ -47,21 +45,24 @@ class Settings(TypedDict, total=False):
     backbone_lr_mult: float
     momentum: float
     weight_decay: float
-    lr_scheduler: Literal["cosine", "step", "exponential", "constant"]
+    lr_scheduler: Literal["cosine", "multistep", "exponential", "constant"]
     warmup_steps: int
     clip_grad_norm: float
     ema_decay: float
     grad_accum_steps: int
     max_skipped_steps: int
     max_duration: str
+    epochs: float
+    steps: int
+    max_time: str
     batch_size: int
     auto_batch: bool
     compile: bool
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
-    workers: int
-    cache: Literal["none", "memory", "disk"]
-    jpeg_decoder: Literal["host", "nvjpeg"]
+    workers: int | Literal["auto"]
+    cache: Literal["none", "ram", "disk"]
+    jpeg_decoder: Literal["cpu", "nvjpeg"]
     seed: int
     eval_every: str
     patience: int

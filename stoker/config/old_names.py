@@ -6,7 +6,11 @@ they read through this module. Only new names are written. Flags that users of o
 """
 
 import re
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 SETTINGS = {
     "max_bad": "max_bad_fraction",
@@ -219,7 +223,17 @@ def has_old_fields(struct: str, line: bytes) -> bool:
     if struct == "Event":
         return True
     names = [struct, *_NESTED.get(struct, {}).values()]
-    return any(pattern.search(line) for name in names if (pattern := _OLD_KEYS.get(name)) is not None)
+    return any(pattern.search(line) is not None for name in names if (pattern := _OLD_KEYS.get(name)) is not None)
+
+
+def decode(data: bytes, kind: type[Struct]) -> Struct:
+    """A record from its JSON, whichever version wrote it.
+
+    Raises msgspec.DecodeError (not JSON) or its subclass ValidationError (not a `kind`).
+    """
+    if not has_old_fields(kind.__name__, data):
+        return msgspec.json.decode(data, type=kind)
+    return msgspec.convert(record(kind.__name__, msgspec.json.decode(data)), kind)
 
 
 def record(struct: str, value: Any) -> Any:

@@ -15,13 +15,13 @@ def tiny() -> Config:
         {
             "weights": "none",
             "optimizer": "adamw",
-            "rate": 3e-3,
+            "lr": 3e-3,
             "momentum": 0.9,
             "weight_decay": 0.02,
-            "schedule": "cosine",
-            "batch": 16,
+            "lr_scheduler": "cosine",
+            "batch_size": 16,
             # It has too few weights to learn its pictures by heart, which is what these are against.
-            "crop": 0.0,
+            "scale_jitter_prob": 0.0,
             "brightness": 0.0,
             "contrast": 0.0,
             "saturation": 0.0,
@@ -34,11 +34,11 @@ def light() -> Config:
     return from_fields(
         {
             "optimizer": "adamw",
-            "rate": 1e-3,
+            "lr": 1e-3,
             "momentum": 0.9,
             "weight_decay": 0.02,
-            "schedule": "cosine",
-            "batch": 8,
+            "lr_scheduler": "cosine",
+            "batch_size": 8,
         }
     )
 
@@ -48,11 +48,11 @@ def ember() -> Config:
     return from_fields(
         {
             "optimizer": "adamw",
-            "rate": 4e-3,
+            "lr": 4e-3,
             "momentum": 0.9,
             "weight_decay": 0.05,
-            "schedule": "cosine",
-            "batch": 8,
+            "lr_scheduler": "cosine",
+            "batch_size": 8,
         }
     )
 
@@ -62,11 +62,11 @@ def standard() -> Config:
     return from_fields(
         {
             "optimizer": "sgd",
-            "rate": 0.01,
+            "lr": 0.01,
             "momentum": 0.9,
             "weight_decay": 1e-4,
-            "schedule": "cosine",
-            "batch": 16,
+            "lr_scheduler": "cosine",
+            "batch_size": 16,
         }
     )
 
@@ -76,11 +76,11 @@ def ssd() -> Config:
     return from_fields(
         {
             "optimizer": "sgd",
-            "rate": 0.002,
+            "lr": 0.002,
             "momentum": 0.9,
             "weight_decay": 5e-4,
-            "schedule": "cosine",
-            "batch": 32,
+            "lr_scheduler": "cosine",
+            "batch_size": 32,
         }
     )
 

@@ -113,7 +113,7 @@ def percentile_anchor_sizes(
 
 
 class AnchorConfig(NamedTuple):
-    """Shapes of anchors, as settings give them: `--anchor-sizes`, `--anchor-scales`, `--anchor-ratios`."""
+    """Shapes of anchors, as settings give them: `--anchor-sizes`, `--anchor-scales`, `--aspect-ratios`."""
 
     sizes: tuple[float, ...]
     """A base size per pyramid level, pixels of the canvas."""

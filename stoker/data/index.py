@@ -357,7 +357,7 @@ def require_images(
                 f"{missing_in_split.size:,} of the {image_indices.size:,} pictures of the {split} split do not exist.",
                 location=", ".join(examples) + (", …" if missing_in_split.size > len(examples) else ""),
                 cause=f"the annotations in {index.source} name them; up to {allowed_fraction:.3g} of them may be missing"
-                f" (--max-bad); `stoker data check {index.source}` names all",
+                f" (--max-bad-fraction); `stoker data check {index.source}` names all",
                 fix=suggest_location(index.root, index.path(missing_in_split[0])),
             )
     return missing
@@ -372,7 +372,7 @@ def _require_annotations(index: Index, allowed_fraction: float) -> None:
             location=index.source,
             cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
             fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than {allowed_fraction:.3g} of"
-            " the pictures with --max-bad",
+            " the pictures with --max-bad-fraction",
         )
 
 

@@ -52,7 +52,7 @@ def make_preview(
     """
     if not 1 <= num_images <= MAX_IMAGES:
         raise UsageError(f"--count {num_images} is out of range.", choices=[f"1 … {MAX_IMAGES}"])
-    plain_settings = dataclasses.replace(settings, crop=0.0)
+    plain_settings = dataclasses.replace(settings, scale_jitter_prob=0.0)
     pairs: list[Image.Image] = []
     with (
         _make_loader(index, image_indices, plain_settings, seed, workers, None) as plain_loader,

@@ -50,4 +50,4 @@ def _attached_job_is_running(run_dir: Path) -> bool:
     except OSError:  # it ended
         return False
     fields = stat_line.rpartition(")")[2].split()
-    return fields[0] not in "ZX" and int(fields[19]) == job_entries[-1]["began"]
+    return fields[0] not in "ZX" and int(fields[19]) == job_entries[-1]["start_ticks"]

@@ -21,7 +21,16 @@ from stoker.diagnosis.causes import (
 )
 from stoker.diagnosis.causes.cause import REASONS, Cause, Reason, Threshold
 
-__all__ = ["CATALOG", "COMMON_THRESHOLDS", "REASONS", "Cause", "Reason", "Threshold", "catalog_hash", "common_threshold"]
+__all__ = [
+    "CATALOG",
+    "COMMON_THRESHOLDS",
+    "REASONS",
+    "Cause",
+    "Reason",
+    "Threshold",
+    "catalog_hash",
+    "common_threshold",
+]
 
 _MODULES = (data_loading, parallel_work, learning, memory, communication, allocation, observability, imminent_failure)
 

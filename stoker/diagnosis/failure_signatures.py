@@ -117,7 +117,7 @@ _FAILURE_SIGNATURES = (
         "port free; and start as many processes as WORLD_SIZE says",
     ),
     FailureSignature(
-        id="gpu_taken",
+        id="gpu_memory_in_use",
         title="Another process holds the GPU's memory",
         reason="dies: GPU memory",
         log_patterns=(_log_pattern(r"failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY", "I"),),
@@ -125,7 +125,7 @@ _FAILURE_SIGNATURES = (
         "(TF_FORCE_GPU_ALLOW_GROWTH=true)",
     ),
     FailureSignature(
-        id="host_memory_exhausted",
+        id="host_out_of_memory",
         title="The host's memory did not suffice",
         reason="dies: host memory",
         log_patterns=(
@@ -242,14 +242,14 @@ _FAILURE_SIGNATURES = (
         "names all that cannot be read",
     ),
     FailureSignature(
-        id="config_typo",
+        id="unknown_config_key",
         title="The configuration has a name that does not exist",
         reason="dies: paths or environment",
         log_patterns=(_log_pattern(r"has no field named", "R"),),
         fix="Correct the name at the line and column that the message gives",
     ),
     FailureSignature(
-        id="path_wrong",
+        id="path_not_found",
         title="A path leads nowhere",
         reason="dies: paths or environment",
         log_patterns=(
@@ -262,7 +262,7 @@ _FAILURE_SIGNATURES = (
         fix="Correct the path or pattern; in a container, look whether the volume is mounted there",
     ),
     FailureSignature(
-        id="bucket_refused",
+        id="bucket_access_denied",
         title="The bucket refused: no permission, or credentials that are not valid there",
         reason="dies: storage",
         log_patterns=(
@@ -316,7 +316,7 @@ _FAILURE_SIGNATURES = (
         "CPU was meant, nothing is wrong",
     ),
     FailureSignature(
-        id="host_memory_killed",
+        id="oom_killed",
         title="The kernel killed it because memory was full",
         reason="dies: host memory",
         fix="A higher memory limit of the container, fewer loader threads or processes, a smaller batch, smaller "
@@ -371,14 +371,14 @@ _FAILURE_SIGNATURES = (
         fix="Set right what the message names",
     ),
     FailureSignature(
-        id="end_not_told",
+        id="exit_code_unknown",
         title="It ended, and nobody could know with which exit code",
         reason="unknown",
         severity="info",
         fix="Kernels from 6.15 on tell it of a job that somebody else started; `stoker watch -- CMD` starts it itself",
     ),
     FailureSignature(
-        id="no_last_word",
+        id="ended_without_record",
         title="Its end is not recorded: it was killed, crashed, or lost its machine",
         reason="unknown",
         fix="Look at the kernel's log (`dmesg -T | grep -i oom`), at the container's or machine's state, and at the "
@@ -388,7 +388,7 @@ _FAILURE_SIGNATURES = (
 
 FAILURE_SIGNATURES: dict[str, FailureSignature] = {failure.id: failure for failure in _FAILURE_SIGNATURES}
 
-UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "no_last_word", "end_not_told"})
+UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "ended_without_record", "exit_code_unknown"})
 """Rows that say how it ended and abstain from why."""
 
 SECONDARY_ERRORS = re.compile(

@@ -79,20 +79,18 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
         if (pid := _killed_pid(line.text)) is not None and pid in termination.pids
     ]
     if oom_lines:
-        return _make_finding(
-            "host_memory_killed", [_quote(line) for line in oom_lines[:_MAX_QUOTED_LINES]] + end_evidence
-        )
+        return _make_finding("oom_killed", [_quote(line) for line in oom_lines[:_MAX_QUOTED_LINES]] + end_evidence)
     if signal_number == _SIGKILL and termination.oom_kills:
         text = f"the kernel killed {termination.oom_kills} processes of the job's cgroup for memory"
         evidence = [
             Evidence(text=text, value=float(termination.oom_kills), source="memory.events: oom_kill"),
             *end_evidence,
         ]
-        return _make_finding("host_memory_killed", evidence)
+        return _make_finding("oom_killed", evidence)
     ended_silently = signal_number == _SIGKILL or (termination.exit_code is None and not termination.output)
     if ended_silently and termination.oom_kills is None and (memory_evidence := _memory_full_evidence(termination)):
         unproved = Evidence(text="not proved: nobody counted the kernel's kills (memory.events: oom_kill)")
-        return _make_finding("host_memory_killed", [*memory_evidence, *end_evidence, unproved], severity="warning")
+        return _make_finding("oom_killed", [*memory_evidence, *end_evidence, unproved], severity="warning")
     was_stopped = signal_number in (_SIGKILL, _SIGTERM, _SIGINT)
     silent_s = termination.hang.duration_s if termination.hang is not None else None
     if (
@@ -169,9 +167,9 @@ def _explain_output(termination: Termination, matches: list[_Match], nan_losses:
     quoted = [_quote(line) for line in nonempty_lines[-_NUM_LAST_LINES:]]
     if termination.exit_code is None and termination.source:
         end_line = Evidence(text="its end was seen, its exit code was not", source=termination.source)
-        return _make_finding("end_not_told", [end_line, *quoted])
+        return _make_finding("exit_code_unknown", [end_line, *quoted])
     if termination.exit_code is None:
-        return _make_finding("no_last_word", end_evidence + quoted + _unknown_evidence(termination, matches))
+        return _make_finding("ended_without_record", end_evidence + quoted + _unknown_evidence(termination, matches))
     return _make_finding("ended_by_error", quoted + end_evidence + _unknown_evidence(termination, matches))
 
 

@@ -95,10 +95,10 @@ def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
         if event.kind in ("started", "resumed"):
             end_event = None
             run_records.empty_inputs = []
-            run_records.is_external |= "watched" in event.data
+            run_records.is_external |= "coverage" in event.data
         elif event.kind in _END_KINDS:
             end_event = event
-        elif event.kind == "checkpoint":
+        elif event.kind == "checkpoint_saved":
             run_records.num_checkpoints += 1
         elif event.kind == "checkpoint_failed":
             run_records.checkpoint_failures.append(event.text)
@@ -116,7 +116,7 @@ def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
                 run_records.empty_inputs = [str(path) for path in empty_inputs]
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
                 run_records.storage_warnings.append(event.text)
-        if event.kind == "note" and isinstance(event.data.get("facts"), dict):
+        if event.kind == "info" and isinstance(event.data.get("facts"), dict):
             run_records.facts |= event.data["facts"]
         workers = event.data.get("workers")
         if isinstance(workers, int):
@@ -161,7 +161,7 @@ def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None)
     steady_spans: dict[int, _SteadySpan] = {}
     last_t: float | None = None
     max_gap_s, attempt = 0.0, 0
-    total_fetch_s, images_seen, dataset_size = 0.0, 0, run_records.facts.get("pictures")
+    total_fetch_s, images_seen, dataset_size = 0.0, 0, run_records.facts.get("num_images")
     pending_windows: list[StepWindow] = []
     """Windows without steps, which are of the end unless steps follow."""
     for window in records.read_lines(run_dir, records.STEPS, StepWindow):

@@ -184,7 +184,7 @@ class RunRecords:
     auto_settings: frozenset[str] = frozenset()
     """Names of those that stoker chose."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What a note of the run says of its data: pictures, pixels_median, boxes, anchor_coverage, pretrained, workers."""
+    """What a note of the run says of its data: pictures, median_pixels, boxes, anchor_coverage, pretrained, workers."""
     from_bucket: bool = False
     """The pictures lie in a bucket."""
     is_external: bool = False

@@ -35,7 +35,7 @@ XIDS: dict[int, Xid] = {
     62: Xid("the GPU's micro-controller halted (new drivers)", "machine", _FIX_RESET),
     63: Xid("memory rows were retired or remapped", "machine", "restart the machine soon, which takes effect"),
     64: Xid("memory rows could not be retired or remapped", "machine", _FIX_REPLACE),
-    68: Xid("the video processor failed", "either", "a newer driver; --decoder host meanwhile"),
+    68: Xid("the video processor failed", "either", "a newer driver; --jpeg-decoder cpu meanwhile"),
     69: Xid("the graphics engine failed", "either", _FIX_RESET),
     74: Xid("an error of NVLink", "machine", _FIX_LINK),
     79: Xid("the GPU has fallen off the bus", "machine", _FIX_REPLACE),

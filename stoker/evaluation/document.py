@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import EVALUATION
@@ -17,7 +18,7 @@ NUM_RECALL_POINTS = 101
 """A precision-recall curve has a value at each recall of 0, 0.01, …, 1, as COCO's."""
 HISTOGRAM_BINS = 20
 """A histogram of scores has this many equal bins of 0 … 1."""
-ERROR_TYPES = ("localisation", "class", "both", "duplicate", "background", "missed")
+ERROR_TYPES = ("localization", "class", "both", "duplicate", "background", "missed")
 """What can be wrong, after TIDE (Bolya et al., ECCV 2020); `error_analysis.py` says when it is which."""
 
 
@@ -129,7 +130,7 @@ def read_evaluation(run: Path) -> Evaluation | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        return old_names.decode(path.read_bytes(), Evaluation)
     except msgspec.DecodeError as error:
         raise UsageError(
             "The run's evaluation is not what this stoker writes.",

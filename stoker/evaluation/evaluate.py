@@ -83,7 +83,7 @@ def evaluation_loader(
     image_size: tuple[int, int],
     resize: str,
     workers: int,
-    start_position: int = 0,
+    initial_workers: int = 0,
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     rank: int = 0,
     world_size: int = 1,
@@ -100,7 +100,7 @@ def evaluation_loader(
         max_boxes=compute_max_boxes(index, image_indices),
         seed=0,  # nothing is drawn
         workers=workers,
-        initial_workers=start_position,
+        initial_workers=initial_workers,
         train=False,
         max_bad_fraction=max_bad_fraction,
         rank=rank,

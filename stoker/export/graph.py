@@ -118,7 +118,7 @@ def build_onnx(
     onnx = require_package("onnx", "Nothing can be exported")
     require_package("onnxscript", "Nothing can be exported")
     numpy_helper = importlib.import_module("onnx.numpy_helper")
-    network = _export_network(model, model_metadata.canvas, opset)
+    network = _export_network(model, model_metadata.image_size, opset)
     graph = network.graph
     candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
     max_detections = min(max_detections, candidates)
@@ -129,7 +129,7 @@ def build_onnx(
     )  # fmt: skip
     nms_graph = onnx.parser.parse_graph(graph_text)
     constants: dict[str, Any] = {
-        "content": np.array([model_metadata.canvas], np.int32),
+        "content": np.array([model_metadata.image_size], np.int32),
         "score_threshold": np.array(score_threshold, np.float32),
     }
     if has_nms:
@@ -161,7 +161,7 @@ def _check(
     if not OPSETS[0] <= opset <= OPSETS[1]:
         raise ConfigError(f"--opset {opset} is out of range.", choices=[f"{OPSETS[0]} … {OPSETS[1]}"])
     if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch {batch_size} is out of range.", choices=["dynamic", "1 or more"])
+        raise ConfigError(f"--batch-size {batch_size} is out of range.", choices=["dynamic", "1 or more"])
 
 
 def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:

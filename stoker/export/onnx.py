@@ -142,7 +142,9 @@ def _require_own_export(target: Path) -> None:
         fix = f"--out {target.with_suffix(ONNX_SUFFIX)}"
         raise UsageError(f"--out {str(target)!r} is no name of an ONNX file.", fix=fix)
     if not target.parent.is_dir():
-        raise StorageError("The folder for the exported file is missing.", location=target.parent, fix="make it, or --out")
+        raise StorageError(
+            "The folder for the exported file is missing.", location=target.parent, fix="make it, or --out"
+        )
     if target.exists():
         try:
             OnnxModel(target, num_threads=1)
@@ -156,7 +158,7 @@ def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, st
     """What the file says of itself to programs that are not stoker; docs/onnx.md."""
     return {
         "class_names": json.dumps(list(metadata.class_names), ensure_ascii=False),
-        "canvas": json.dumps(list(metadata.canvas)),
+        "canvas": json.dumps(list(metadata.image_size)),
         "resize": metadata.resize,
         "padding": json.dumps(list(PAD_COLOR)),
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
@@ -173,7 +175,7 @@ def _load_images(
     chosen_indices = np.unique(
         np.linspace(0, len(sources) - 1, min(NUM_PARITY_IMAGES, len(sources))).round().astype(np.int64)
     )
-    buffer = HostBatchBuffer(Device(torch.device("cpu")), len(chosen_indices), metadata.canvas, 1)
+    buffer = HostBatchBuffer(Device(torch.device("cpu")), len(chosen_indices), metadata.image_size, 1)
     names: list[str] = []
     last_error: Exception | None = None
     for source in (sources[n] for n in chosen_indices.tolist()):
@@ -184,13 +186,13 @@ def _load_images(
             last_error = error
     if not names:
         raise UsageError("None of the pictures to compare on can be read.", location=sources[0].path, cause=str(last_error),
-                         fix="--pictures with files, folders or patterns") from last_error  # fmt: skip
+                         fix="--images with files, folders or patterns") from last_error  # fmt: skip
     return ParityInputs(names, buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)])
 
 
 def _val_images(run: Path) -> list[ImageRef]:
     """The pictures of a run's validation split. Raises UsageError when it is not known, or gone."""
-    fix = "--pictures with files, folders or patterns"
+    fix = "--images with files, folders or patterns"
     message = "There are no pictures to compare the exported file with the model on."
     if not (run / CONFIG).exists():
         raise UsageError(message, location=run, cause=f"no {CONFIG} there names a data set", fix=fix)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stoker.config import old_names
 from stoker.errors import ConfigError, PreflightError, WeightsError
 from stoker.models.layers.postprocess import BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, ModelMetadata
@@ -70,7 +71,7 @@ class OnnxModel(nn.Module):
                 fix="stoker export RUN --onnx",
             )
         try:
-            self.metadata = msgspec.json.decode(meta[METADATA_KEY], type=ModelMetadata)
+            self.metadata = old_names.decode(meta[METADATA_KEY].encode(), ModelMetadata)
         except msgspec.DecodeError as error:
             raise WeightsError("The ONNX file's card cannot be read.", location=path, cause=str(error)) from error
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
@@ -121,8 +122,8 @@ class OnnxModel(nn.Module):
         A file of a fixed batch is run as often as needed, the last time with its last picture repeated.
         """
         image_size = tuple(images.shape[2:])
-        if image_size != tuple(self.metadata.canvas):
-            raise ConfigError(f"The model's canvas is {self.metadata.canvas}, the pictures lie in one of {image_size}.")
+        if image_size != tuple(self.metadata.image_size):
+            raise ConfigError(f"The model's canvas is {self.metadata.image_size}, the pictures lie in one of {image_size}.")
         thresholds_by_name = {"score_threshold": score_threshold}
         if self._has_nms:
             thresholds_by_name["iou_threshold"] = iou_threshold

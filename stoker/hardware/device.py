@@ -354,7 +354,7 @@ def out_of_memory_as_error(activity: str) -> Iterator[None]:
         raise OutOfMemoryError(
             f"Out of memory while {activity}.",
             cause=str(error).splitlines()[0] if str(error) else None,
-            fix="a smaller --batch or --canvas, or --accumulate 2",
+            fix="a smaller --batch-size or --image-size, or --grad-accum-steps 2",
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What GPU machines cost by the list: a table of GCP's and AWS's, with its date, and how to look a machine up in it.
 
 A list price is not a bill: no discount, no commitment, no disk, no network; one region. Who knows the real price gives
-it (`--price`, the setting `price`). Spot prices are not here: the clouds change them from daily to every few minutes,
+it (`--price-per-device-hour`, the setting `price`). Spot prices are not here: the clouds change them from daily to every few minutes,
 by zone, so any number in a file would be a guess. Nothing here asks the network: `profiling/telemetry/environment.py`
 writes down what the machine says of itself."""
 

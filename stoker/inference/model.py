@@ -115,7 +115,7 @@ class Model:
             self._detector,
             sources,
             self._device,
-            image_size=self._metadata.canvas,
+            image_size=self._metadata.image_size,
             resize=self._metadata.resize,
             score_threshold=conf,
             iou_threshold=iou,
@@ -174,7 +174,7 @@ class Model:
         Raises UsageError when no data set is known, DataError when it has other classes or no such split.
         """
         if batch_size < 1:
-            raise UsageError(f"--batch {batch_size} is out of range.", choices=["1 or more"])
+            raise UsageError(f"--batch-size {batch_size} is out of range.", choices=["1 or more"])
         is_run = (self.source / CONFIG).exists()
         run_data = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
         val_fraction = None
@@ -193,7 +193,7 @@ class Model:
             image_indices,
             self._device,
             batch_size=batch_size,
-            image_size=self._metadata.canvas,
+            image_size=self._metadata.image_size,
             resize=self._metadata.resize,
             workers=host_cores(),
             max_bad_fraction=max_bad_fraction,
@@ -219,12 +219,12 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
         exported = OnnxModel(weights, num_threads=host_cores())
         metadata = exported.metadata
         return Model(
-            source, weights, metadata.class_names, metadata.canvas, metadata, exported, select_device("cpu"), "fp32"
+            source, weights, metadata.class_names, metadata.image_size, metadata, exported, select_device("cpu"), "fp32"
         )
     target_device = select_device(device)
     model, metadata = model_file.load_model(weights)
     detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
-    return Model(source, weights, metadata.class_names, metadata.canvas, metadata, detector, target_device, precision)
+    return Model(source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision)
 
 
 def _to_source(image: object) -> ImageSource:
@@ -241,7 +241,9 @@ def _to_source(image: object) -> ImageSource:
     if isinstance(image, str | os.PathLike):
         path = local_path(image)
         if path.is_dir():
-            raise UsageError("A folder is no picture.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))")
+            raise UsageError(
+                "A folder is no picture.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))"
+            )
         return path
     choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
     raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
@@ -253,7 +255,7 @@ def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap:
         if value is not None and not 0 <= value <= 1:
             raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
     if tile_overlap is not None and tile is None:
-        raise UsageError("--overlap is of tiles.", fix="--tile 640, or no --overlap")
+        raise UsageError("--min-object-covered is of tiles.", fix="--tile 640, or no --min-object-covered")
     return None if tile is None else Tiling(tile, TILE_OVERLAP if tile_overlap is None else tile_overlap)
 
 

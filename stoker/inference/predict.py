@@ -195,7 +195,7 @@ def predict_to_dir(
         model,
         paths,
         device,
-        image_size=metadata.canvas,
+        image_size=metadata.image_size,
         resize=metadata.resize,
         score_threshold=conf,
         iou_threshold=iou,

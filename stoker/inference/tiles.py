@@ -29,7 +29,7 @@ MIN_COVERED_FRACTION = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """`--tile` and `--overlap`. Raises ConfigError for a number out of range."""
+    """`--tile` and `--tile-overlap`. Raises ConfigError for a number out of range."""
 
     side: int
     """Pixels of the picture, both ways."""
@@ -40,7 +40,7 @@ class Tiling:
         if self.side < 32:
             raise ConfigError(f"--tile {self.side} is out of range.", choices=["32 or more, in pixels of the picture"])
         if not 0 <= self.overlap <= 0.9:
-            raise ConfigError(f"--overlap {self.overlap} is out of range.", choices=["0 … 0.9"])
+            raise ConfigError(f"--tile-overlap {self.overlap} is out of range.", choices=["0 … 0.9"])
 
     def regions(self, size: tuple[int, int]) -> list[Region]:
         """The tiles of a picture of `size` (height, width), row by row; none where it fits in one.

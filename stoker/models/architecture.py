@@ -14,8 +14,11 @@ Defaults = Mapping[str, tuple[Any, str]]
 """Values of fields of ModelSettings, each with the reason for it."""
 
 PRETRAINED_DEFAULTS: Defaults = {
-    "norm": ("frozen", "the backbone is pretrained and a detector's batches are small"),
-    "trainable_stages": (3, "the first two stages are general enough as they were pretrained (torchvision's default)"),
+    "backbone_norm": ("frozen_bn", "the backbone is pretrained and a detector's batches are small"),
+    "trainable_backbone_layers": (
+        3,
+        "the first two stages are general enough as they were pretrained (torchvision's default)",
+    ),
 }
 """What most detectors on a classifier's body have."""
 

@@ -294,7 +294,7 @@ def build_backbone_with_neck(
 
 def _build_backbone(spec: "BackboneSpec", norm: NormKind, trainable_stages: int) -> nn.Module:
     network = spec.build(NORMS[norm])
-    if norm == "frozen":
+    if norm == "frozen_bn":
         fold_frozen_norms(network)
     freeze_stages(network, spec.stages, trainable_stages)
     return network

@@ -19,7 +19,7 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 MIN_COVERAGE = 0.9
 """Share of a rule's duration that must have been measured before it can hold: a line may be late."""
-ALERT_DELIVERY = "of_alert"
+ALERT_DELIVERY = "alert_delivery"
 """In the data of an event that is about telling of alerts: `on warning` would tell of it for ever."""
 MAX_DURATION_S = 24 * 3600.0
 """Longest duration of a rule: what is kept for it is a number a second."""

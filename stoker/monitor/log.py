@@ -1,4 +1,4 @@
-"""One JSON object a line, for cloud logging (`--log json`): each event, and each minute where training is.
+"""One JSON object a line, for cloud logging (`--log-format json`): each event, and each minute where training is.
 
 The names are those that Google's, Amazon's and most other collectors understand by themselves: `severity`, `message`,
 `time`; the rest is the record as it is in the run's folder.

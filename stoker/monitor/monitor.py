@@ -79,7 +79,7 @@ def _serve_metrics(
     exporter = Exporter(run=folder.path.name, host=platform.node(), firing=alerts.firing)
     server = Server(exporter, port)
     stack.callback(server.close)
-    folder.event("note", f"metrics for Prometheus: http://{platform.node()}:{server.port}/metrics", port=server.port)
+    folder.event("info", f"metrics for Prometheus: http://{platform.node()}:{server.port}/metrics", port=server.port)
     return exporter.observe
 
 

@@ -258,7 +258,7 @@ class _TraceWriter(threading.Thread):
             raw_path.unlink(missing_ok=True)
         _keep_newest(trace_dir)
         first = self._step - self._active.steps + 1
-        self._log_event("note", f"{TRACE_FILES}/{path.name}: steps {first:,} to {self._step:,}, for ui.perfetto.dev")
+        self._log_event("info", f"{TRACE_FILES}/{path.name}: steps {first:,} to {self._step:,}, for ui.perfetto.dev")
 
 
 def _keep_newest(trace_dir: Path) -> None:

@@ -22,7 +22,7 @@ MIN_ERROR_FRACTION = 0.15
 ERROR_TYPE_ADVICE: dict[str, tuple[str, str]] = {
     "localisation": (
         "the right class, but the box is off",
-        "look at whether the true boxes are drawn alike; a larger --canvas where objects are small",
+        "look at whether the true boxes are drawn alike; a larger --image-size where objects are small",
     ),
     "class": (
         "the right place, but another class",
@@ -39,7 +39,7 @@ ERROR_TYPE_ADVICE: dict[str, tuple[str, str]] = {
     ),
     "missed": (
         "an object that nothing is found about",
-        "look at the worst pictures: small objects want a larger --canvas, rare ones more pictures",
+        "look at the worst pictures: small objects want a larger --image-size, rare ones more pictures",
     ),
 }
 """Mistake → what it is, and what to look at."""
@@ -172,6 +172,6 @@ def _rising_ap_advice(aps: list[float | None]) -> list[Advice]:
             title="AP was still rising at the end",
             reason=reason,
             fix="a new run that is longer",
-            command="--for",
+            command="--max-duration",
         )
     ]

@@ -44,7 +44,7 @@ def _header_lines(report: CheckReport) -> list[str]:
         *report.notes,
     ]
     if not report.decoded:
-        lines.append("the pictures were not opened (--no-pictures)")
+        lines.append("the pictures were not opened (--annotations-only)")
     return lines
 
 

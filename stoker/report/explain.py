@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from stoker.config import old_names
 from stoker.diagnosis import rules
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.hardware import prices
@@ -145,7 +146,7 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
     last_event = events[-1] if events else None
     last_record_t = last_record_time(path)
     coverage: dict[str, str] = next(
-        (event.data["watched"] for event in reversed(events) if "watched" in event.data), {}
+        (event.data["coverage"] for event in reversed(events) if "coverage" in event.data), {}
     )
     state, state_text = read_run_state(path, events, last_record_t)
     if coverage:
@@ -201,13 +202,13 @@ def read_environment(path: Path) -> dict[str, Any]:
         environment = json.loads((path / records.ENVIRONMENT).read_bytes())
     except (OSError, ValueError):
         return {}
-    return environment if isinstance(environment, dict) else {}
+    return old_names.environment(environment) if isinstance(environment, dict) else {}
 
 
 def resolve_price(run: Path, price_per_device_hour: float | None, environment: Mapping[str, Any]) -> Price | None:
     """What a device-hour costs: as asked (0: unknown), else as the run was told, else by the list."""
     if price_per_device_hour is not None:
-        return prices.user_price(price_per_device_hour, "--price")
+        return prices.user_price(price_per_device_hour, "--price-per-device-hour")
     return prices.user_price(records.recorded_price(run), "the run's own setting") or prices.price_from_environment(
         environment
     )
@@ -215,7 +216,7 @@ def resolve_price(run: Path, price_per_device_hour: float | None, environment: M
 
 def is_external_job(events: Sequence[Event]) -> bool:
     """Whether the run is a job that stoker did not write."""
-    return any("watched" in event.data for event in events)
+    return any("coverage" in event.data for event in events)
 
 
 def compute_productive_fraction(totals: Totals, *, is_external: bool) -> float | None:

@@ -18,7 +18,7 @@ from stoker.report.console import plain_text, print_renderables
 from stoker.report.explain_terminal import MAX_FINDINGS, finding_lines, indented
 from stoker.runs.schemas import Finding
 
-IGNORED_CAUSE = "no_last_word"
+IGNORED_CAUSE = "ended_without_record"
 """The finding that says only that a job ended without a reason: of a log alone, not even the end is known."""
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation, read_evaluation
 from stoker.evaluation.metrics import Metrics
@@ -110,7 +111,7 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
     events = list(records.read_lines(path, records.EVENTS, Event))
     start_t = _start_time(path, events)
     settings = read_settings_rows(path)
-    is_native_run = not any("watched" in event.data or "measured" in event.data for event in events)
+    is_native_run = not any("coverage" in event.data or "measured" in event.data for event in events)
     if is_native_run and not (path / records.CONFIG).exists():
         missing.append(f"The settings are not known: {records.CONFIG} is not there.")
     values = {entry.name: entry.value for entry in settings}
@@ -277,7 +278,7 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
                 )
             )
             previous_end = "killed"
-        elif event.kind == "checkpoint" and event.step is not None:
+        elif event.kind == "checkpoint_saved" and event.step is not None:
             last_saved_step = event.step
         elif event.kind in ("preempted", "failed"):
             previous_end = event.kind
@@ -318,7 +319,7 @@ def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
     if not isinstance(environment, dict):
         missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({environment}).")
         return {}
-    return environment
+    return old_names.environment(environment)
 
 
 def _truncate_middle(items: list[Kept], max_items: int) -> list[Kept]:

@@ -162,7 +162,7 @@ def _gpu_name(environment: Mapping[str, Any]) -> str:
 
 
 def _checkpoint_interval_s(run: Path, totals: Totals) -> float | None:
-    saves = sum(event.kind == "checkpoint" for event in read_lines(run, EVENTS, Event))
+    saves = sum(event.kind == "checkpoint_saved" for event in read_lines(run, EVENTS, Event))
     return totals.wall_s / saves if saves else None
 
 
@@ -187,7 +187,7 @@ def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
         title="More processor cores for each device",
         evidence=[_phase_evidence(usage, "input_wait"), _cores_evidence(usage)],
         fix=f"About {recommended_cores} cores ({per_device}) would prepare pictures as fast as the device takes them; or fewer decoded "
-        "anew (--cache), or --decoder nvjpeg",
+        "anew (--cache), or --jpeg-decoder nvjpeg",
     )
 
 
@@ -246,7 +246,7 @@ def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
         kind="shared_gpu",
         title="The model is too small for the GPU",
         evidence=[_phase_evidence(usage, "compute"), _sm_active_evidence(usage), _memory_evidence(usage)],
-        fix=f"First a larger --batch or --canvas; else {mig_text}two such jobs on it at once, or a smaller GPU",
+        fix=f"First a larger --batch-size or --image-size; else {mig_text}two such jobs on it at once, or a smaller GPU",
     )
 
 
@@ -299,7 +299,7 @@ def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
             _phase_evidence(usage, "comm"), _phase_evidence(usage, "straggler"), Evidence(text=f"{usage.devices} devices",
             value=float(usage.devices), source="steps.jsonl: devices"),
         ],
-        fix=f"{fmt.plural(half, 'device')} waste less of what they cost; else a larger --batch for each exchange, or "
+        fix=f"{fmt.plural(half, 'device')} waste less of what they cost; else a larger --batch-size for each exchange, or "
         "devices on one machine with NVLink",
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from stoker.config import old_names
 from stoker.errors import UsageError, writing
 from stoker.storage.local_files import write_atomic
 from stoker.runs.schemas import Event
@@ -43,12 +44,12 @@ TRACES, STACKS, PROBES, TRACE_FILES, RANKS = "traces.jsonl", "stacks.jsonl", "pr
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
 
 EVENT_KINDS = (
-    "started", "resumed", "note", "warning", "evaluated", "checkpoint", "checkpoint_failed", "checkpoint_corrupt",
-    "slowed", "loss_spike", "rate_too_high", "rate_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
+    "started", "resumed", "info", "warning", "evaluated", "checkpoint_saved", "checkpoint_failed", "checkpoint_corrupt",
+    "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
 )  # fmt: skip
 """What an event can be; docs/run-folder.md says when each is written."""
 
-STABILITY_KINDS = frozenset({"slowed", "loss_spike", "rate_too_high", "rate_too_low"})
+STABILITY_KINDS = frozenset({"rolled_back", "loss_spike", "lr_too_high", "lr_too_low"})
 """Those about the loss and the rate."""
 
 WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | STABILITY_KINDS
@@ -143,12 +144,11 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
     path = run / name
     if not path.exists():
         return
-    decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield number, decoder.decode(line)
+                    yield number, old_names.decode(line, kind)
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
@@ -163,25 +163,28 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml as they are written, whichever version wrote them; None when the run has none. Raises
-    UsageError when it is damaged: what a run cost is not guessed. With its schema it is read by `settings.py`."""
+    """The tables of config.toml with the setting names of now, whichever version wrote them; None when the run has none.
+
+    Values are not checked (`config.settings.from_toml` does that). Raises UsageError when the file is damaged.
+    """
     path = run / CONFIG
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
         fix = "bring it back, or remove it: the run is then read without its settings"
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
+    return {name: old_names.settings(table) if isinstance(table, dict) else table for name, table in tables.items()}
 
 
 def recorded_price(run: Path) -> float:
     """Money per device-hour as the run was told: a measured job says it when an attempt begins, training in its
     settings. 0: unknown. Raises UsageError as `read_settings`."""
-    price = (read_settings(run) or {}).get("run", {}).get("price", 0.0)
+    price = (read_settings(run) or {}).get("run", {}).get("price_per_device_hour", 0.0)
     for event in read_lines(run, EVENTS, Event):
         if event.kind in ("started", "resumed"):
-            price = event.data.get("price", price)
+            price = event.data.get("price_per_device_hour", price)
     return float(price)
 
 

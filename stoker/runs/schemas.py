@@ -127,7 +127,7 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why it could not be measured; the numbers are 0 then."""
 
 
-PROBE_KINDS = ("cached_batch", "twice_the_batch", "no_exchange", "compiled", "fewer_threads", "more_threads")
+PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewer_workers", "more_workers")
 """What a probe changes."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from stoker.config import old_names
 from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError
 from stoker.storage.failures import classify_failure
 from stoker.storage.store import ObjectInfo, Store, open_store
@@ -211,7 +212,7 @@ def _delete_lease(store: Store, uri: StorageUri) -> None:
 def read_lease_file(path: Path) -> LeaseHolder | None:
     """A copy of lease.json on the disk; None when there is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
+        return old_names.decode(path.read_bytes(), LeaseHolder)
     except FileNotFoundError:
         return None
 
@@ -229,7 +230,7 @@ def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo]
             continue
         if store.stat(uri.key) == info:
             try:
-                return msgspec.json.decode(data, type=LeaseHolder), info
+                return old_names.decode(data, LeaseHolder), info
             except msgspec.DecodeError as error:
                 raise StorageError("The lease of the run is damaged.", location=uri, cause=str(error),
                                    fix="remove it when no process trains the run") from error  # fmt: skip

@@ -124,7 +124,7 @@ class AsyncEvaluator:
         limit_bytes, used_bytes = host_memory()
         needed_bytes, free_bytes = BASE_BYTES + BYTES_PER_DETECTION * len(detections), limit_bytes - used_bytes
         if needed_bytes > free_bytes and not self._memory_note_logged:
-            self._log_event("note", "training waits for the score of each evaluation: that takes "
+            self._log_event("info", "training waits for the score of each evaluation: that takes "
                       f"{needed_bytes / 2**20:,.0f} MiB of host memory, {free_bytes / 2**20:,.0f} MiB are free")  # fmt: skip
             self._memory_note_logged = True
         return needed_bytes <= free_bytes

@@ -123,7 +123,7 @@ class BucketRun:
         failure = self._uploader.flush(QUIET_UPLOAD_S)
         if failure is None:
             return None
-        self._log_event("note", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
+        self._log_event("info", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
         return self._uploader.flush(timeout_s)
 
 

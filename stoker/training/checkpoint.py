@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from stoker.config import old_names
 from stoker.errors import CheckpointError
 from stoker.hardware.device import ReadyEvent, SideStream
 from stoker.runs.records import CHECKPOINTS
@@ -169,11 +170,11 @@ class CheckpointWriter:
             for name, data in ((WEIGHTS, _serialize_weights(snapshot)), (STATE, buffer.getbuffer())):
                 write_atomic(temp_dir / name, data)
                 files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-            skipped_streak, diverged_step = (int(number) for number in snapshot.state.get("streak", (0, -1)))
+            skipped_streak, diverged_step = (int(number) for number in snapshot.state["skipped_streak"])
             manifest = Manifest(
                 step=snapshot.step,
                 healthy=skipped_streak == 0 and diverged_step < 0,
-                rollbacks=snapshot.state.get("slowed", 0),
+                rollbacks=snapshot.state.get("rollbacks", 0),
                 files=files,
             )
             write_atomic(temp_dir / MANIFEST, msgspec.json.encode(manifest))
@@ -191,7 +192,7 @@ class CheckpointWriter:
             for old in folders[NUM_KEPT:]:
                 if old not in rollback_targets:
                     shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
-            self._report("checkpoint", f"saved {final_dir.relative_to(self._run)}")
+            self._report("checkpoint_saved", f"saved {final_dir.relative_to(self._run)}")
 
     def _report_failure(self, error: OSError, step: int) -> None:
         self.failure = str(error)
@@ -212,7 +213,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 def _read_manifest(folder: Path) -> Manifest:
     """Raises OSError or msgspec.DecodeError when there is no whole one."""
-    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    return old_names.decode((folder / MANIFEST).read_bytes(), Manifest)
 
 
 def _is_healthy(folder: Path) -> bool:
@@ -313,7 +314,7 @@ def _load(folder: Path) -> LoadedCheckpoint:
     manifest = _verify(folder)
     try:
         weights = load_file(folder / WEIGHTS)
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        state = old_names.checkpoint_state(torch.load(folder / STATE, map_location="cpu", weights_only=True))
     except (OSError, SafetensorError) as error:
         raise CheckpointError("damaged", cause=str(error)) from error
     return LoadedCheckpoint(manifest.step, weights, state)

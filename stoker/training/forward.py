@@ -1,7 +1,7 @@
 """Losses and gradients of a batch: operator by operator, or by a program that torch.compile makes of the model once.
 
 Compiling pays where launching kernels and moving activations cost more than the arithmetic; it takes minutes, which are
-the ledger's `compile`, and what was compiled is kept for later runs. `--eager` and `--no-eager` decide.
+the ledger's `compile`, and what was compiled is kept for later runs. `--no-compile` and `--compile` decide.
 """
 
 import contextlib

@@ -119,13 +119,13 @@ class PrefetchedInputProbe:
         self._done = True
         if len(self._pairs) < MIN_PAIRS:
             text = "how fast steps are with their pictures ready could not be found out, something always came between"
-            self._log_event("note", f"{text}; {self._paused_s:.1f} s were spent on it")
+            self._log_event("info", f"{text}; {self._paused_s:.1f} s were spent on it")
             return
         steps, attempt = len(self._pairs) * depth, self._state.folder.attempt
         probe = summarize_pairs("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
         self._state.folder.append(PROBES, probe)
         self._log_event(
-            "note",
+            "info",
             f"tried: with its pictures ready a step is {probe.ratio:.2f} × as fast ({probe.ratio_low:.2f} to "
             f"{probe.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
         )

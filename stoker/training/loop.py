@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 from torch import Tensor
 
-from stoker.config.settings import Config, parse_duration, settings_table
+from stoker.config.durations import parse_duration
+from stoker.config.settings import Config, settings_table
 from stoker.data.augment.device import augment_batch
 from stoker.errors import Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
@@ -100,7 +101,7 @@ def train(
             with out_of_memory_as_error("training"), bucket_run.uploading(remote, stop_request, log_event):
                 screen.settings(settings_table(resolved.config, resolved.reasons))
                 for line in messages:
-                    log_event("note", line)
+                    log_event("info", line)
                 state = start.build(resolved, folder, log_event)
                 stack.callback(state.loader.close)
                 stop_request.check()
@@ -143,7 +144,7 @@ class Training:
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(state.train_indices), run.batch_size
         )
         self.micro_batches = optim.grad_accum_steps
-        self.loss_fn = make_loss_fn(state.model, eager=run.compile)
+        self.loss_fn = make_loss_fn(state.model, eager=not run.compile)
         self.pending_copy: ReadyEvent | None = None
         self.pending_stats: tuple[list[Tensor], ReadyEvent, int] | None = None
         self.last_read_step = state.step
@@ -158,7 +159,7 @@ class Training:
         """Steps until the length is reached, then scores and saves. Returns the final weights' metrics."""
         state = self.state
         with TelemetrySampler(state.folder), contextlib.closing(self.board), contextlib.closing(self):
-            if not state.config.run.compile and self.progress() < 1:
+            if state.config.run.compile and self.progress() < 1:
                 self.compile()
             self.write_window(self.ledger.window(0.0), NO_STATS, 0)
             self.run_steps()
@@ -166,7 +167,7 @@ class Training:
                 self.roll_back(self.diverged_step)
                 self.run_steps()
             if self.is_out_of_patience() and self.progress() < 1:
-                self.log_event("note", f"stopped at step {state.step:,}: {state.evals_since_best} evaluations without an AP above "
+                self.log_event("info", f"stopped at step {state.step:,}: {state.evals_since_best} evaluations without an AP above "
                          f"{state.best_ap:.3f}, whose weights are {BEST}")  # fmt: skip
             self.save_checkpoint()
             metrics = self.evaluate_final()
@@ -221,7 +222,7 @@ class Training:
     def compile(self) -> None:
         """Makes the program of the step, before its first picture is loaded."""
         state, run = self.state, self.state.config.run
-        self.screen.note("compiling the model; --eager does without")
+        self.screen.note("compiling the model; --no-compile does without")
         with self.ledger.phase("compile"):
             batch = make_worst_case_batch(run.batch_size // self.micro_batches, image_size=state.config.data.image_size, max_boxes=state.max_boxes,
                               num_classes=len(state.index.class_names), device=state.device)  # fmt: skip
@@ -340,7 +341,7 @@ class Training:
             if state.writer.saved_step == state.step:
                 return
             pending_state = None if pending_eval is None else pending_eval.to_state()
-            snapshot = self.snapshot(start.collect_state(state) | {"unscored": pending_state}, ap=None)
+            snapshot = self.snapshot(start.collect_state(state) | {"pending_eval": pending_state}, ap=None)
             state.writer.save(snapshot)
         self.pending_copy = snapshot.ready
         self.checkpoint_trigger.reset()
@@ -411,7 +412,7 @@ class Training:
         state = self.state
         if self.stop_request.error is not None:
             raise self.stop_request.error
-        self.log_event("note", f"{self.stop_request.requested_by}: saving")
+        self.log_event("info", f"{self.stop_request.requested_by}: saving")
         self.save_checkpoint(self.evaluator.cancel())
         with self.ledger.phase("checkpoint"):
             state.writer.wait()

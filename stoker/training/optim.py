@@ -260,7 +260,7 @@ def lr_at(settings: OptimSettings, step: int, progress: float) -> float:
         case "cosine":
             # Down to 1 % of the peak rather than 0, so that the last steps still count.
             return peak_lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-        case "step":
+        case "multistep":
             # 16 and 22 of 26 epochs in torchvision's RetinaNet; 8 and 11 of 12 in Detectron2: 2/3 and 8/9.
             return peak_lr * float(0.1 ** ((progress >= 2 / 3) + (progress >= 8 / 9)))
         case "exponential":

@@ -53,7 +53,7 @@ class ProbeHarness:
         torch.manual_seed(config.run.seed)
         model = build(config.model, len(index.class_names)).to(device.torch_device).train()
         self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
-        self.loss_fn = make_loss_fn(model, eager=config.run.compile)
+        self.loss_fn = make_loss_fn(model, eager=not config.run.compile)
         self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
     def make_loader(self, workers: int) -> Loader:
@@ -99,7 +99,7 @@ class ProbeHarness:
 
 def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int) -> Iterator[Probe]:
     """Each experiment of `wanted`, of PROBE_KINDS, in that order."""
-    workers: int = harness.config.run.workers
+    workers = harness.config.run.num_workers
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
         cached_batch = Batch(*(tensor.clone() for tensor in next(loader)))  # its slot will be filled anew
@@ -136,22 +136,22 @@ def _make_before_and_after(
     """What is measured before and after the change."""
     if kind == "cached_batch":
         return baseline, harness.measure_with_batch(cached_batch)
-    if kind == "twice_the_batch":
+    if kind == "double_batch":
         double_batch = Batch(*(torch.cat([tensor, tensor]) for tensor in cached_batch))
         double_batch = double_batch._replace(images=double_batch.images.contiguous(memory_format=torch.channels_last))
         return harness.measure_with_batch(cached_batch), harness.measure_with_batch(double_batch)
-    if kind == "no_exchange":
+    if kind == "no_allreduce":
         raise _NotApplicable("the run has one process, which exchanges nothing")
     if kind == "compiled":
         if harness.device.is_cpu:
             raise _NotApplicable("on a CPU compiling takes minutes")
-        other_loss_fn = make_loss_fn(harness.optimizer.model, eager=not harness.config.run.compile)
+        other_loss_fn = make_loss_fn(harness.optimizer.model, eager=harness.config.run.compile)
         eager, compiled = (
             harness.measure_with_batch(cached_batch),
             harness.measure_with_batch(cached_batch, other_loss_fn),
         )
-        return (eager, compiled) if harness.config.run.compile else (compiled, eager)
-    is_more = kind == "more_threads"
+        return (eager, compiled) if not harness.config.run.compile else (compiled, eager)
+    is_more = kind == "more_workers"
     num_workers = used_workers + 1 if is_more else used_workers - 1
     if num_workers < 1:
         raise _NotApplicable("the loader has one thread")

@@ -128,10 +128,10 @@ def roll_back(state: TrainState, failed_at: int, lr: float, log_event: EventLogg
     rollback_step, count = _choose_rollback_step(state), state.rollback_count + 1
     lower_lr = current_peak_lr(state) / ROLLBACK_LR_DIVISOR
     log_event(
-        "slowed",
+        "rolled_back",
         f"{config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step {failed_at + 1:,}): "
         f"back to step {rollback_step:,}, and on from there at a third of the rate ({lower_lr:.3g})",
-        failed_at=failed_at, back_to=rollback_step, count=count, rate=lower_lr, best_ap=state.best_ap,
+        failed_at=failed_at, rollback_step=rollback_step, count=count, lr=lower_lr, best_ap=state.best_ap,
     )  # fmt: skip
     state.rollback_count = count
     checkpoint.discard_checkpoints(run, after=rollback_step, rollback_count=count)
@@ -147,7 +147,7 @@ def roll_back(state: TrainState, failed_at: int, lr: float, log_event: EventLogg
 def _choose_rollback_step(state: TrainState) -> int:
     """The step to go back to."""
     steps = checkpoint.healthy_steps(state.folder.path)
-    used_steps = [event.data["back_to"] for event in start.read_rollbacks(state.folder.path)]
+    used_steps = [event.data["rollback_step"] for event in start.read_rollbacks(state.folder.path)]
     if len(steps) > 1 and used_steps[-1:] == steps[:1]:
         return steps[1]
     return steps[0] if steps else 0
@@ -170,6 +170,6 @@ def make_divergence_error(state: TrainState, step: int, lr: float) -> DivergedEr
         f"{state.config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step {step + 1:,}){tried}.",
         location=f"the pictures of that step: {', '.join(image_names[:MAX_NAMED_IMAGES])}{more}",
         cause=f"broken boxes in these pictures, or a learning rate that is too high (it was {lr:.3g})",
-        fix=f"`stoker data check` for the boxes; a new run with --rate {current_peak_lr(state) / ROLLBACK_LR_DIVISOR:.2g}, --clip 1 or "
+        fix=f"`stoker data check` for the boxes; a new run with --lr {current_peak_lr(state) / ROLLBACK_LR_DIVISOR:.2g}, --clip-grad-norm 1 or "
         f"--precision fp32{restart}",
     )

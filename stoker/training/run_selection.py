@@ -118,7 +118,9 @@ def open_run_folder(
     except OSError as error:
         location = path or name or RUNS_DIR
         fix = "make room or name another folder: --run DIR"
-        raise StorageError("The run's folder cannot be written.", location=location, cause=str(error), fix=fix) from error
+        raise StorageError(
+            "The run's folder cannot be written.", location=location, cause=str(error), fix=fix
+        ) from error
     return folder
 
 

@@ -190,16 +190,16 @@ class StabilityMonitor:
             {
                 "at": window.step,
                 "loss": loss,
-                "usual": baseline,
+                "baseline": baseline,
                 "windows": len(previous),
-                "try": _round_lr(self._peak_lr / 3),
+                "suggested_lr": _round_lr(self._peak_lr / 3),
             },
         )
 
     def _check_lr_too_high(self, window: StepWindow, progress: float) -> StabilityAlert | None:
-        if "rate_too_high" in self._reported:
+        if "lr_too_high" in self._reported:
             return None
-        data: dict[str, Any] = {"at": window.step, "rate": window.lr, "try": _round_lr(self._peak_lr / 3)}
+        data: dict[str, Any] = {"at": window.step, "lr": window.lr, "suggested_lr": _round_lr(self._peak_lr / 3)}
         steps, skipped = (sum(counts) for counts in zip(*self._step_counts, strict=True))
         loss, norm = self._loss_history, self._norm_history
         is_early = window.step > self._warmup_steps and progress <= EARLY_FRACTION
@@ -226,9 +226,9 @@ class StabilityMonitor:
             data |= {"loss_from": self._initial_loss, "loss_highest": self._max_initial_loss, "loss": loss.current}
         else:
             return None
-        self._reported.add("rate_too_high")
+        self._reported.add("lr_too_high")
         text = f"{description} (step {window.step:,}): the rate looks too high; {_format_lr_flag(self._peak_lr / 3)} is worth a try"
-        return StabilityAlert("rate_too_high", text, data)
+        return StabilityAlert("lr_too_high", text, data)
 
     def _is_above_initial_loss(self, loss: float) -> bool:
         has_baseline = bool(self._saw_start) and self._loss_history.num_values >= 2 * MEDIAN_WINDOWS
@@ -262,15 +262,15 @@ class StabilityMonitor:
         )  # so the weights did move
         if has_jumped or not (is_late and loss.stays_within(STALL_LOSS_RATIO) and is_gradient_unchanged):
             return None
-        self._reported.add("rate_too_low")
+        self._reported.add("lr_too_low")
         text = (
             f"the loss is {loss.current:.3g} after {100 * progress:.0f} % of the length, and was {loss.first:.3g} at the "
             f"beginning; the gradient's norm is {norm.current:.3g}, then {norm.first:.3g}: the rate looks too low, "
             f"{_format_lr_flag(self._peak_lr * 10)} is worth a try, unless the weights had learnt these pictures before"
         )
-        data = {"at": window.step, "rate": window.lr, "loss_from": loss.first, "loss": loss.current,
-                "norm_from": norm.first, "norm": norm.current, "try": _round_lr(self._peak_lr * 10)}  # fmt: skip
-        return StabilityAlert("rate_too_low", text, data)
+        data = {"at": window.step, "lr": window.lr, "loss_from": loss.first, "loss": loss.current,
+                "norm_from": norm.first, "norm": norm.current, "suggested_lr": _round_lr(self._peak_lr * 10)}  # fmt: skip
+        return StabilityAlert("lr_too_low", text, data)
 
 
 def _round_lr(lr: float) -> float:
@@ -278,4 +278,4 @@ def _round_lr(lr: float) -> float:
 
 
 def _format_lr_flag(lr: float) -> str:
-    return f"--rate {_round_lr(lr):g}"
+    return f"--lr {_round_lr(lr):g}"

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import Config, check, from_toml, parse_duration
+from stoker.config.durations import parse_duration
+from stoker.config.settings import Config, check, from_toml
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index, require_images
@@ -143,18 +144,18 @@ def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> T
     device.empty_cache()  # of the trials of batches, whose peak is not that of training either
     device.reset_peak_memory()
     for note in index.notes:
-        log_event("note", f"data: {note}")
+        log_event("info", f"data: {note}")
     for problem in index.problems:
         description = f"{problem.count} × {problem.title}, {PROBLEM_KINDS[problem.kind].effect}"
         examples = ", ".join(problem.examples[:MAX_EXAMPLES]) + (", …" if problem.count > MAX_EXAMPLES else "")
         log_event(
-            "note" if PROBLEM_KINDS[problem.kind].action == "kept" else "warning", f"data: {description} ({examples})"
+            "info" if PROBLEM_KINDS[problem.kind].action == "kept" else "warning", f"data: {description} ({examples})"
         )
-    log_event("note", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
+    log_event("info", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
     loaded = load_checkpoint(folder.path, log_event)
     if folder.attempt == 1:
         text, facts = collect_facts(config, index)
-        folder.event("note", text, facts=facts)
+        folder.event("info", text, facts=facts)
         if (warning := warn_oversized_boxes(config, index)) is not None:
             log_event("warning", warning)
     model = build_initial_model(config, index, device, log_event if loaded is None else None)
@@ -180,7 +181,7 @@ def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> T
         metadata=ModelMetadata(
             settings=config.model,
             class_names=index.class_names,
-            canvas=config.data.image_size,
+            image_size=config.data.image_size,
             resize=config.data.resize,
         ),
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
@@ -216,10 +217,10 @@ def make_training_loader(
         min_object_covered=data.min_object_covered,
         max_boxes=max_boxes,
         seed=config.run.seed,
-        workers=config.run.workers,
+        workers=config.run.num_workers,
         max_bad_fraction=data.max_bad_fraction,
         on_quarantine=on_quarantine,
-        on_tuned=lambda text: log_event("note", text),
+        on_tuned=lambda text: log_event("info", text),
         cache=open_cache(config.run.cache, index, train_indices, form, log_event),
         jpeg_decoder=config.run.jpeg_decoder,
     )
@@ -231,7 +232,7 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
     model = models.build(config.model, len(index.class_names))
     if log_event is not None:
         for sentence in load_weights(model, config.model, class_names=index.class_names):
-            log_event("note", f"weights: {sentence}")
+            log_event("info", f"weights: {sentence}")
     return model.to(device.torch_device).train()
 
 
@@ -239,7 +240,7 @@ def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheck
     """The newest checkpoint of the way that the run is on: one that it went back behind is not looked at again."""
     if rollbacks := read_rollbacks(run):
         checkpoint.discard_checkpoints(
-            run, after=rollbacks[-1].data["back_to"], rollback_count=rollbacks[-1].data["count"]
+            run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"]
         )
     return checkpoint.load_newest(run, log_event)
 
@@ -247,7 +248,7 @@ def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheck
 def read_rollbacks(run: Path) -> list[Event]:
     """The times that the run went back to go on at a lower rate. What makes it so is this line of its events: a kill
     before it leaves a run that will diverge again, one after it a run that goes on from there."""
-    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "slowed"]
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
 
 
 def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Callable[[QuarantinedImage], None]:
@@ -287,21 +288,21 @@ def _known_bad_images(run: Path, from_checkpoint: dict[int, int]) -> dict[int, i
 
 def dataset_fingerprint(state: TrainState) -> dict[str, Any]:
     """What must be the same for a checkpoint to continue: a part of its state."""
-    return {"pictures": len(state.train_indices), "classes": list(state.index.class_names), "slots": state.max_boxes}
+    return {"num_images": len(state.train_indices), "classes": list(state.index.class_names), "max_boxes": state.max_boxes}
 
 
 def collect_state(state: TrainState) -> dict[str, Any]:
     """What `restore` needs beside the averaged weights: tensors that are still on the device, and plain numbers."""
     return {
-        "stepper": state.optimizer.state_dict(),
+        "optimizer_step": state.optimizer.state_dict(),
         "loader": state.loader.state_dict(),
         "trained_s": state.trained_s,
         "best_ap": state.best_ap,
-        "stale": state.evals_since_best,
+        "evals_since_best": state.evals_since_best,
         "evaluated_step": state.evaluated_step,
         "data": dataset_fingerprint(state),
-        "streak": state.loss_accumulator.skipped_streak(),
-        "slowed": state.rollback_count,
+        "skipped_streak": state.loss_accumulator.skipped_streak(),
+        "rollbacks": state.rollback_count,
     }
 
 
@@ -317,7 +318,7 @@ def restore_state(state: TrainState, loaded: checkpoint.LoadedCheckpoint | None,
     best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
     if loaded is None:
         if state.folder.attempt > 1 or state.rollback_count:
-            log_event("note", "no checkpoint yet: starting from the first step")
+            log_event("info", "no checkpoint yet: starting from the first step")
         quarantined = _known_bad_images(state.folder.path, {})
         state.loader.load_state_dict(state.loader.state_dict() | {"position": 0, "quarantined": quarantined})
         state.step, state.trained_s, state.best_ap, state.evals_since_best, state.evaluated_step = (
@@ -335,24 +336,24 @@ def restore_state(state: TrainState, loaded: checkpoint.LoadedCheckpoint | None,
             cause=f"then {_describe_dataset(loaded.state['data'])}, now {_describe_dataset(dataset_fingerprint(state))}",
             fix="start a new run with another --run, or put the data set back",
         )
-    state.optimizer.load_state_dict(loaded.state["stepper"], loaded.weights)
+    state.optimizer.load_state_dict(loaded.state["optimizer_step"], loaded.weights)
     loader_state = loaded.state["loader"]
     state.loader.load_state_dict(
         loader_state | {"quarantined": _known_bad_images(state.folder.path, loader_state["quarantined"])}
     )
-    state.diverged_step = state.loss_accumulator.load_skipped_streak(loaded.state["streak"])
-    state.rollback_count = max(state.rollback_count, loaded.state["slowed"])
+    state.diverged_step = state.loss_accumulator.load_skipped_streak(loaded.state["skipped_streak"])
+    state.rollback_count = max(state.rollback_count, loaded.state["rollbacks"])
     state.step = loaded.step
     state.trained_s = loaded.state["trained_s"]
     state.best_ap = max(best_ap, loaded.state["best_ap"])
     state.evaluated_step = loaded.state["evaluated_step"]
-    if loaded.state["slowed"] == state.rollback_count:
-        state.evals_since_best, state.pending_eval = loaded.state["stale"], loaded.state["unscored"]
+    if loaded.state["rollbacks"] == state.rollback_count:
+        state.evals_since_best, state.pending_eval = loaded.state["evals_since_best"], loaded.state["pending_eval"]
     else:  # gone back to it: patience begins anew at the lower rate, and what was unscored then has its score
         state.evals_since_best = 0
     lost_steps = max(0, state.redo_until - state.step)
     log_event(
-        "note",
+        "info",
         f"continuing from step {state.step:,}" + (f"; {lost_steps:,} steps are done again" if lost_steps else ""),
     )
 
@@ -367,12 +368,12 @@ def make_validation_loader(state: TrainState) -> Loader:
         batch_size=max(1, run.batch_size // state.config.optim.grad_accum_steps),
         image_size=data.image_size,
         resize=data.resize,
-        workers=run.workers,
-        start_position=max(state.eval_workers, state.loader.stats().workers),
+        workers=run.num_workers,
+        initial_workers=max(state.eval_workers, state.loader.stats().workers),
         max_bad_fraction=data.max_bad_fraction,
         on_quarantine=state.quarantine,
     )
 
 
 def _describe_dataset(data: dict[str, Any]) -> str:
-    return f"{data['pictures']:,} pictures, {len(data['classes'])} classes, at most {data['slots']} boxes"
+    return f"{data['num_images']:,} images, {len(data['classes'])} classes, at most {data['max_boxes']} boxes"

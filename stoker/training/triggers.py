@@ -2,7 +2,7 @@
 
 import time
 
-from stoker.config.settings import Duration
+from stoker.config.durations import Duration
 
 
 class IntervalTrigger:

@@ -160,7 +160,7 @@ class BackgroundUploader:
         else:
             if self._failure is not None:
                 self._failure, self._retry_at_s = None, 0.0
-                self._report("note", f"{self._uri} can be written again, and has everything")
+                self._report("info", f"{self._uri} can be written again, and has everything")
 
     def _upload_changes(self, *, upload_all: bool) -> None:
         """Writes what has changed; everything: also what has just been written."""

@@ -89,7 +89,7 @@ def _watch_process(
         STACKS_SOURCE: stacks.RECORDED,
         HOOK_SOURCE: "not recorded: the job ran already; what no line of its output says is unattributed",
     }
-    process_identity = {"pid": job.pid, "began": job.process.start_ticks, "boot": boot_id()}
+    process_identity = {"pid": job.pid, "start_ticks": job.process.start_ticks, "boot": boot_id()}
     with open_run_folder(
         run, job.command, coverage=coverage, environment=_describe_environment(job), job=process_identity
     ) as (folder, _):

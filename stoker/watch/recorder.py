@@ -80,7 +80,9 @@ def open_run_folder(
     fix = "name another folder: --run DIR"
     described = describe_job(command) if environment is None else dict(environment)
     output_position = _output_position(path / OUTPUT)
-    with recording(path, described, command_text, fix=fix, watched=dict(coverage), **output_position, **data) as opened:
+    with recording(
+        path, described, command_text, fix=fix, coverage=dict(coverage), **output_position, **data
+    ) as opened:
         yield opened
 
 
@@ -172,7 +174,7 @@ class Recorder:
         with self._coverage_lock:
             if self._coverage.get(source) != status:
                 self._coverage[source] = status
-                self._folder.event("note", f"{source}: {status}", watched=dict(self._coverage))
+                self._folder.event("info", f"{source}: {status}", coverage=dict(self._coverage))
 
     def write_end(self, code: int | None) -> None:
         """code: as of `subprocess`, the negative number of a signal; None: the kernel did not tell."""
@@ -188,7 +190,7 @@ class Recorder:
 
     def write_detached(self) -> None:
         """The job lives on, and is looked at no more."""
-        self._folder.event("note", f"{self._name} is watched no more; it lives on")
+        self._folder.event("info", f"{self._name} is watched no more; it lives on")
 
     def write_start_failure(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)
@@ -264,7 +266,7 @@ class Recorder:
                 if not workers_reported and (workers := hook_reader.num_loader_workers()) is not None:
                     workers_reported = True
                     text = f"the job's loader has {workers} worker processes"
-                    self._folder.event("note", text, workers=workers)
+                    self._folder.event("info", text, workers=workers)
             if stopping:
                 return
 

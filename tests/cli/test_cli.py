@@ -13,7 +13,19 @@ from stoker.cli.app import main
 from stoker.runs.records import RunFolder
 from tests.drawn import draw, run_stoker
 
-TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "20", "--eval-every", "0"]
+TRAIN = [
+    "--model",
+    "retinanet_tiny_fpn",
+    "--image-size",
+    "64",
+    "64",
+    "--batch-size",
+    "8",
+    "--steps",
+    "20",
+    "--eval-every",
+    "0",
+]
 
 
 Run = Callable[..., tuple[int, str]]
@@ -63,11 +75,11 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
     [
         (["train"], 2, ["What should be trained on?", "demo"]),
         (["trian", "demo"], 2, ['Did you mean "train"']),
-        (["train", "demo", "--bach", "3"], 2, ["--batch"]),
+        (["train", "demo", "--bach", "3"], 2, ["--batch-size"]),
         (["train", "nowhere"], 4, ["nowhere", "fix:"]),
         (["train", "empty"], 4, ["empty", "COCO JSON", "fix:"]),
         (["train", "demo", "--device", "warp"], 3, ["'warp'", "valid:", "cpu"]),
-        (["train", "demo", "--canvas", "100", "100"], 2, ["multiples of 32"]),
+        (["train", "demo", "--image-size", "100", "100"], 2, ["multiples of 32"]),
         (["train", "demo", "--optimizer", "adam"], 2, ["sgd", "adamw"]),
         (["train", "--resume", "nowhere"], 2, ["'nowhere' is not a run"]),
         (["why", "nowhere"], 2, ["'nowhere' is not a run"]),
@@ -153,7 +165,7 @@ def test_from_training_to_pictures(tmp_path: Path, stoker: Run):
     assert {Path(answer["path"]).suffix for answer in answers} == {".jpg"}
     assert any(answer["detections"] for answer in answers)
 
-    code, output = stoker("why", run, "--price", "3.6")
+    code, output = stoker("why", run, "--price-per-device-hour", "3.6")
     assert code == 0, output
     for word in ("finished", "compute", "startup", "unattributed", "The largest loss is"):
         assert word in output

@@ -8,30 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config.settings import (
-    SECTION_OF,
-    SECTIONS,
-    Config,
-    Duration,
-    check,
-    from_fields,
-    from_toml,
-    parse_duration,
-    settings_table,
-    to_toml,
-)
+from stoker.config.durations import Duration, parse_duration
+from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, from_toml, settings_table, to_toml
 from stoker.errors import ConfigError
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "canvas": st.tuples(st.integers(1, 40).map(lambda n: 32 * n), st.integers(1, 40).map(lambda n: 32 * n)),
-    "zoom": st.tuples(st.floats(0.05, 1), st.floats(1, 20)),
+    "image_size": st.tuples(st.integers(1, 40).map(lambda n: 32 * n), st.integers(1, 40).map(lambda n: 32 * n)),
+    "scale_range": st.tuples(st.floats(0.05, 1), st.floats(1, 20)),
     "anchor_sizes": st.lists(st.floats(1, 900), min_size=1, max_size=6).map(tuple),
     "weights": st.text(min_size=1),
     "data": st.text(min_size=1),
     "box_loss": st.sampled_from(["l1", "giou"]),
-    "rate": st.floats(1e-8, 10),
-    "batch": st.integers(1, 999),
-    "for_": st.sampled_from(["12ep", "5000", "30min"]),
+    "lr": st.floats(1e-8, 10),
+    "batch_size": st.integers(1, 999),
+    "max_duration": st.sampled_from(["12ep", "5000", "30min"]),
 }
 
 
@@ -81,14 +71,14 @@ def test_bad_durations_name_the_valid_ones(text: str):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"canvas": (320, 16)}, ["--canvas", "at least 32"]),
-        ({"flip": 1.5}, ["--flip", "0 … 1"]),
+        ({"image_size": (320, 16)}, ["--image-size", "at least 32"]),
+        ({"hflip": 1.5}, ["--hflip", "0 … 1"]),
         ({"hue": 0.6}, ["--hue", "0 … 0.5"]),
-        ({"mosaic": 0.5, "batch": 6}, ["--mosaic 0.5", "multiple of 4", "--batch 4"]),
-        ({"batch": 8, "accumulate": 3}, ["--accumulate 3", "1, 2, 4, 8"]),
-        ({"zoom": (2.0, 1.0)}, ["--zoom"]),
-        ({"foreground_iou": 0.4, "background_iou": 0.5}, ["--background-iou"]),
-        ({"for_": "0"}, ["--for"]),
+        ({"mosaic": 0.5, "batch_size": 6}, ["--mosaic 0.5", "multiple of 4", "--batch-size 4"]),
+        ({"batch_size": 8, "grad_accum_steps": 3}, ["--grad-accum-steps 3", "1, 2, 4, 8"]),
+        ({"scale_range": (2.0, 1.0)}, ["--scale-range"]),
+        ({"fg_iou_thresh": 0.4, "bg_iou_thresh": 0.5}, ["--bg-iou-thresh"]),
+        ({"max_duration": "0"}, ["--max-duration"]),
         ({"anchor_sizes": ()}, ["--anchor-sizes"]),
     ],
 )
@@ -116,10 +106,10 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
 
 
 def test_rows_say_who_chose():
-    config = from_fields({"batch": 8, "for_": "3ep"})
-    assert settings_table(config, {"batch": "fits"}) == [("for", "3ep", None), ("batch", 8, "fits")]
+    config = from_fields({"batch_size": 8, "max_duration": "3ep"})
+    assert settings_table(config, {"batch_size": "fits"}) == [("for", "3ep", None), ("batch", 8, "fits")]
 
 
 def test_replace_keeps_the_rest():
     config = Config().replace(batch=3).replace(rate=0.1)
-    assert config.set_fields() == {"batch": 3, "rate": 0.1}
+    assert config.set_fields() == {"batch_size": 3, "lr": 0.1}

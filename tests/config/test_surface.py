@@ -17,6 +17,7 @@ from stoker.config.settings import SECTION_OF, SECTIONS
 from stoker.monitor.options import MonitoringOptions
 from stoker.training.defaults.derive import DEFAULTS
 
+KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.py"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 POSITIONAL = "data"
 """The argument of the command and of the function, and no flag."""
@@ -32,8 +33,36 @@ def described() -> dict[str, tuple[str, str, str]]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 assert isinstance(text, ast.Expr), f"{field.target.id} has no docstring"
                 assert isinstance(text.value, ast.Constant)
-                found[field.target.id] = (section, ast.unparse(field.annotation), str(text.value.value))
+                found[field.target.id] = (section, ast.unparse(field.annotation), " ".join(str(text.value.value).split()))
     return found
+
+
+def keywords() -> str:
+    """The text of keywords.py."""
+    lines = [
+        '"""The settings as keyword arguments, for type checkers and editors. Generated from `settings.py` by',
+        '`python -m tests.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.',
+        '"""',
+        "",
+        "from typing import Literal, TypedDict",
+        "",
+        "",
+        "class Settings(TypedDict, total=False):",
+        '    """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""',
+        "",
+    ]
+    for name, (_, written, _) in described().items():
+        if name == POSITIONAL:
+            continue
+        kind = ast.parse(written, mode="eval").body
+        if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+            assert isinstance(kind.slice, ast.Tuple)
+            kind = kind.slice.elts[0]
+        written = "int | tuple[int, int]" if name == "image_size" else ast.unparse(kind)
+        lines.append(f"    {name}: {written}".replace("'", '"'))
+        if name == "max_duration":
+            lines += ["    epochs: float", "    steps: int", "    max_time: str"]
+    return "\n".join(lines) + "\n"
 
 
 def page() -> str:
@@ -41,9 +70,10 @@ def page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting has one name: a flag of `stoker train` (`--for 12ep`), a key of a run's `config.toml`, and a",
-        'parameter of `stoker.train` in Python (`for_="12ep"`, since `for` is a word of the language). What is not set',
-        "is derived from the data, the device and the recipe; the run says each value with its reason.",
+        "Every setting has one name: a flag of `stoker train` (`--lr 0.01`), a key of a run's `config.toml` (`lr = 0.01`), and",
+        "a keyword of `stoker.train` in Python (`lr=0.01`). `--epochs 12`, `--steps 5000` and `--max-time 30min` set",
+        "`max_duration`, in Python too (`epochs=12`). A setting that is not set is derived from the data, the device and the",
+        "recipe; the run prints each value with its reason.",
     ]
     for section, kind in SECTIONS.items():
         lines += ["", f"## {section}", "", str(inspect.getdoc(kind)), "", "| setting | what it is | values | default |"]
@@ -52,7 +82,7 @@ def page() -> str:
             if of == section and name != POSITIONAL:
                 value, why = DEFAULTS.get(name, ("derived", ""))
                 default = ": ".join(filter(None, (_shown(value), why)))
-                lines.append(f"| `{name.rstrip('_')}` | {text} | {_values(written)} | {default} |")
+                lines.append(f"| `{name}` | {text} | {_values(written)} | {default} |")
     return "\n".join(lines) + "\n"
 
 
@@ -72,6 +102,7 @@ def _values(written: str) -> str:
         "str": "text",
         "int": "whole number",
         "bool": "yes or no",
+        "int | Literal['auto']": "whole number, or auto",
         "float": "number",
         "tuple[int, int]": "two whole numbers",
         "tuple[float, float]": "two numbers",
@@ -88,8 +119,9 @@ def plain_types(kind: type) -> dict[str, object]:
 def test_python_has_the_settings_of_the_config():
     fields = {name: t for kind in SECTIONS.values() for name, t in plain_types(kind).items() if name in SECTION_OF}
     assert fields.pop(POSITIONAL) is str
-    assert plain_types(Settings) == fields
-    assert list(Settings.__annotations__) == [name for name in SECTION_OF if name != POSITIONAL], "in the same order"
+    lengths = {"epochs": float, "steps": int, "max_time": str}
+    assert plain_types(Settings) == fields | lengths | {"image_size": int | tuple[int, int]}
+    assert KEYWORDS.read_text() == keywords(), "python -m tests.config.test_surface regenerates it"
 
 
 def test_the_command_has_a_flag_for_every_setting():
@@ -97,9 +129,9 @@ def test_the_command_has_a_flag_for_every_setting():
         a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
     ]
     flags = {name for argument in arguments for name in argument.names}
-    own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--no-eager"}
+    own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--compile"}
     own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(MonitoringOptions)}
-    wanted = {"--" + name.rstrip("_").replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
+    wanted = {"--" + name.replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
 
 
@@ -113,7 +145,7 @@ def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: st
     count, kind = next(several for written, several in SEVERAL.items() if written in described()[name][1])
     values = tuple(map(kind, range(1, count + 1)))
     flag = "--" + name.replace("_", "-")
-    _, bound, _ = app.parse_args(["train", "pictures", flag, *map(str, values), "--batch", "2"])
+    _, bound, _ = app.parse_args(["train", "pictures", flag, *map(str, values), "--batch-size", "2"])
     given = bound.arguments["config"]
     assert dict(given.items())[name] == values
     assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
@@ -154,3 +186,4 @@ def test_every_public_name_is_there_and_described(name: str):
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    KEYWORDS.write_text(keywords())

@@ -55,8 +55,8 @@ def loader_threads():
 def make(index, *, rows=None, **changes):
     rows = np.arange(len(index.size)) if rows is None else rows
     options = {
-        "device": CPU, "batch": 4, "canvas": CANVAS, "resize": "letterbox", "crop": 0.5, "zoom": (0.5, 2.0),
-        "boxes": compute_max_boxes(index, rows), "seed": 3, "threads": 2,
+        "device": CPU, "batch_size": 4, "image_size": CANVAS, "resize": "letterbox", "scale_jitter_prob": 0.5, "scale_range": (0.5, 2.0),
+        "boxes": compute_max_boxes(index, rows), "seed": 3, "workers": 2,
     }  # fmt: skip
     return Loader(index, rows, **options | changes)
 

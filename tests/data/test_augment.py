@@ -154,7 +154,7 @@ def test_a_window_can_lie_at_both_ends():
 
 def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
     u = geometry.resize_geometry_rand(seed, 0, 0)
-    how = {"crop": 1.0, "zoom": zoom, "u": u, "overlap": overlap, "boxes": boxes}
+    how = {"scale_jitter_prob": 1.0, "scale_range": zoom, "u": u, "min_object_covered": overlap, "boxes": boxes}
     return sample_resize_geometry((600, 800), (320, 320), "letterbox", **how)
 
 

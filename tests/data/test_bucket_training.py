@@ -117,8 +117,8 @@ def test_ranks_fetch_their_own_share(folder: Path, bucket: tuple[str, Proxy], mo
 def settings(data: str) -> Config:
     return from_fields(
         {
-            "data": data, "model": "retinanet_tiny_fpn", "weights": "none", "canvas": (64, 64), "batch": 4,
-            "for_": "40", "precision": "fp32", "eval_every": "0", "cache": "none",
+            "data": data, "model": "retinanet_tiny_fpn", "weights": "none", "image_size": (64, 64), "batch_size": 4,
+            "max_duration": "40", "precision": "fp32", "eval_every": "0", "cache": "none",
         }
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from tests.storage.servers import apply, google_server
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (64, 96)
-RECIPE = {"crop": 0.5, "zoom": (0.7, 1.5)}
+RECIPE = {"scale_jitter_prob": 0.5, "scale_range": (0.7, 1.5)}
 
 
 def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS) -> PixelCache:
@@ -36,8 +36,8 @@ def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS)
 def make(index: Index, cache: PixelCache | None, canvas: tuple[int, int] = CANVAS, **changes: object) -> Loader:
     rows = np.arange(len(index))
     options = {
-        "device": CPU, "batch": 4, "canvas": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows), "seed": 3,
-        "threads": 2, "cache": cache,
+        "device": CPU, "batch_size": 4, "image_size": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows), "seed": 3,
+        "workers": 2, "cache": cache,
     }  # fmt: skip
     return Loader(index, rows, **RECIPE | options | changes)  # type: ignore[arg-type]
 
@@ -213,8 +213,8 @@ def test_photographs_look_the_same(real_data: Path) -> None:
     rows = index.image_indices("train")[:16]
     canvas = (192, 256)
     form = CachedImageSpec.for_augmentation(canvas, "letterbox", **RECIPE)
-    options = {"device": CPU, "batch": 16, "canvas": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows),
-               "seed": 1, "threads": 2}  # fmt: skip
+    options = {"device": CPU, "batch_size": 16, "image_size": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows),
+               "seed": 1, "workers": 2}  # fmt: skip
     batches = []
     for cache in (open_cache("memory", index, rows, form, pytest.fail), None):  # type: ignore[arg-type]
         with Loader(index, rows, **RECIPE | options, cache=cache) as loader:  # type: ignore[arg-type]

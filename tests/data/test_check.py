@@ -24,7 +24,7 @@ from stoker.report.data_check import print_check
 from tests.data.hostile import encoded
 from tests.drawn import draw
 
-NOTHING_LEFT = "no picture of a split is left, which --max-bad 1 would allow and the check does not"
+NOTHING_LEFT = "no picture of a split is left, which --max-bad-fraction 1 would allow and the check does not"
 
 
 def kinds(report: CheckReport) -> dict[str, int]:
@@ -121,7 +121,7 @@ def test_a_split_of_crowd_boxes_is_one_without_boxes(tmp_path: Path, split: str)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_it_refuses_when_training_would(data: st.DataObject) -> None:
-    """Missing and broken pictures, entries that cannot be read, in both splits, at any --max-bad."""
+    """Missing and broken pictures, entries that cannot be read, in both splits, at any --max-bad-fraction."""
     max_bad = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 1.0]))
     with tempfile.TemporaryDirectory() as temporary:
         folder = draw(Path(temporary) / "set", train=12, val=5, side=32)
@@ -142,8 +142,8 @@ def test_it_refuses_when_training_would(data: st.DataObject) -> None:
         said = training_says(folder, max_bad)
         assert bool(report.refusals) == bool(said), (report.refusals, said)
         if said is not None:
-            assert "--max-bad" in " ".join(report.refusals)
-            assert said == NOTHING_LEFT or ("--max-bad" in said and "stoker data check" in said)
+            assert "--max-bad-fraction" in " ".join(report.refusals)
+            assert said == NOTHING_LEFT or ("--max-bad-fraction" in said and "stoker data check" in said)
 
 
 def training_says(folder: Path, max_bad: float) -> str | None:

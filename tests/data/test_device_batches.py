@@ -174,7 +174,7 @@ def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path
 
 @pytest.mark.parametrize("crop", [0.0, 0.7])
 def test_a_run_sees_the_same_as_with_the_host(pictures: Smooth, crop: float) -> None:
-    options = {"canvas": (64, 96), "crop": crop}
+    options = {"image_size": (64, 96), "scale_jitter_prob": crop}
     found = stream(pictures, 8, decoder="nvjpeg", **options)
     assert_near(found, stream(pictures, 8, **options))
     assert {*ids(found)} == set(range(COUNT))
@@ -224,7 +224,7 @@ def test_a_resumed_run_repeats_bit_for_bit(pictures: Smooth) -> None:
 
 
 def test_an_evaluation_ends_with_rows_that_only_fill(pictures: Smooth) -> None:
-    options = {"train": False, "batch": 5}
+    options = {"train": False, "batch_size": 5}
     found = stream(pictures, 9, decoder="nvjpeg", **options)
     assert_near(found, stream(pictures, 9, **options))
     assert ids(found)[-4:] == [-1] * 4
@@ -293,7 +293,7 @@ def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
 ) -> None:
     """A picture fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
     quarantine, when the second is handed out, makes the host put another one in its place."""
-    options = {"rows": np.arange(5, 13), "canvas": (64, 96)}
+    options = {"rows": np.arange(5, 13), "image_size": (64, 96)}
     row = ids(stream(pictures, 2, **options))[4]
     found = {}
     for decoder in ("host", "nvjpeg"):
@@ -368,7 +368,7 @@ def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, m
         raise RuntimeError("torchvision not compiled with nvJPEG support")
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
-    with pytest.raises(PreflightError, match="--decoder nvjpeg") as found:
+    with pytest.raises(PreflightError, match="--jpeg-decoder nvjpeg") as found:
         make(pictures, jpeg_decoder="nvjpeg")
     assert "not compiled" in str(found.value)
 

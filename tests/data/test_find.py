@@ -160,7 +160,13 @@ def test_classes_that_cannot_be(drawn: Path, classes: tuple[str, ...], fragment:
 
 
 def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
-    usual = {"data": str(drawn), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "2"}
+    usual = {
+        "data": str(drawn),
+        "model": "retinanet_tiny_fpn",
+        "image_size": (64, 64),
+        "batch_size": 4,
+        "max_duration": "2",
+    }
     settled = resolve_run(from_fields({**usual, "classes": ("blue", "red")}), None)
     assert settled.index.class_names == ("blue", "red")
     settled = resolve_run(from_fields(usual), None)

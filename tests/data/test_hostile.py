@@ -29,7 +29,19 @@ SETS: dict[str, Callable[[Path], hostile.Planted]] = {
     "tfrecord": tfrecord,
     "csv": hostile.csv,
 }
-TRAIN = ["--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "8", "--for", "3", "--eval-every", "0"]
+TRAIN = [
+    "--model",
+    "retinanet_tiny_fpn",
+    "--image-size",
+    "64",
+    "64",
+    "--batch-size",
+    "8",
+    "--steps",
+    "3",
+    "--eval-every",
+    "0",
+]
 QUARANTINED = {
     "missing-picture", "empty-picture", "not-a-picture", "damaged-picture", "too-large-picture", "unreadable-picture",
     "size-disagrees",
@@ -73,10 +85,10 @@ def test_every_defect_is_named_and_nothing_is_changed(
         assert item["does"]
         assert item["fix"]
     assert report["usable_pictures"] >= hostile.HEALTHY + 6
-    assert any("more than --max-bad 0.01 allows" in reason for reason in report["refusals"])
+    assert any("more than --max-bad-fraction 0.01 allows" in reason for reason in report["refusals"])
     assert tree(tmp_path / "set") == before
 
-    assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad", "1") == 0
+    assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad-fraction", "1") == 0
     page = capsys.readouterr().out
     for kind in places:
         assert PROBLEM_KINDS[kind].title in page
@@ -152,6 +164,6 @@ def test_the_command_trains(
     assert run(monkeypatch, "train", tmp_path / "set", *TRAIN) == 4
     said = capsys.readouterr().err
     assert f"stoker data check {tmp_path / 'set'}" in said
-    assert "--max-bad" in said
-    assert run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad", "0.9") == 0
+    assert "--max-bad-fraction" in said
+    assert run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad-fraction", "0.9") == 0
     assert f"1 × {PROBLEM_KINDS['tiny-box'].title}" in "".join(capsys.readouterr())

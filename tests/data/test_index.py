@@ -303,7 +303,7 @@ def test_how_many_pictures_may_be_missing(tmp_path: Path, max_bad: float, gone: 
     else:
         with pytest.raises(DataError, match=f"{gone} of the {rows.size} pictures") as raised:
             require_images(index, max_bad_fraction=max_bad)
-        assert f"up to {max_bad:.3g} of them may be missing (--max-bad)" in str(raised.value)
+        assert f"up to {max_bad:.3g} of them may be missing (--max-bad-fraction)" in str(raised.value)
 
 
 def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> None:

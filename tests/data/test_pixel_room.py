@@ -52,7 +52,7 @@ LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
         # A megabyte in a millisecond on four threads: 4 GB/s.
         (LARGER_THAN_MEMORY, "none", "from a disk, reading 4,000 MB/s would be as fast as decoding on 4 threads"),
         (LARGER_THAN_MEMORY | {"decode_s": 2e-2}, "disk", "reading 200 MB/s would be as fast as decoding on 4"),
-        (LARGER_THAN_MEMORY | {"decode_s": 2e-2, "threads": 16}, "none", "reading 800 MB/s"),
+        (LARGER_THAN_MEMORY | {"decode_s": 2e-2, "workers": 16}, "none", "reading 800 MB/s"),
         (LARGER_THAN_MEMORY | {"remote": True}, "disk", "saves the requests to the bucket"),
         (LARGER_THAN_MEMORY | {"remote": True, "disk_room": 79 * GB}, "none", "79 GB of the disk"),
     ],

@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     data = draw(tmp_path / "data", train=6, val=2)
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, data, "--count", "5", "--augment", "none", "--flip", "0.25", "--model",
+    assert run(monkeypatch, data, "--count", "5", "--augment", "none", "--hflip", "0.25", "--model",
                "retinanet_mobilenet_v2_fpn") == 0  # fmt: skip
     output = capsys.readouterr().out
     assert "preview.jpg: 5 pictures of train" in output
@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, data, "--split", "val") == 0
     assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out
 
-    assert run(monkeypatch, data, "--model", "ember_n", "--for", "100ep", "--batch", "2") == 0
+    assert run(monkeypatch, data, "--model", "ember_n", "--epochs", "100", "--batch-size", "2") == 0
     assert "seen about 100 times" in capsys.readouterr().out
 
     picture = next((data / "train").glob("*.jpg"))

@@ -81,7 +81,7 @@ def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
     assert found.flags == ""
     half = stats_of(tmp_path, canvas=(32, 32))  # on it they are a 25th
     assert half.anchors[0].all["0.5"] < 0.5
-    assert half.flags.startswith("--canvas 32 32 --anchor-sizes ")
+    assert half.flags.startswith("--image-size 32 32 --anchor-sizes ")
     assert half.anchors[1].all["0.5"] > half.anchors[0].all["0.5"] + 0.02
 
 
@@ -147,7 +147,7 @@ def test_sizes_that_the_annotations_do_not_say_are_read(tmp_path):
     assert [(s.height, s.width, s.num_images) for s in found.image_sizes] == [(200, 400, 2)]
     assert found.image_size == (192, 384) or found.image_size[1] == 2 * found.image_size[0]
     assert found.sqrt_box_area.count == 2
-    assert "--canvas" in found.flags  # a training does not look into the pictures first
+    assert "--image-size" in found.flags  # a training does not look into the pictures first
 
 
 def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
@@ -174,7 +174,7 @@ def test_json_and_drawing(tmp_path, capsys):
 def test_the_text(tmp_path, capsys):
     write(tmp_path / "the set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
     code, out, _ = run(
-        capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--canvas", "640", "640"
+        capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--image-size", "640", "640"
     )
     assert code == 0
     assert "canvas 640x640, letterbox: asked for" in out
@@ -187,7 +187,7 @@ def test_the_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--canvas", "100", "100"], "multiples of 32"),
+        (["--image-size", "100", "100"], "multiples of 32"),
         (["--out", "a.pdf"], ".png"),
         (["--model", "nothing"], "retinanet"),
     ],

@@ -35,7 +35,7 @@ Change = Callable[[int], dict[str, Any]]
 HEALTHY_HOST: dict[str, Any] = {
     "cpu": [0.5, 0.4, 0.5, 0.4], "process_cpu": 1.7, "rss_bytes": 2 * GIB, "memory_used_bytes": 4 * GIB,
     "memory_limit_bytes": 16 * GIB, "psi_cpu": 0.05, "psi_memory": 0.0, "psi_io": 0.0, "throttled_s": 0.0, "cores": 4.0,
-    "threads": 30, "threads_running": 3.0, "swap_used_bytes": 0, "disk_free_bytes": 50 * GIB,
+    "workers": 30, "threads_running": 3.0, "swap_used_bytes": 0, "disk_free_bytes": 50 * GIB,
     "net_received_bytes_s": 1e4, "shm_used_bytes": 10 * MIB, "shm_total_bytes": 2 * GIB, "handles": 90,
     "handles_limit": 1024, "oom_kills": 0,
 }  # fmt: skip
@@ -125,7 +125,7 @@ def make_run(
         about = {"watched": {"driver": "recorded"}} if watched else {}
         folder.event("started" if attempt == 1 else "resumed", **about)
         if facts is not None:
-            folder.event("note", "data", facts=facts)
+            folder.event("info", "data", facts=facts)
         t0 = T0 + (attempt - 1) * (startup + seconds)
         for second in range(startup + seconds + silent):
             t = t0 + second + 1
@@ -145,7 +145,7 @@ def make_run(
                     "pictures": pictures if working else 0, "wall_s": 1.0, "devices": devices, "phases": phases,
                     "input": {name: share * phases.get("input_wait", 0.0) for name, share in (stages or {}).items()},
                     "losses": losses(second - startup) if losses is not None and working else {},
-                    "rate": 0.01 if working else None, "grad_norm": 2.0 * 0.99**second if working else None,
+                    "lr": 0.01 if working else None, "grad_norm": 2.0 * 0.99**second if working else None,
                 }  # fmt: skip
                 line |= window(second) if window is not None and working and rank == 0 else {}
                 where = STEPS if rank == 0 else f"ranks/{rank:04d}/{STEPS}"

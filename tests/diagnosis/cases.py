@@ -85,21 +85,21 @@ CASES: dict[str, tuple[Case, Case]] = {
         _wait(0.09, FETCHING) | _host(net_received_bytes_s=115e6),
     ),
     "slow_decode": (_wait(0.3, DECODING), _wait(0.08, DECODING)),
-    "too_few_threads": (_wait(0.3, DECODING) | ONE_THREAD | _host(**FEW), _wait(0.05, DECODING) | ONE_THREAD),
+    "too_few_workers": (_wait(0.3, DECODING) | ONE_THREAD | _host(**FEW), _wait(0.05, DECODING) | ONE_THREAD),
     "too_few_cores": (
         _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilisation=0.69), _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
     ),
-    "pictures_too_large": (
+    "images_too_large": (
         _wait(0.3, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
         _wait(0.05, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
     ),
-    "copies_exposed": ({"shares": {"h2d": 0.08}, "gpus": 1}, {"shares": {"h2d": 0.04}, "gpus": 1}),
+    "exposed_h2d_copies": ({"shares": {"h2d": 0.08}, "gpus": 1}, {"shares": {"h2d": 0.04}, "gpus": 1}),
     # too little parallel work
     "python_bound": (
         _measured(shares={"unattributed": 0.3}) | _host(process_cpu=1.0),
         _measured(shares={"unattributed": 0.02}) | _host(process_cpu=1.0),
     ),
-    "host_waits": (
+    "host_device_syncs": (
         _measured(shares={"unattributed": 0.3}) | _host(process_cpu=0.72),
         {"shares": {"sync": 0.08}},
     ),
@@ -107,21 +107,21 @@ CASES: dict[str, tuple[Case, Case]] = {
         {"gpus": 1, "traces": [{"busy_s": 0.6, "kernel_median_s": 4e-6, "launches": 9000}]},
         {"gpus": 1, "traces": [{"busy_s": 0.9, "kernel_median_s": 4e-6, "launches": 9000}]},
     ),
-    "starved_inside_steps": (_gpu(utilisation=0.6), _gpu(utilisation=0.9)),
+    "host_bound_steps": (_gpu(utilisation=0.6), _gpu(utilisation=0.9)),
     "batch_too_small": (
         _config('batch = "the recipe\'s"\n', "") | {"pictures": 30, "steps": 30},
         _config('batch = "the recipe\'s"\n', "") | {"pictures": 6, "steps": 3},  # steps that are long
     ),
-    "gpu_underfilled": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
+    "low_sm_activity": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
     "recompiles": ({"shares": {"compile": 0.2}}, {"shares": {"compile": 0.02}}),
     # architecture and hyper-parameters, divergence
     "evaluation_heavy": ({"shares": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
                          {"shares": {"eval": 0.3}} | _evaluated(0.1)),
-    "rate_too_high": (_event("rate_too_high", **{"try": 0.003}),
+    "lr_too_high": (_event("lr_too_high", **{"try": 0.003}),
                       {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}}),
-    "rate_too_low": (
-        {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},
-        {"losses": lambda s: {"total": 2.3 - 0.01 * s}, "window": lambda _: {"grad_norm": 1.0, "rate": 1e-8}},
+    "lr_too_low": (
+        {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "lr": 1e-8}},
+        {"losses": lambda s: {"total": 2.3 - 0.01 * s}, "window": lambda _: {"grad_norm": 1.0, "lr": 1e-8}},
     ),
     "overfitting": (_evaluated(0.2, 0.4, 0.3, 0.25, 0.2), _evaluated(0.2, 0.3, 0.4, 0.39, 0.395)),
     "augmentation_heavy": (
@@ -129,21 +129,21 @@ CASES: dict[str, tuple[Case, Case]] = {
         _config("brightness = 0.125\ncontrast = 0.125", "brightness = 0.5\ncontrast = 0.5"),
     ),
     "anchors_miss_boxes": ({"facts": FACTS | {"anchor_coverage": 0.4}}, {"facts": FACTS | {"anchor_coverage": 0.8}}),
-    "scratch_on_few_pictures": (
+    "scratch_on_small_dataset": (
         SCRATCH | {"facts": FACTS}, SCRATCH | {"facts": FACTS | {"pictures": 50_000}},
     ),
-    "weights_unsuitable": (_config('weights = "coco"', 'weights = "none"'), {}),
+    "freezing_mismatch": (_config('weights = "coco"', 'weights = "none"'), {}),
     "tensor_cores_unused": (_gpu(tensor_active=0.001), _gpu(tensor_active=0.08)),
     "steps_skipped": ({"window": lambda s: {"skipped": s % 2}}, {"window": lambda s: {"skipped": int(s == 20)}}),
-    "loss_not_finite": (
+    "non_finite_loss": (
         {"losses": lambda s: {"total": 2.0} if s < 20 else {}},
         {"losses": lambda s: {"total": 2.0 - 0.02 * s} if s != 20 else {}},
     ),
-    "rate_lowered": (_event("slowed", rate=0.003), {"events": [("note", "slowed", {})]}),
+    "rolled_back_lower_lr": (_event("rolled_back", rate=0.003), {"events": [("note", "slowed", {})]}),
     "loss_spikes": (_event("loss_spike", 2, **{"try": 0.003}), _event("loss_spike", **{"try": 0.003})),
     # memory
     "gpu_memory_unused": (_gpu(memory_used_bytes=10 * GIB), _gpu(memory_used_bytes=50 * GIB)),
-    "gpu_memory_grows": (
+    "gpu_memory_leak": (
         {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + s * 64 * MIB}},
         {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + min(s, 15) * 64 * MIB}},
     ),
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Case, Case]] = {
         _host(shm_used_bytes=60 * MIB, shm_total_bytes=64 * MIB),
         _host(shm_used_bytes=10 * MIB, shm_total_bytes=64 * MIB),
     ),
-    "handles_run_out": (_host(handles=900), _host(handles=700)),
+    "fd_limit_near": (_host(handles=900), _host(handles=700)),
     # communication
     "straggler": (
         {"shares": {"comm": 0.4}, "ranks": [{"comm": 0.02}]}, {"shares": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
@@ -175,11 +175,11 @@ CASES: dict[str, tuple[Case, Case]] = {
         {"utilisation": 0.0} if s < 10 else {"pcie_generation": 5})}),
     # allocation and scheduling
     "startup_heavy": ({"startup": 70}, {"startup": 50}),
-    "checkpoint_heavy": ({"shares": {"checkpoint": 0.2}} | _event("checkpoint", 5),
-                         {"shares": {"checkpoint": 0.2}} | _event("checkpoint", 1)),
+    "checkpoint_heavy": ({"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5),
+                         {"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 1)),
     "checkpoint_disk_slow": (
-        {"shares": {"checkpoint": 0.2}} | _event("checkpoint", 5) | _host(psi_io=0.3),
-        {"shares": {"checkpoint": 0.03}} | _event("checkpoint", 5) | _host(psi_io=0.3),
+        {"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
+        {"shares": {"checkpoint": 0.03}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
     ),
     "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
     "cpu_contention": (
@@ -195,12 +195,12 @@ CASES: dict[str, tuple[Case, Case]] = {
     "gpu_hot": (_gpu(throttle_reasons=0x24, sm_clock_mhz=1300), _gpu(throttle_reasons=0x4)),
     "gpu_power_capped": (_gpu(sm_clock_mhz=1200), _gpu(sm_clock_mhz=1750)),
     "gpu_clock_low": (_gpu(sm_clock_mhz=1000, throttle_reasons=0x2), _gpu(sm_clock_mhz=1800, throttle_reasons=0x2)),
-    "idle_by_intent": ({"shares": {"idle": 0.2}}, {"shares": {"idle": 0.02}}),
+    "intentional_idle": ({"shares": {"idle": 0.2}}, {"shares": {"idle": 0.02}}),
     "work_lost_to_restarts": ({"shares": {"recovery": 0.1}}, {"shares": {"recovery": 0.01}}),
     "frequent_restarts": ({"attempts": 5, "seconds": 12}, {"attempts": 3, "seconds": 12}),
     # blindness
     "unattributed_time": ({"shares": {"unattributed": 0.15}}, {"shares": {"unattributed": 0.02}}),
-    "witnesses_disagree": (
+    "telemetry_mismatch": (
         {"gpus": 1, "shares": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
          "window": lambda _: {"phases": {"compute": 0.55, "host": 0.09, "unattributed": 0.36}}},
         {"gpus": 1, "shares": {"host": 0.09}},
@@ -212,7 +212,7 @@ CASES: dict[str, tuple[Case, Case]] = {
     ),
     "no_telemetry": ({"config": OURS.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
                      {"config": OURS.replace("DEVICE", "cuda")}),
-    "job_says_no_steps": (_watched(seconds=0, startup=130, losses=None), _watched(seconds=0, startup=100)),
+    "no_step_output": (_watched(seconds=0, startup=130, losses=None), _watched(seconds=0, startup=100)),
     # dying
     "hung": ({"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
              {"silent": 60, "end": None}),  # the processors are busy: perhaps an evaluation
@@ -220,19 +220,19 @@ CASES: dict[str, tuple[Case, Case]] = {
         _watched(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
         _watched(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
     ),
-    "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint")),
+    "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint_saved")),
     "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
     "storage_errors": (_event("warning", 3, storage="429"), {"events": [("warning", "the disk is odd", {})] * 3}),
     "gpu_errors": ({"gpus": 1, "gpu": lambda s, _: {"xids": [79]} if s == 20 else {}}, {"gpus": 1}),
     "gpu_memory_errors": (
         {"gpus": 1, "gpu": lambda s, _: {"ecc_uncorrected": 1} if s > 20 else {}}, _gpu(ecc_corrected=10**6),
     ),
-    "quarantined_pictures": ({"quarantined": ["a.jpg"]}, {"quarantined": []}),
+    "bad_images": ({"quarantined": ["a.jpg"]}, {"quarantined": []}),
 }  # fmt: skip
 
 MAY_BE_BESIDE: dict[str, set[str]] = {
-    "gpu_not_used": {"job_says_no_steps", "unattributed_time"}, "witnesses_disagree": {"unattributed_time"},
-    "loss_not_finite": {"rate_too_low"}, "hung": {"no_last_word"}, "empty_input": {"no_last_word", "unattributed_time"},
+    "gpu_not_used": {"no_step_output", "unattributed_time"}, "telemetry_mismatch": {"unattributed_time"},
+    "non_finite_loss": {"lr_too_low"}, "hung": {"ended_without_record"}, "empty_input": {"ended_without_record", "unattributed_time"},
 }  # fmt: skip
 """Cause → others that the same records also show, and rightly."""
 

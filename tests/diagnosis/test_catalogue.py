@@ -15,7 +15,7 @@ from stoker.diagnosis.verdicts import render_verdicts
 from stoker.diagnosis.xids import XIDS
 from stoker.runs.schemas import PROBE_KINDS
 
-OF_OURS = {"cold_cache", "anchors_miss_boxes", "rate_lowered", "checkpoints_failed", "quarantined_pictures"}
+OF_OURS = {"cold_cache", "anchors_miss_boxes", "rolled_back_lower_lr", "checkpoints_failed", "bad_images"}
 """Causes that rest on what only `stoker train` records."""
 PAGE = Path(__file__).parents[2] / "docs/verdicts.md"
 

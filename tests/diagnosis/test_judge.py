@@ -44,7 +44,7 @@ def test_of_several_about_the_same_seconds_the_most_exact_is_given(tmp_path: Pat
     waits: dict[str, Any] = {"shares": {"input_wait": 0.3}, "host": lambda _: {"cpu": [0.9, 0.1, 0.1, 0.1]}}
     for number, (more, cause) in enumerate((
         ({}, "input_bound"), ({"stages": DECODING}, "slow_decode"),
-        ({"stages": DECODING, "config": few}, "too_few_threads"),
+        ({"stages": DECODING, "config": few}, "too_few_workers"),
         ({"stages": DECODING, "config": few,
           "host": lambda _: {"throttled_s": 1.0, "cpu": [0.9, 0.1, 0.1, 0.1]}}, "cpu_quota"),
     )):  # fmt: skip
@@ -58,7 +58,7 @@ def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_o
         quarantined=["a.jpg"],
     )  # fmt: skip
     assert names(diagnose(run)) == [
-        "disk_nearly_full", "evaluation_heavy", "work_lost_to_restarts", "input_bound", "quarantined_pictures",
+        "disk_nearly_full", "evaluation_heavy", "work_lost_to_restarts", "input_bound", "bad_images",
         "gpu_memory_unused",
     ]  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_twice_the_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
     (finding,) = diagnose(run)
     assert finding.cause == "batch_too_small"
     assert finding.lost_device_s == pytest.approx(40 / 3, rel=0.01)
-    assert finding.config_patch == {"fit": True}
+    assert finding.config_patch == {"auto_batch": True}
 
 
 def test_money_needs_a_price_and_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", shares={"sync": 0.25})
     with (run / STEPS).open("a") as file:
         file.write('{"t": 1.0, "attempt": 1, "st')
-    assert names(diagnose(run)) == ["host_waits"]
+    assert names(diagnose(run)) == ["host_device_syncs"]
 
 
 def test_findings_are_written_and_read_back(tmp_path: Path) -> None:

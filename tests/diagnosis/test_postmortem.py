@@ -60,8 +60,10 @@ SAID: dict[str, tuple[str, ...]] = {
         "(10.0.0.3, 29500).",
         "OSError: [Errno 98] Address already in use",
     ),
-    "gpu_taken": ("failed to allocate 9.2G (9876543210 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",),
-    "host_memory_exhausted": (
+    "gpu_memory_in_use": (
+        "failed to allocate 9.2G (9876543210 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ),
+    "host_out_of_memory": (
         "tensorflow...ResourceExhaustedError: OOM when allocating tensor with shape[64,640,640,3] and type float on "
         "/job:localhost/replica:0/task:0/device:CPU:0 by allocator mklcpu",
         "MemoryError",
@@ -101,13 +103,15 @@ SAID: dict[str, tuple[str, ...]] = {
         "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
         "OSError: image file is truncated (3 bytes not processed)",
     ),
-    "config_typo": ('google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',),
-    "path_wrong": (
+    "unknown_config_key": (
+        'google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',
+    ),
+    "path_not_found": (
         "tensorflow...NotFoundError: RuntimeError: Did not find any input files matching the glob pattern ['/a-*']",
         "ValueError: Failed to find any matching files for /models/ckpt-0",
         "WARNING: No labels found in /data/labels/train.cache",
     ),
-    "bucket_refused": (
+    "bucket_access_denied": (
         "PermissionDeniedError: Error executing an HTTP request: HTTP response code 403 with body '{'",
         "google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/x: train@p.iam does not have "
         "storage.objects.get access to the Google Cloud Storage object.",
@@ -206,13 +210,13 @@ def run_python(code: str, *, address_space: int | None = None) -> subprocess.Com
 @pytest.mark.parametrize(
     ("code", "cause", "line"),
     [
-        ("bytearray(10**10)", "host_memory_exhausted", "MemoryError"),
-        ("import numpy; numpy.ones(10**10)", "host_memory_exhausted", "Unable to allocate 74.5 GiB for an array"),
-        ("import torch; torch.empty(1 << 45)", "host_memory_exhausted", "DefaultCPUAllocator: can't allocate memory"),
+        ("bytearray(10**10)", "host_out_of_memory", "MemoryError"),
+        ("import numpy; numpy.ones(10**10)", "host_out_of_memory", "Unable to allocate 74.5 GiB for an array"),
+        ("import torch; torch.empty(1 << 45)", "host_out_of_memory", "DefaultCPUAllocator: can't allocate memory"),
         ("open('/dev/full', 'w').write('x' * 100000)", "disk_full", "OSError: [Errno 28] No space left on device"),
         ("import ctypes; ctypes.CDLL('libcudnn_cnn_infer.so.8')", "library_missing", "libcudnn_cnn_infer.so.8"),
         ("import no_such_package", "library_missing", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("open('/nowhere/labels.txt')", "path_wrong", "FileNotFoundError: [Errno 2]"),
+        ("open('/nowhere/labels.txt')", "path_not_found", "FileNotFoundError: [Errno 2]"),
         ("import socket\na = socket.create_server(('localhost', 0))\nsocket.socket().bind(a.getsockname())",
          "rendezvous_failed", "Address already in use"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", "ended by SIGKILL"),
@@ -298,20 +302,20 @@ def test_real_torch_jobs_that_die(code: str, cause: str, tmp_path: Path) -> None
 
 def test_a_kill_outranks_what_was_printed_before_it() -> None:
     found = died(TRACEBACK + SAID["gpu_out_of_memory"][0] + "\nhandled\nstep 9\n", exit_code=137, oom_kills=2)
-    assert [(f.cause, f.severity) for f in found] == [("host_memory_killed", "critical"), ("gpu_out_of_memory", "info")]
+    assert [(f.cause, f.severity) for f in found] == [("oom_killed", "critical"), ("gpu_out_of_memory", "info")]
     assert quoted(found[0])[0] == ("the kernel killed 2 processes of the job's cgroup for memory",
                                    "memory.events: oom_kill")  # fmt: skip
 
 
 def test_a_kill_while_memory_was_filling_faster_than_it_is_sampled() -> None:
-    for share, growth, cause in ((0.9, 0.15, "host_memory_killed"), (0.8, 0.15, "no_last_word")):
+    for share, growth, cause in ((0.9, 0.15, "oom_killed"), (0.8, 0.15, "ended_without_record")):
         found = explain(Termination(memory_fraction=share, memory_growth=growth))
         assert found[0].cause == cause
     assert "15 points more" in explain(Termination(memory_fraction=0.9, memory_growth=0.15))[0].evidence[0].text
 
 
 @pytest.mark.parametrize(("share", "oom_kills", "cause", "severity"), [
-    (0.97, None, "host_memory_killed", "warning"),
+    (0.97, None, "oom_killed", "warning"),
     (0.97, 0, "killed", "critical"),  # the kernel says that it was not it
     (0.80, None, "killed", "critical"),
     (None, None, "killed", "critical"),
@@ -331,7 +335,7 @@ def test_a_kill_that_nothing_explains_says_what_is_not_known() -> None:
 OOM_LINE = "[91.2] Memory cgroup out of memory: Killed process 812 (python) total-vm:9kB, anon-rss:9kB"
 
 
-@pytest.mark.parametrize(("pid", "cause"), [(812, "host_memory_killed"), (813, "killed")])
+@pytest.mark.parametrize(("pid", "cause"), [(812, "oom_killed"), (813, "killed")])
 def test_the_kernels_log_counts_where_it_names_the_job(pid: int, cause: str) -> None:
     found = died("step 9", KILLED, kernel=split_log_lines(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
     assert [finding.cause for finding in found] == [cause]
@@ -440,7 +444,7 @@ def test_asked_to_stop(exit_code: int) -> None:
 
 def test_an_end_that_nobody_saw() -> None:
     (finding,) = died("step 9 of 90", exit_code=None)
-    assert (finding.cause, quoted(finding)[0]) == ("no_last_word", ("step 9 of 90", "job.log:1"))
+    assert (finding.cause, quoted(finding)[0]) == ("ended_without_record", ("step 9 of 90", "job.log:1"))
     assert "not known: its exit code or signal" in said(finding)
     assert died(TRACEBACK + SAID["disk_full"][0], exit_code=None)[0].cause == "disk_full"
 
@@ -491,7 +495,7 @@ def make_run(path: Path, *, used: float = 0.5) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize(("used", "cause"), [(0.5, "no_last_word"), (0.98, "host_memory_killed")])
+@pytest.mark.parametrize(("used", "cause"), [(0.5, "ended_without_record"), (0.98, "oom_killed")])
 def test_a_run_of_ours_that_was_killed(used: float, cause: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, used=used).close()
@@ -524,16 +528,16 @@ def test_a_run_of_ours_that_said_why(tmp_path: Path) -> None:
 
 def test_a_watched_run_is_judged_by_its_output(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    (tmp_path / "run" / OUTPUT).write_text(f"step 1\nloss: nan\n{TRACEBACK}{SAID['path_wrong'][1]}\n")
+    (tmp_path / "run" / OUTPUT).write_text(f"step 1\nloss: nan\n{TRACEBACK}{SAID['path_not_found'][1]}\n")
     folder.event("failed", "train.py ended with exit code 1", exit_code=1)
     found = diagnose(tmp_path / "run")
-    assert [finding.cause for finding in found] == ["path_wrong", "diverged"]
+    assert [finding.cause for finding in found] == ["path_not_found", "diverged"]
     assert quoted(found[0])[:2] == [
-        (SAID["path_wrong"][1], "output.log:6"),
+        (SAID["path_not_found"][1], "output.log:6"),
         ("ended with exit code 1", "events.jsonl:3"),
     ]
     folder.event("failed", "train.py ended by signal 9", exit_code=137, signal=9, oom_kills=1)
-    assert diagnose(tmp_path / "run")[0].cause == "host_memory_killed"
+    assert diagnose(tmp_path / "run")[0].cause == "oom_killed"
     folder.event("finished", "train.py ended with exit code 0", exit_code=0)
     folder.close()
     assert [finding.cause for finding in diagnose(tmp_path / "run")] == ["diverged"]
@@ -592,7 +596,7 @@ def test_what_a_watched_job_s_end_carries(tmp_path: Path) -> None:
     assert (ended.shm_fraction, ended.empty_inputs) == (0.99, ("/data/a.tfrecord",))
     assert [(line.text, line.source) for line in ended.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
     found = explain(ended)
-    assert [finding.cause for finding in found] == ["host_memory_killed", "gpu_fault"]
+    assert [finding.cause for finding in found] == ["oom_killed", "gpu_fault"]
     assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
 
 

@@ -24,7 +24,7 @@ def of(found: list[Finding], cause: str) -> Finding:
 
 
 def test_a_run_of_ours_is_judged_by_its_course_when_its_own_alarms_can_be() -> None:
-    assert CATALOG["rate_too_high"].threshold("own_windows") == 2 * MEDIAN_WINDOWS
+    assert CATALOG["lr_too_high"].threshold("own_windows") == 2 * MEDIAN_WINDOWS
 
 
 def test_every_cause_has_a_rule_of_its_name_and_a_case() -> None:
@@ -75,7 +75,7 @@ def test_shares_are_of_the_time_after_the_start_and_losses_of_all_of_it(tmp_path
 
 
 def test_a_phase_is_lost_as_long_as_it_took(tmp_path: Path) -> None:
-    for name, phase in (("evaluation_heavy", "eval"), ("host_waits", "sync"), ("recompiles", "compile")):
+    for name, phase in (("evaluation_heavy", "eval"), ("host_device_syncs", "sync"), ("recompiles", "compile")):
         found = findings(tmp_path / name, {"shares": {phase: 0.25}, "seconds": 20})
         assert of(found, name).lost_device_s == pytest.approx(5.0, rel=0.06), name
 
@@ -92,7 +92,7 @@ def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_pro
     waits = {"config": None, "shares": {"input_wait": 0.4}}
     for name, cores, cause in (
         ("rests", {"process_cpu": 0.65}, "slow_storage"),
-        ("one", {"process_cpu": 1.6, "cpu": [1.0, 0.6, 0.0, 0.0]}, "too_few_threads"),
+        ("one", {"process_cpu": 1.6, "cpu": [1.0, 0.6, 0.0, 0.0]}, "too_few_workers"),
         ("all", {"process_cpu": 3.7, "cpu": [0.95] * 4}, "slow_decode"),
         ("others", {"process_cpu": 1.6, "cpu": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
     ):
@@ -106,15 +106,15 @@ def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(
 
     for name, made, host, cause in (
         ("between, computes", case({"host": 0.4}, host=0.38), {"process_cpu": 1.0}, "python_bound"),
-        ("between, waits", case({"host": 0.4}, host=0.02), {"process_cpu": 1.9}, "host_waits"),
-        ("in steps, waits", case({}, compute=0.5), {"process_cpu": 1.6}, "host_waits"),
+        ("between, waits", case({"host": 0.4}, host=0.02), {"process_cpu": 1.9}, "host_device_syncs"),
+        ("in steps, waits", case({}, compute=0.5), {"process_cpu": 1.6}, "host_device_syncs"),
         ("input, waits", case({"input_wait": 0.4}, input_wait=0.02), {"process_cpu": 0.65}, "slow_storage"),
-        ("input, decodes", case({"input_wait": 0.4}, input_wait=0.39), {"process_cpu": 1.0}, "too_few_threads"),
+        ("input, decodes", case({"input_wait": 0.4}, input_wait=0.39), {"process_cpu": 1.0}, "too_few_workers"),
         (
             "input, a worker decodes",
             case({"input_wait": 0.4}, input_wait=0.02),
             {"process_cpu": 1.5},
-            "too_few_threads",
+            "too_few_workers",
         ),
     ):
         found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
@@ -154,16 +154,16 @@ def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_pat
 def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
     stacks = [{"samples": 100, "main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
     job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
-    assert "host_waits" not in {f.cause for f in findings(tmp_path / "busy", job)}
+    assert "host_device_syncs" not in {f.cause for f in findings(tmp_path / "busy", job)}
     idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilisation": 0.5}})
-    assert of(idle, "host_waits").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
+    assert of(idle, "host_device_syncs").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
 
 
 def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
     for cause, main in (
         ("python_bound", {"python": 0.5, "compute": 0.5}), ("slow_decode", {"decode": 0.5, "compute": 0.5}),
         ("recompiles", {"compile": 0.3, "compute": 0.7}), ("communication_bound", {"comm": 0.4, "compute": 0.6}),
-        ("host_waits", {"sync": 0.4, "compute": 0.6}),
+        ("host_device_syncs", {"sync": 0.4, "compute": 0.6}),
     ):  # fmt: skip
         stacks = [{"samples": 100, "main": main, "frames": {"train (job.py:10)": 0.5}}] * 2
         job = {
@@ -183,26 +183,26 @@ def test_a_training_thread_that_decodes_by_itself_beside_idle_cores_wants_worker
         "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
         "host": lambda _: {"process_cpu": 1.0},
     })  # fmt: skip
-    assert of(found, "too_few_threads").severity == "critical"
+    assert of(found, "too_few_workers").severity == "critical"
 
 
 def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -> None:
     rises = {"config": None, "losses": lambda s: {"total": 2.0 if s < 10 else 2.0 * 1.1 ** (s - 10)}}
-    finding = of(findings(tmp_path / "run", rises), "rate_too_high")
+    finding = of(findings(tmp_path / "run", rises), "lr_too_high")
     assert finding.lost_device_s == pytest.approx(30, abs=12)
     blew_up = {"config": None, "losses": lambda s: {"total": 1e17 if s == 0 else 900.0 + 100 * (s % 4)}}
-    assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "rate_too_high").evidence[0].text
+    assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "lr_too_high").evidence[0].text
     above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
-    assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "rate_too_high").evidence[0].text
+    assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "lr_too_high").evidence[0].text
     mean = {"config": None, "losses": lambda s: {"total": 5e19 / (s + 1)}}  # since the epoch began, as Keras says it
-    assert "the loss is " in of(findings(tmp_path / "mean", mean), "rate_too_high").evidence[0].text
+    assert "the loss is " in of(findings(tmp_path / "mean", mean), "lr_too_high").evidence[0].text
     jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
-    finding = of(findings(tmp_path / "jumps", jumps), "rate_too_high")
+    finding = of(findings(tmp_path / "jumps", jumps), "lr_too_high")
     assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text
     small = {"config": None, "losses": lambda s: {"total": 2.0 * 0.8**s if s % 9 != 5 else 0.5}}  # below its beginning
     assert findings(tmp_path / "small", small) == []
     stays = {"config": None, "losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 5.2 + 0.1 * (s % 3)}}
-    finding = of(findings(tmp_path / "stays", stays), "rate_too_high")
+    finding = of(findings(tmp_path / "stays", stays), "lr_too_high")
     assert "was 2.3 at the beginning, jumped to 8e+03 and is 5.3 now" in finding.evidence[0].text
     returns = {"config": None, "losses": lambda s: {"total": (2.3, 80.0)[s] if s < 2 else 2.2 * 0.98**s}}
     assert findings(tmp_path / "returns", returns) == []
@@ -212,14 +212,14 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
 
 def test_a_run_of_ours_too_short_to_judge_itself_is_judged_by_its_losses(tmp_path: Path) -> None:
     jumped = {"losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 7.2 + 0.1 * (s % 3)}}
-    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "rate_too_high"
+    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "lr_too_high"
     long = findings(tmp_path / "long", {**jumped, "seconds": 40})
     assert [finding.cause for finding in long if finding.severity != "info"] == []
 
 
 def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
     flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": None}}
-    assert of(findings(tmp_path / "run", flat), "rate_too_low").severity == "info"
+    assert of(findings(tmp_path / "run", flat), "lr_too_low").severity == "info"
 
 
 @pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
@@ -233,10 +233,10 @@ def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) 
     assert said in finding.fix
 
 
-@pytest.mark.parametrize("cause", ["rate_lowered", "loss_spikes", "rate_too_high"])
+@pytest.mark.parametrize("cause", ["rolled_back_lower_lr", "loss_spikes", "lr_too_high"])
 def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> None:
     finding = of(findings(tmp_path / "run", CASES[cause][0]), cause)
-    assert finding.command == "--rate 0.003"
+    assert finding.command == "--lr 0.003"
 
 
 def test_severity_follows_the_thresholds(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_xids_say_what_they_mean(tmp_path: Path) -> None:
 
 def test_quarantine_names_pictures_once(tmp_path: Path) -> None:
     found = findings(tmp_path / "run", {"quarantined": ["a.jpg", "a.jpg", "b.jpg"]})
-    assert [e.text for e in of(found, "quarantined_pictures").evidence] == [
+    assert [e.text for e in of(found, "bad_images").evidence] == [
         "2 pictures", "a.jpg: truncated", "b.jpg: truncated",
     ]  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_quarantine_names_pictures_once(tmp_path: Path) -> None:
 def test_a_hang_that_was_killed_is_said_before_the_kill(tmp_path: Path) -> None:
     case = CASES["hung"][0]
     found = findings(tmp_path / "run", case)
-    assert [finding.cause for finding in found][:2] == ["hung", "no_last_word"]
+    assert [finding.cause for finding in found][:2] == ["hung", "ended_without_record"]
 
 
 def test_a_first_window_that_is_mostly_the_start_is_no_usual_length(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -
     tail = {"config": None, "window": lambda s: {"steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
             "shares": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
-    assert [f.cause for f in found] == ["too_few_threads"]
+    assert [f.cause for f in found] == ["too_few_workers"]
 
 
 def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:

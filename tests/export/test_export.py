@@ -244,14 +244,14 @@ def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detec
     ("flags", "code", "words"),
     [
         ([], 2, ["Which format?", "--onnx"]),
-        (["--onnx", "--batch", "many"], 2, ["'many'", "dynamic"]),
-        (["--onnx", "--batch", "0"], 2, ["--batch 0", "1 or more"]),
+        (["--onnx", "--batch-size", "many"], 2, ["'many'", "dynamic"]),
+        (["--onnx", "--batch-size", "0"], 2, ["--batch-size 0", "1 or more"]),
         (["--onnx", "--conf", "1.5"], 2, ["--conf 1.5", "0 … 1"]),
         (["--onnx", "--max-detections", "0"], 2, ["--max-detections 0"]),
         (["--onnx", "--opset", "17"], 2, ["--opset 17", "18 … 21"]),
         (["--onnx", "--out", "model.pt"], 2, ["model.pt", "model.onnx"]),
         (["--onnx", "--out", "nowhere/model.onnx"], 3, ["nowhere"]),
-        (["--onnx", "--pictures", "nowhere"], 2, ["nowhere"]),
+        (["--onnx", "--images", "nowhere"], 2, ["nowhere"]),
     ],
 )
 def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: int, words: list[str]) -> None:
@@ -313,8 +313,8 @@ def test_without_the_data_pictures_have_to_be_named(run: Path, data: Path, stoke
         code, _, err = stoker("export", what, "--onnx")
         assert code == 2, err
         assert "no pictures to compare" in err
-        assert "--pictures" in err
-    code, out, err = stoker("export", run, "--onnx", "--pictures", data / "valid")
+        assert "--images" in err
+    code, out, err = stoker("export", run, "--onnx", "--images", data / "valid")
     assert code == 0, err
     assert "parity on 10 pictures" in out
 
@@ -374,7 +374,7 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
 def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
     picture = tmp_path / "shot.png"
     Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(picture)
-    assert stoker("export", run, "--onnx", "--pictures", picture)[0] == 0
+    assert stoker("export", run, "--onnx", "--images", picture)[0] == 0
     (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     absent = (
         "import sys\n"

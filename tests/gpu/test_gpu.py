@@ -143,7 +143,7 @@ def test_nvml_sees_the_device():
 
 def test_a_training_on_the_device(tmp_path: Path):
     config = from_fields({"data": str(draw(tmp_path / "data", train=64)), "model": "retinanet_tiny_fpn",
-                          "canvas": (64, 64), "batch": 8, "for_": "200", "device": "cuda"})  # fmt: skip
+                          "image_size": (64, 64), "batch_size": 8, "max_duration": "200", "device": "cuda"})  # fmt: skip
     result = train(config, run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 200

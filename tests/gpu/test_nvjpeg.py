@@ -112,7 +112,7 @@ def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, dev
 
 
 def test_it_is_chosen_by_what_was_measured(pictures: Smooth, device: Device) -> None:
-    options = {"canvas": (64, 96), "resize": "letterbox", "batch": 8}
+    options = {"image_size": (64, 96), "resize": "letterbox", "batch_size": 8}
     decoder, why = measure_and_choose_decoder(pictures, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
     assert decoder == "host"
     assert "nvJPEG cannot" not in why
@@ -122,7 +122,7 @@ def test_it_is_chosen_by_what_was_measured(pictures: Smooth, device: Device) -> 
 
 def test_a_training_with_it(tmp_path: Path) -> None:
     data = str(draw(tmp_path / "data", train=64))
-    config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 8, "for_": "100",
-                          "device": "cuda", "decoder": "nvjpeg"})  # fmt: skip
+    config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 8, "max_duration": "100",
+                          "device": "cuda", "jpeg_decoder": "nvjpeg"})  # fmt: skip
     result = train(config, run_dir=str(tmp_path / "run"))
     assert sum(window.window_steps for window in read_lines(result.run, STEPS, StepWindow)) == 100

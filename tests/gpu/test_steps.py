@@ -33,7 +33,14 @@ def device() -> Device:
 
 
 def make_stepper(model, device: Device, **changes) -> OptimizerStep:
-    usual = {"optimizer": "sgd", "backbone_rate": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "clip": 1.0, "ema": 0.99}
+    usual = {
+        "optimizer": "sgd",
+        "backbone_lr_mult": 1.0,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "clip_grad_norm": 1.0,
+        "ema_decay": 0.99,
+    }
     return OptimizerStep(model, OptimSettings(**usual | changes), device, precision="bf16")
 
 

@@ -93,7 +93,7 @@ def test_what_is_not_known_has_no_price(odd: dict[str, object]) -> None:
 
 
 def test_a_price_that_is_given() -> None:
-    assert user_price(0.0, "--price") is None
-    price = user_price(3.6, "--price")
+    assert user_price(0.0, "--price-per-device-hour") is None
+    price = user_price(3.6, "--price-per-device-hour")
     assert price is not None
     assert price.cost(1000.0) == (1.0, 1.0)

@@ -68,7 +68,9 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
 
 
 def run(paths: list[Path], **options: Any) -> list[Any]:
-    return list(predict_images(FindsBright(), paths, CPU, **({"canvas": (96, 64), "resize": "letterbox"} | options)))  # type: ignore[arg-type]
+    return list(
+        predict_images(FindsBright(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options))
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("resize", ["letterbox", "squash"])

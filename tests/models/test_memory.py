@@ -140,7 +140,7 @@ def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
 def test_the_peak_of_resnet50_is_less_than_half():
     """RetinaNet-R50, 80 classes, 800 × 800, 32 pictures, bf16: the known case, and how much less it takes."""
     known = fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800))
-    less = fakes.Trial(**{**vars(known), "settings": {"checkpoint_activations": True}})
+    less = fakes.Trial(**{**vars(known), "settings": {"activation_checkpointing": True}})
     outcomes = fakes.run(known, less)
     assert [outcome.error for outcome in outcomes] == [None, None]
     gib = [outcome.peak / 2**30 for outcome in outcomes]

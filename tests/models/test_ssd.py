@@ -444,7 +444,7 @@ def test_canvas_and_anchors_of_a_run(index: Index) -> None:
     with pytest.raises(ConfigError, match="multiples of 20 for ssd300_vgg16") as caught:
         derived(index, model=SSD300, canvas=(310, 300))
     with pytest.raises(ConfigError, match="multiples of 32"):
-        check_image_size(from_fields({"model": LITE, "canvas": (300, 300)}))
+        check_image_size(from_fields({"model": LITE, "image_size": (300, 300)}))
     assert list(caught.value.choices) == ["320", "300"]
 
 
@@ -465,7 +465,7 @@ def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
         assert detect_tail(read_weights(path).tensors) == tail
     assert derived(index, model=LITE, canvas=(32, 32), weights=str(path))[0].model.tail == "full"
     assert derived(index, model=LITE, canvas=(32, 32), weights="imagenet")[0].model.tail == "full"
-    with pytest.raises(ConfigError, match="--tail half does not fit"):
+    with pytest.raises(ConfigError, match="--reduced-tail does not fit"):
         derived(index, model=LITE, weights="imagenet", tail="half")
 
 
@@ -482,7 +482,7 @@ def test_class_layers_have_classes_and_background_of_every_anchor(models: dict[s
 @pytest.mark.slow
 def test_mixed_precision_steps_on_a_fake_accelerator_and_their_memory() -> None:
     """2.29 GiB for SSD300, 1.65 for SSDlite when this was written; all overlaps of 1,000 boxes would be 1.04 more."""
-    common: dict[str, Any] = {"batch": 32, "optimizer": "adamw"}
+    common: dict[str, Any] = {"batch_size": 32, "optimizer": "adamw"}
     trials = [
         fakes.Trial(model=SSD300, slots=10, canvas=(300, 300), precision="fp16", **common),
         fakes.Trial(model=SSD300, slots=1000, canvas=(300, 300), precision="fp16", **common),

@@ -228,7 +228,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     message = failure(tmp_path / "tiny.safetensors", name=TINY, anchor_ratios=(0.5, 1.0))
     assert "tensor head.regression_head.bbox_reg." in message
     assert "[8] in the file, [16] in the model" in message
-    assert "--anchor-ratios" in message
+    assert "--aspect-ratios" in message
 
 
 class Server(BaseHTTPRequestHandler):

@@ -64,7 +64,7 @@ def test_one_page_of_many_runs(stoker: Command) -> None:
     assert stoker("report", "--all", "runs") == (0, "runs/runs-report.html\n")
     assert stoker("report", "--all", "runs", "--out", "x.html") == (0, "x.html\n")
     assert Path("x.html").read_text().startswith("<!doctype html>")
-    code, text = stoker("report", "--all", "runs", "--json", "--price", "3.6")
+    code, text = stoker("report", "--all", "runs", "--json", "--price-per-device-hour", "3.6")
     assert code == 0
     assert json.loads(text)["money"] == {"low": 2.0, "high": 2.0, "runs": 1}
 
@@ -73,7 +73,7 @@ def test_a_price_of_nothing_shows_none(stoker: Command) -> None:
     told = {"machine_type": "p3.2xlarge", "gpu": {"gpus": [{"name": "Tesla V100-SXM2-16GB"}]}}
     write_run(Path("a"), environment=told)
     assert "cost" in stoker("why", "a")[1]
-    assert "cost" not in stoker("why", "a", "--price", "0")[1]
+    assert "cost" not in stoker("why", "a", "--price-per-device-hour", "0")[1]
 
 
 def test_the_page_of_a_run_has_its_list_price_and_the_advice(stoker: Command) -> None:

@@ -33,7 +33,7 @@ def shown(fleet: RunsSummary) -> str:
 
 def only(seen: RunRecords) -> list[Finding]:
     """Findings whose words no catalogue changes: one for the time of `input_wait`, and what ended a run."""
-    died = [(seen.totals.device_s, "no_last_word", "It died", None)] if seen.termination is not None else []
+    died = [(seen.totals.device_s, "ended_without_record", "It died", None)] if seen.termination is not None else []
     waited_s = seen.totals.phases.get("input_wait", 0.0)
     lost = [(waited_s, "input_bound", "It waits", waited_s)] if waited_s else []
     return [Finding(cause=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
@@ -72,7 +72,7 @@ total                  3  100 %
 findings (they overlap with the phases and each other)
 cause         device-hours  share  cost  runs
 input_bound           0.25  8.3 %  0.50     1  It waits
-no_last_word                                2  It died
+ended_without_record                                2  It died
 
 month    device-hours  trained  cost  runs
 2026-05             2     62 %  2.00     2
@@ -89,7 +89,7 @@ runs/a        0.25   1  0.50  input_wait    It waits
 
 ended before their time
 cause         runs
-no_last_word     2  It died  runs/c, runs/d
+ended_without_record     2  It died  runs/c, runs/d
 
 """
     )
@@ -263,7 +263,7 @@ def test_the_page_of_runs_without_time(tmp_path: Path) -> None:
     write_run(tmp_path / "a", windows=0, end=None)
     assert "No time is recorded." in render_runs_summary(
         summarize_runs(tmp_path)
-    ) or "no_last_word" in render_runs_summary(summarize_runs(tmp_path))
+    ) or "ended_without_record" in render_runs_summary(summarize_runs(tmp_path))
 
 
 @pytest.mark.slow

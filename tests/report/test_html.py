@@ -180,7 +180,7 @@ def test_the_page_says_how_good_how_long_where_the_time_went_and_what_to_do(page
         "input wait 29 %",
         "What to do next",
         "The device waits for pictures",
-        "--threads",
+        "--workers",
         "0.08",
     ):
         assert words in summary, words
@@ -275,7 +275,7 @@ def test_texts_can_be_read_in_light_and_dark(page: str) -> None:
     light, dark = (dict(re.findall(r"(--\w+): (#\w{6})", part)) for part in parts)
     assert set(light) == set(dark)
     for colours in (light, dark):
-        texts = ("--text", "--muted", "--link", "--good", "--bad", "--warn")
+        texts = ("--text", "--muted", "--hardlink", "--good", "--bad", "--warn")
         pairs = [(name, back) for name in texts for back in ("--panel", "--back")]
         pairs += [("--on", f"--c{n}") for n in range(charts_module.NUM_COLORS)]
         for front, back in pairs:
@@ -446,7 +446,7 @@ def test_the_command_writes_the_page_and_prints_its_place(
     assert command() == f"{run / 'report.html'}\n"
     assert command("--out", str(tmp_path / "new" / "x.html")) == f"{tmp_path / 'new' / 'x.html'}\n"
     assert (tmp_path / "new" / "x.html").read_text().startswith("<!doctype html>")
-    report = msgspec.json.decode(command("--json", "--price", "36"), type=RunReport)
+    report = msgspec.json.decode(command("--json", "--price-per-device-hour", "36"), type=RunReport)
     assert report.explanation.price_per_device_hour == 36
     assert report.evaluation is not None
     assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "for", "price"]

@@ -77,7 +77,7 @@ def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
 
 @pytest.mark.parametrize(("gpu", "sm", "memory", "slice_"), [
     ("NVIDIA A100-SXM4-40GB", 0.1, 0.1, "MIG slice 1g"), ("NVIDIA H100 80GB HBM3", 0.2, 0.1, "MIG slice 2g"),
-    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First a larger --batch"),
+    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First a larger --batch-size"),
 ])  # fmt: skip
 def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
     load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, memory=memory)

@@ -54,7 +54,7 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
 def window(step: int, **changes: Any) -> StepWindow:
     fields: dict[str, Any] = {
         "t": 1000.0 + step, "attempt": 1, "step": step, "steps": 10, "pictures": 160, "wall_s": 2.0, "devices": 2,
-        "phases": {"compute": 3.0, "eval": 1.0}, "losses": {"total": 1.5, "box": 0.5}, "rate": 0.01, **changes,
+        "phases": {"compute": 3.0, "eval": 1.0}, "losses": {"total": 1.5, "box": 0.5}, "lr": 0.01, **changes,
     }  # fmt: skip
     return StepWindow(**fields)
 

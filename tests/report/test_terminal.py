@@ -20,7 +20,7 @@ def window(**changes: object) -> StepWindow:
     fields: dict[str, object] = {
         "t": 0.0, "attempt": 1, "step": 1200, "steps": 20, "pictures": 320, "wall_s": 2.0, "devices": 2,
         "phases": {"compute": 3.7, "input_wait": 0.3}, "losses": {"total": 1.2341, "class": 0.8, "box": 0.4341},
-        "rate": 0.0021, **changes,
+        "lr": 0.0021, **changes,
     }  # fmt: skip
     return StepWindow(**fields)  # type: ignore[arg-type]
 

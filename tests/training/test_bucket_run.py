@@ -42,8 +42,8 @@ from tests.storage.servers import Conditions, Place, Proxy, Server, apply, googl
 from tests.training.test_uploads import LIMIT_S, name_of
 
 FLAGS = {
-    "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "24", "eval_every": "9",
-    "checkpoint_every": "4", "ema": 0.9, "precision": "fp32", "flip": 0.5, "brightness": 0.2, "threads": 1,
+    "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "24", "eval_every": "9",
+    "checkpoint_every": "4", "ema_decay": 0.9, "precision": "fp32", "hflip": 0.5, "brightness": 0.2, "workers": 1,
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def signalled(ready: Callable[[], bool]) -> Iterator[None]:
         thread.join()
 
 
-LONG = FLAGS | {"for_": "4000"}
+LONG = FLAGS | {"max_duration": "4000"}
 """Goes on until it is stopped."""
 
 
@@ -194,7 +194,7 @@ def write_run(folder: Path, *lines: str) -> None:
     (folder / CONFIG).write_text("")
     records = RunFolder(folder, 1)
     for line in lines:
-        records.event("note", line)
+        records.event("info", line)
     records.close()
 
 
@@ -362,8 +362,8 @@ def test_a_bucket_without_conditions_is_said(address: StorageUri, monkeypatch: p
 
 
 COMMAND = [
-    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--for", "80", "--eval-every", "30",
-    "--checkpoint-every", "6", "--crop", "0.5", "--ema", "0.9", "--precision", "fp32", "--threads", "1",
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", "80", "--eval-every", "30",
+    "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9", "--precision", "fp32", "--workers", "1",
 ]  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
-LASTS = [*COMMAND[:7], "--for", "4000", *COMMAND[9:]]
+LASTS = [*COMMAND[:7], "--steps", "4000", *COMMAND[9:]]
 """Until it is stopped."""
 
 

@@ -16,8 +16,8 @@ from stoker.runs.schemas import Event
 from tests.drawn import draw, run_stoker, stoker
 
 FLAGS = [
-    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--eval-every", "0",
-    "--checkpoint-every", "6", "--crop", "0.5", "--precision", "fp32", "--threads", "2",
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--eval-every", "0",
+    "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--precision", "fp32", "--workers", "2",
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def weights(run: Path) -> bytes:
 
 
 def train(data: Path, folder: Path, cache: str = "disk", length: str = "20") -> Path:
-    flags = [*FLAGS, "--for", length, "--cache", cache, "--run", "run"]
+    flags = [*FLAGS, "--max-duration", length, "--cache", cache, "--run", "run"]
     code, output = run_stoker("train", data, *flags, cwd=folder)
     assert code == 0, output
     return folder / "run"
@@ -73,7 +73,7 @@ def test_a_run_that_is_killed_while_its_cache_fills_goes_on_without_it(data: Pat
     kept = cache_file(data, whole)
     kept.unlink()
     run = tmp_path / "killed" / "run"
-    flags = [*FLAGS, "--for", "20", "--cache", "disk", "--run", "run"]
+    flags = [*FLAGS, "--steps", "20", "--cache", "disk", "--run", "run"]
     process = stoker("train", data, *flags, cwd=tmp_path / "killed")
     while process.poll() is None and not list(run.glob("checkpoints/step-*")):
         time.sleep(0.01)

@@ -68,7 +68,7 @@ def test_on_a_cpu_the_canvas_is_small_unless_the_boxes_are(tmp_path: Path) -> No
     assert choose_image_side(other, index, CPU, "letterbox") == other.default_image_size
     config, reasons = derive_data(from_fields({"model": "ember_n"}), index, CPU)
     assert config.data.image_size == (CPU_IMAGE_SIDE, CPU_IMAGE_SIDE)
-    assert f"{CPU_IMAGE_SIDE}²" in reasons["canvas"]
+    assert f"{CPU_IMAGE_SIDE}²" in reasons["image_size"]
     middle = (index.boxes[:, :2] + index.boxes[:, 2:]) / 2
     small = dataclasses.replace(index, boxes=np.concatenate([middle - 7, middle + 7], 1))  # 7 on the canvas
     assert choose_image_side(ember, small, CPU, "letterbox") == ember.default_image_size

@@ -57,7 +57,12 @@ def test_a_compiled_training_that_goes_back_is_the_eager_one(
     for eager in (True, False):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        changes = {"checkpoint_every": checkpoint_every, "eval_every": "0", "for_": "16", "norm": "train"}
+        changes = {
+            "checkpoint_every": checkpoint_every,
+            "eval_every": "0",
+            "max_duration": "16",
+            "backbone_norm": "train",
+        }
         run = train(unstable(data, eager=eager, **changes), run_dir=str(tmp_path / str(eager))).run
         assert len(events_of(run, "slowed")) == 1
         ends.append(load_file(run / FINAL))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config.settings import Config, from_fields, parse_duration
+from stoker.config.durations import parse_duration
+from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.data.loading import decoder_choice
 from stoker.errors import ConfigError, WeightsError
@@ -37,12 +38,12 @@ def test_everything_gets_a_value_and_a_reason(index: Index):
     assert set(reasons) == set(config.set_fields())
     assert config.model.model == "retinanet_tiny_fpn"
     assert config.data.image_size == (64, 64)
-    assert "1,500" in reasons["for_"]
+    assert "1,500" in reasons["max_duration"]
 
 
 def test_what_the_user_set_stays(index: Index):
-    asked = from_fields({"batch": 6, "rate": 0.5, "optimizer": "sgd", "canvas": (96, 32), "ema": 0.0, "for_": "3ep",
-                         "anchor_sizes": (5.0, 6.0, 7.0), "norm": "frozen", "seed": 7})  # fmt: skip
+    asked = from_fields({"batch_size": 6, "lr": 0.5, "optimizer": "sgd", "image_size": (96, 32), "ema_decay": 0.0, "max_duration": "3ep",
+                         "anchor_sizes": (5.0, 6.0, 7.0), "backbone_norm": "frozen", "seed": 7})  # fmt: skip
     config, reasons = derive(asked, index, CPU)
     for name, value in asked.set_fields().items():
         assert dict(config.items())[name] == value
@@ -73,7 +74,7 @@ def test_augmentation_can_be_switched_off_and_single_ones_on(index: Index, model
     config, reasons = derive_data(asked, index, CPU)
     found = {name: value for name, value in config.items() if name in AUGMENTATIONS}
     assert found == {**dict.fromkeys(AUGMENTATIONS, 0.0), "hue": 0.1}
-    assert reasons["flip"] == "--augment none"
+    assert reasons["hflip"] == "--augment none"
     assert "hue" not in reasons
     usual = derive_data(from_fields({"model": model}), index, CPU)[0].data
     assert usual.hflip > 0
@@ -87,7 +88,7 @@ def test_what_is_derived_for_the_data_alone_is_what_training_uses(index: Index):
 
 def test_mosaics_need_a_batch_of_whole_groups(index: Index):
     with pytest.raises(ConfigError, match="multiple of 4"):
-        derive(from_fields({"mosaic": 0.5, "batch": 6}), index, CPU)
+        derive(from_fields({"mosaic": 0.5, "batch_size": 6}), index, CPU)
     config, _ = derive(from_fields({"mosaic": 0.5}), index, CPU)
     assert config.run.batch_size % 4 == 0
 
@@ -97,20 +98,20 @@ def test_a_batch_that_is_derived_is_of_whole_groups_also_for_few_pictures(tmp_pa
         few = open_index(draw(tmp_path / str(pictures), train=pictures, val=2))
         config, reasons = derive(from_fields({"mosaic": 0.5}), few, CPU)
         assert config.run.batch_size == batch
-        assert f"{pictures} pictures" in reasons["batch"]
+        assert f"{pictures} pictures" in reasons["batch_size"]
         assert derive(Config(), few, CPU)[0].run.batch_size == pictures
 
 
 @pytest.mark.parametrize("length", ["0.0001min", "0.001min", "30min", "300h", "90000h"])
 def test_any_time_has_its_evaluations(index: Index, length: str):
-    config, _ = derive(from_fields({"for_": length}), index, CPU)
+    config, _ = derive(from_fields({"max_duration": length}), index, CPU)
     every, whole = (parse_duration(text) for text in (config.run.eval_every, length))
     assert every.unit == "minutes"
     assert every.value == pytest.approx(max(0.001, whole.value / 12), rel=1e-3)
 
 
 def test_patience_needs_evaluations(index: Index):
-    for changes in ({"eval_every": "0"}, {"for_": "1ep"}):
+    for changes in ({"eval_every": "0"}, {"max_duration": "1ep"}):
         with pytest.raises(ConfigError, match="--patience 2 counts evaluations") as caught:
             derive(from_fields({"patience": 2, **changes}), index, CPU)
         assert "--eval-every" in (caught.value.fix or "")
@@ -118,8 +119,8 @@ def test_patience_needs_evaluations(index: Index):
 
 
 def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index: Index):
-    usual = {"model": "retinanet_resnet50_fpn", "weights": "none", "for_": "90000", "canvas": (64, 64)}
-    found = {n: derive(from_fields(usual | {"batch": n}), index, CPU) for n in (4, 16, 64, 256)}
+    usual = {"model": "retinanet_resnet50_fpn", "weights": "none", "max_duration": "90000", "image_size": (64, 64)}
+    found = {n: derive(from_fields(usual | {"batch_size": n}), index, CPU) for n in (4, 16, 64, 256)}
     assert [config.optim.lr for config, _ in found.values()] == [0.0025, 0.01, 0.04, 0.16]
     assert [config.optim.warmup_steps for config, _ in found.values()] == [500, 500, 1000, 2000]
     assert found[64][1]["rate"] == "recipe standard: 0.01 at 16 pictures, linear rule (Goyal et al. 2017)"
@@ -127,14 +128,14 @@ def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index
         "10 % of the length, at most 1,000 steps; longer, as the batch is 4 times the usual one (Goyal et al. 2017)"
     )
     assert found[16][1]["warmup"] == "5 % of the length, at most 500 steps"
-    tiny = derive(from_fields({"batch": 64}), index, CPU)[1]["rate"]
+    tiny = derive(from_fields({"batch_size": 64}), index, CPU)[1]["rate"]
     assert tiny == "recipe tiny: 0.003 at 16 pictures, root rule (Malladi et al. 2022)"
 
 
 def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_moves(index: Index, monkeypatch):
     monkeypatch.setattr(auto_batch, "batch", lambda *_, **__: (64, 1, "tried"))
     assert derive(Config(), index, CPU)[0].optim.lr == pytest.approx(2 * 3e-3)
-    config, reasons = derive(from_fields({"rate": 0.123, "warmup": 7}), index, CPU)
+    config, reasons = derive(from_fields({"lr": 0.123, "warmup_steps": 7}), index, CPU)
     assert (config.optim.lr, config.optim.warmup_steps) == (0.123, 7)
     assert not {"rate", "warmup"} & set(reasons)
 
@@ -144,20 +145,23 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
     assert config.run.cache == "none"
     assert "nothing to gain" in reasons["cache"]
     large = open_index(draw(tmp_path / "large", train=8, val=2, side=800))
-    config, reasons = derive(from_fields({"zoom": (0.7, 1.5)}), large, CPU)
+    config, reasons = derive(from_fields({"scale_range": (0.7, 1.5)}), large, CPU)
     assert config.run.cache == "disk"
     assert "as a file that stays in memory" in reasons["cache"]
-    assert derive(from_fields({"for_": "2ep"}), large, CPU)[1]["cache"].startswith("the run has 2 epochs")
-    assert "zoom in up to 3 times" in derive(from_fields({"crop": 0.5, "zoom": (1.0, 3.0)}), large, CPU)[1]["cache"]
+    assert derive(from_fields({"max_duration": "2ep"}), large, CPU)[1]["cache"].startswith("the run has 2 epochs")
+    assert (
+        "zoom in up to 3 times"
+        in derive(from_fields({"scale_jitter_prob": 0.5, "scale_range": (1.0, 3.0)}), large, CPU)[1]["cache"]
+    )
     assert "cache" not in derive(from_fields({"cache": "memory"}), index, CPU)[1]
 
 
 def test_the_host_decodes_on_a_cpu_and_beside_a_cache(index: Index):
     config, reasons = derive(Config(), index, CPU)
-    assert (config.run.jpeg_decoder, reasons["decoder"]) == ("host", "training is on the CPU")
+    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("host", "training is on the CPU")
     reasons = derive(from_fields({"cache": "memory"}), index, CPU)[1]
-    assert reasons["decoder"] == "decoded pictures are kept, and the host decodes them once"
-    assert "decoder" not in derive(from_fields({"decoder": "host"}), index, CPU)[1]
+    assert reasons["jpeg_decoder"] == "decoded pictures are kept, and the host decodes them once"
+    assert "decoder" not in derive(from_fields({"jpeg_decoder": "host"}), index, CPU)[1]
 
 
 def test_the_device_decodes_without_a_cache_only(tmp_path: Path):
@@ -165,13 +169,13 @@ def test_the_device_decodes_without_a_cache_only(tmp_path: Path):
         is_cpu = False  # but for this a CPU
 
     large = open_index(draw(tmp_path / "large", train=8, val=2, side=800))
-    with pytest.raises(ConfigError, match="--decoder nvjpeg needs a GPU"):
-        derive(from_fields({"decoder": "nvjpeg"}), large, CPU)
-    with pytest.raises(ConfigError, match="--decoder nvjpeg does not go with --cache disk"):
-        derive_with_trial(from_fields({"decoder": "nvjpeg", "cache": "disk"}), large, Other(CPU.torch_device))
-    config, reasons = derive_with_trial(from_fields({"decoder": "nvjpeg"}), large, Other(CPU.torch_device))
+    with pytest.raises(ConfigError, match="--jpeg-decoder nvjpeg needs a GPU"):
+        derive(from_fields({"jpeg_decoder": "nvjpeg"}), large, CPU)
+    with pytest.raises(ConfigError, match="--jpeg-decoder nvjpeg does not go with --cache disk"):
+        derive_with_trial(from_fields({"jpeg_decoder": "nvjpeg", "cache": "disk"}), large, Other(CPU.torch_device))
+    config, reasons = derive_with_trial(from_fields({"jpeg_decoder": "nvjpeg"}), large, Other(CPU.torch_device))
     assert (config.run.jpeg_decoder, config.run.cache) == ("nvjpeg", "none")
-    assert reasons["cache"] == "--decoder nvjpeg: the host decodes for a cache"
+    assert reasons["cache"] == "--jpeg-decoder nvjpeg: the host decodes for a cache"
 
 
 def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
@@ -187,9 +191,9 @@ def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
         return "nvjpeg", f"measured with {batch}"
 
     monkeypatch.setattr(decoder_choice, "decide", decide)
-    asked = {"model": "retinanet_tiny_fpn", "batch": 4, "accumulate": 2, "cache": "none"}
+    asked = {"model": "retinanet_tiny_fpn", "batch_size": 4, "grad_accum_steps": 2, "cache": "none"}
     config, reasons = derive_with_trial(from_fields(asked), index, Other(CPU.torch_device))
-    assert (config.run.jpeg_decoder, reasons["decoder"]) == ("nvjpeg", "measured with 4")
+    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("nvjpeg", "measured with 4")
     assert steps[0] > 0
 
 
@@ -218,10 +222,10 @@ def test_a_warm_up_is_never_shorter_for_more_pictures_nor_longer_than_a_tenth(
 
 
 def test_rate_follows_the_batch(index: Index):
-    small, _ = derive(from_fields({"batch": 4}), index, CPU)
-    large, _ = derive(from_fields({"batch": 16}), index, CPU)
+    small, _ = derive(from_fields({"batch_size": 4}), index, CPU)
+    large, _ = derive(from_fields({"batch_size": 16}), index, CPU)
     assert large.optim.lr == pytest.approx(2 * small.optim.lr, rel=0.01)
-    sgd = [derive(from_fields({"batch": n, "optimizer": "sgd"}), index, CPU)[0].optim.lr for n in (4, 16)]
+    sgd = [derive(from_fields({"batch_size": n, "optimizer": "sgd"}), index, CPU)[0].optim.lr for n in (4, 16)]
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
 
 
@@ -229,8 +233,8 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
     monkeypatch.setattr("stoker.training.defaults.derive.LEAST_STEPS", 1)
 
     def found(model: str, **asked: Any) -> tuple[float, str]:
-        config, reasons = derive(from_fields({"model": model, "batch": 6, **asked}), index, CPU)
-        return parse_duration(config.run.max_duration).value * 6 / 60, reasons["for_"]
+        config, reasons = derive(from_fields({"model": model, "batch_size": 6, **asked}), index, CPU)
+        return parse_duration(config.run.max_duration).value * 6 / 60, reasons["max_duration"]
 
     assert found("ember_n") == (36, "36 epochs of 60 pictures from random weights")
     assert found("retinanet_mobilenet_v2_fpn", weights="none")[0] == 36
@@ -247,8 +251,8 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
 
 def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
     def found(**asked: Any) -> tuple[float, tuple[float, float], str]:
-        config, reasons = derive_data(from_fields({"model": "ember_n", "batch": 8, **asked}), index, CPU)
-        return config.data.scale_jitter_prob, config.data.scale_range, reasons.get("zoom", "")
+        config, reasons = derive_data(from_fields({"model": "ember_n", "batch_size": 8, **asked}), index, CPU)
+        return config.data.scale_jitter_prob, config.data.scale_range, reasons.get("scale_range", "")
 
     pictures = len(index.image_indices("train"))
     usual, more = (0.5, (0.7, 1.5)), (0.8, (0.5, 2.0))
@@ -274,17 +278,17 @@ def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
 
 def test_a_batch_of_more_pictures_than_there_are_counts_where_it_is_asked_for(tmp_path: Path):
     index = open_index(draw(tmp_path / "data", train=3, val=1))
-    _, reasons = derive_data(from_fields({"model": "ember_n", "for_": "300"}), index, CPU)
-    assert "about 300 times" in reasons["zoom"]
-    _, reasons = derive_data(from_fields({"model": "ember_n", "for_": "30", "batch": 9}), index, CPU)
-    assert "about 90 times" in reasons["zoom"]
+    _, reasons = derive_data(from_fields({"model": "ember_n", "max_duration": "300"}), index, CPU)
+    assert "about 300 times" in reasons["scale_range"]
+    _, reasons = derive_data(from_fields({"model": "ember_n", "max_duration": "30", "batch_size": 9}), index, CPU)
+    assert "about 90 times" in reasons["scale_range"]
 
 
 @pytest.mark.parametrize(("side", "why"), [(0, "the sizes"), (200, "no more pixels"), (700, "on a CPU 320² pixels")])
 def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int, why: str):
     sized = dataclasses.replace(index, size=np.full_like(index.original_size, side), boxes=index.boxes * 10)
     _, reasons = derive_data(from_fields({"model": "ember_n"}), sized, CPU)
-    assert reasons["canvas"].startswith(why)
+    assert reasons["image_size"].startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +299,13 @@ def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int
 def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, rate: float):
     config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
     assert config.optim.backbone_lr_mult == rate
-    config, _ = derive_data(from_fields({"model": model, "weights": weights, "norm": "train"}), index, CPU)
+    config, _ = derive_data(from_fields({"model": model, "weights": weights, "backbone_norm": "train"}), index, CPU)
     assert config.optim.backbone_lr_mult == 1.0
 
 
 @pytest.mark.parametrize("weights", ["coco", "imagenet"])
 def test_weights_that_an_ember_does_not_have_are_named(index: Index, weights: str):
-    config, _ = derive(from_fields({"model": "ember_n", "weights": weights, "batch": 2}), index, CPU)
+    config, _ = derive(from_fields({"model": "ember_n", "weights": weights, "batch_size": 2}), index, CPU)
     with pytest.raises(WeightsError, match=f"There are no {weights} weights for ember_n"):
         load_weights(build(config.model, 3), config.model, class_names=("a", "b", "c"))
 
@@ -310,7 +314,7 @@ def test_weights_that_an_ember_does_not_have_are_named(index: Index, weights: st
 def test_an_embers_file_brings_its_options(index: Index, tmp_path: Path, options: dict[str, bool]):
     file = tmp_path / "ember.pth"
     torch.save(build(settings_of("ember_n", **options), 80).state_dict(), file)
-    config, reasons = derive(from_fields({"weights": str(file), "batch": 2}), index, CPU)
+    config, reasons = derive(from_fields({"weights": str(file), "batch_size": 2}), index, CPU)
     assert config.model.model == "ember_n"
     assert "weights file" in reasons["model"]
     model = build(config.model, 3)
@@ -320,4 +324,4 @@ def test_an_embers_file_brings_its_options(index: Index, tmp_path: Path, options
         assert getattr(config.model, name) is options.get(name, False)
         other = not options.get(name, False)
         with pytest.raises(ConfigError, match=f"was trained with.* --{name.replace('_', '-')}"):
-            derive(from_fields({"weights": str(file), "batch": 2, name: other}), index, CPU)
+            derive(from_fields({"weights": str(file), "batch_size": 2, name: other}), index, CPU)

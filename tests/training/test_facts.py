@@ -19,7 +19,7 @@ def index(tmp_path: Path) -> Index:
 
 
 def config(model: str, side: int) -> Config:
-    return from_fields({"data": "unread", "model": model, "canvas": (side, side), "resize": "letterbox"})
+    return from_fields({"data": "unread", "model": model, "image_size": (side, side), "resize": "letterbox"})
 
 
 def test_boxes_that_an_ember_cannot_reach_are_counted(index: Index) -> None:

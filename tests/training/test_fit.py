@@ -1,4 +1,4 @@
-"""Which batch is chosen: the one that fits, and with --fit the fastest; by real steps on a CPU, and by a device whose
+"""Which batch is chosen: the one that fits, and with --auto-batch the fastest; by real steps on a CPU, and by a device whose
 memory and time are what a test says."""
 
 import json
@@ -37,7 +37,7 @@ def index(folder: Path) -> Index:
 @pytest.fixture(scope="module")
 def settled(index: Index) -> Config:
     """Everything but the batch, of a model without norms that learn."""
-    asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "norm": "frozen"})
+    asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen"})
     config, _ = derive(asked.replace(canvas=(64, 64), precision="fp32"), index, CPU)
     return config.replace(batch=None, grad_accum_steps=None)
 
@@ -102,7 +102,7 @@ def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest
         )
     assert caught.value.exit_code == 5
     assert "64x64" in str(caught.value)
-    assert ("--checkpoint-activations" in str(caught.value)) is not less
+    assert ("--activation-checkpointing" in str(caught.value)) is not less
 
 
 def saturating(count: int) -> float:
@@ -136,7 +136,7 @@ def test_fit_takes_the_smallest_batch_near_the_best_time(
 def test_what_was_timed_is_said_where_it_is_not_what_trains(
     index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch
 ):
-    """Compiling for every size would take longer than --fit may."""
+    """Compiling for every size would take longer than --auto-batch may."""
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
         auto_batch.choose_batch_size(
@@ -172,7 +172,7 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("changes", "least"),
-    [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "accumulate": 2}, 4), ({"norm": "train"}, 2)],
+    [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "grad_accum_steps": 2}, 4), ({"backbone_norm": "train"}, 2)],
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
     """least: pictures of the smallest batch."""
@@ -184,32 +184,32 @@ def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, 
 
 def test_norms_that_learn_are_never_tried_on_one_value(index: Index):
     """The coarsest map of SSDlite is 1 × 1 at its usual canvas, the tiny model's at 32 × 32."""
-    asked = from_fields({"model": "retinanet_tiny_fpn", "canvas": (32, 32), "precision": "fp32"})
+    asked = from_fields({"model": "retinanet_tiny_fpn", "image_size": (32, 32), "precision": "fp32"})
     assert derive(asked, index, CPU)[0].run.batch_size == 16
     assert derive(asked.replace(fit=True), index, CPU)[0].run.batch_size >= 2
 
 
 def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
-    asked = from_fields({"fit": True, "optimizer": "sgd", "model": "retinanet_tiny_fpn"})
+    asked = from_fields({"auto_batch": True, "optimizer": "sgd", "model": "retinanet_tiny_fpn"})
     chosen, reasons = derive(asked, index, SMALL)
     assert chosen.run.batch_size == 8
-    assert "8: 2 ms" in reasons["batch"]
+    assert "8: 2 ms" in reasons["batch_size"]
     assert chosen.optim.lr == derive(asked.replace(fit=None, batch=8), index, SMALL)[0].optim.lr
 
 
 def test_fit_and_batch_contradict_each_other(index: Index):
-    with pytest.raises(ConfigError, match="--fit chooses the batch, and --batch 8 says it"):
-        derive(from_fields({"fit": True, "batch": 8}), index, CPU)
+    with pytest.raises(ConfigError, match="--auto-batch chooses the batch, and --batch-size 8 says it"):
+        derive(from_fields({"auto_batch": True, "batch_size": 8}), index, CPU)
 
 
 def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
     monkeypatch.setattr(dry_run, "LIMIT_S", 3.0)
-    config, reasons = derive(from_fields({"fit": True, "canvas": (32, 32)}), index, CPU)
+    config, reasons = derive(from_fields({"auto_batch": True, "image_size": (32, 32)}), index, CPU)
     assert config.run.batch_size in (1, 2, 4, 8, 16, 32)
-    assert f"{config.run.batch_size}: " in reasons["batch"]
-    assert " ms" in reasons["batch"]
+    assert f"{config.run.batch_size}: " in reasons["batch_size"]
+    assert " ms" in reasons["batch_size"]
 
 
 def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled: Config):
@@ -260,7 +260,7 @@ def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]):
-    asked = from_fields({"device": "cpu", "canvas": (32, 32), "batch": 4})
+    asked = from_fields({"device": "cpu", "image_size": (32, 32), "batch_size": 4})
     auto_batch.program(str(folder), config=asked)
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "retinanet_tiny_fpn"
@@ -275,7 +275,9 @@ def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
 def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
     from stoker.config.settings import to_toml
 
-    asked = from_fields({"data": str(folder), "device": "cpu", "canvas": (64, 32), "batch": 8, "accumulate": 2})
+    asked = from_fields(
+        {"data": str(folder), "device": "cpu", "image_size": (64, 32), "batch_size": 8, "grad_accum_steps": 2}
+    )
     (tmp_path / "config.toml").write_text(to_toml(asked, {}))
     done = as_program("--config", tmp_path / "config.toml")
     assert done.returncode == 0, done.stderr

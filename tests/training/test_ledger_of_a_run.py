@@ -56,9 +56,9 @@ def settings(data: Path) -> Config:
         {
             "data": str(data),
             "model": "retinanet_tiny_fpn",
-            "canvas": (64, 64),
-            "batch": 4,
-            "for_": "60",
+            "image_size": (64, 64),
+            "batch_size": 4,
+            "max_duration": "60",
             "eval_every": "25",
             "checkpoint_every": "20",
             "precision": "fp32",

@@ -24,8 +24,8 @@ def make_model() -> nn.Sequential:
 
 def settings(**changes: object) -> OptimSettings:
     usual: dict[str, object] = {
-        "optimizer": "sgd", "rate": 0.1, "momentum": 0.9, "weight_decay": 0.01, "clip": 1.0, "ema": 0.0,
-        "max_skipped": 3, "schedule": "cosine", "warmup": 10,
+        "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "clip_grad_norm": 1.0, "ema_decay": 0.0,
+        "max_skipped_steps": 3, "lr_scheduler": "cosine", "warmup_steps": 10,
     }  # fmt: skip
     return OptimSettings(**(usual | changes))  # type: ignore[arg-type]
 

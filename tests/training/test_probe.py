@@ -143,7 +143,12 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
     ends: list[bytes] = []
     for name, after_s in (("with", 0.5), ("without", 1e9)):
         monkeypatch.setattr(input_probe, "AFTER_S", after_s)
-        settings: dict[str, Any] = {"batch": 4, "canvas": (64, 64), "model": "retinanet_tiny_fpn", "threads": 1}
+        settings: dict[str, Any] = {
+            "batch_size": 4,
+            "image_size": (64, 64),
+            "model": "retinanet_tiny_fpn",
+            "workers": 1,
+        }
         run = stoker.train(str(data), for_="80", eval_every="0", mosaic=0.4, run=str(tmp_path / name), **settings).run
         ends.append((run / "final.safetensors").read_bytes())
     (found,) = read_lines(tmp_path / "with", PROBES, Probe)

@@ -15,11 +15,11 @@ from tests.drawn import draw, run_stoker, stoker
 
 STEPS_IN_ALL = 80
 FLAGS = [
-    "--model", "retinanet_tiny_fpn", "--canvas", "64", "64", "--batch", "4", "--for", str(STEPS_IN_ALL),
-    "--eval-every", "30", "--checkpoint-every", "6", "--crop", "0.5", "--ema", "0.9", "--precision", "fp32",
-    "--flip", "0.5", "--brightness", "0.2", "--contrast", "0.2", "--saturation", "0.2", "--hue", "0.05",
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--max-duration", str(STEPS_IN_ALL),
+    "--eval-every", "30", "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9", "--precision", "fp32",
+    "--hflip", "0.5", "--brightness", "0.2", "--contrast", "0.2", "--saturation", "0.2", "--hue", "0.05",
     "--mosaic", "0.4",
-    "--threads", "2",
+    "--workers", "2",
 ]  # fmt: skip
 
 
@@ -155,6 +155,6 @@ def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
 
 @pytest.mark.slow
 def test_threads_do_not_change_the_result(undisturbed: Path, data: Path, tmp_path: Path):
-    code, output = run_stoker("train", data, *FLAGS[:-2], "--threads", "1", "--run", "one", cwd=tmp_path)
+    code, output = run_stoker("train", data, *FLAGS[:-2], "--workers", "1", "--run", "one", cwd=tmp_path)
     assert code == 0, output
     assert_same_end(undisturbed, tmp_path / "one")

@@ -47,7 +47,7 @@ from tests.drawn import CLASSES, draw
 
 def settings(data: Path, **changes: object) -> Config:
     usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "12",
+        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "12",
         "precision": "fp32", "eval_every": "0",
     }  # fmt: skip
     return from_fields(usual | changes)
@@ -103,8 +103,8 @@ def test_the_saved_model_stands_alone(run: Path):
 
 def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
     """RetinaNet's normaliser is per picture; with frozen norms nothing else depends on the micro-batch."""
-    model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "norm": "frozen", "optimizer": "sgd",
-             "rate": 0.001, "ema": 0.0, "for_": "3", "canvas": (64, 64)}  # fmt: skip
+    model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen", "optimizer": "sgd",
+             "lr": 0.001, "ema_decay": 0.0, "max_duration": "3", "image_size": (64, 64)}  # fmt: skip
     ends = [
         load_file(
             train(settings(data, accumulate=parts, **model), run_dir=str(tmp_path / str(parts))).run
@@ -120,7 +120,14 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
 def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path, monkeypatch):
     """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    changes = {"optimizer": "sgd", "rate": 90.0, "weight_decay": 10.0, "clip": 0.0, "warmup": 0, "max_skipped": 5}
+    changes = {
+        "optimizer": "sgd",
+        "lr": 90.0,
+        "weight_decay": 10.0,
+        "clip_grad_norm": 0.0,
+        "warmup_steps": 0,
+        "max_skipped_steps": 5,
+    }
     config = settings(data, for_="400", **changes)
     with pytest.raises(DivergedError) as caught:
         train(config, run_dir=str(tmp_path / "run"))
@@ -129,10 +136,10 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
     assert "5 steps in a row" in text
     assert "also at a ninth of the rate" in text
     assert text.count("train-") == 4
-    assert "--rate 3.3" in text
+    assert "--lr 3.3" in text
     assert "--weights" not in text  # there is no checkpoint yet
     events = list(read_lines(tmp_path / "run", EVENTS, Event))
-    setbacks = [event.data for event in events if event.kind == "slowed"]
+    setbacks = [event.data for event in events if event.kind == "rolled_back"]
     assert [(one["count"], one["back_to"], one["rate"]) for one in setbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
     assert (events[-1].kind, events[-1].data["exit_code"]) == ("failed", 6)
 
@@ -176,7 +183,7 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
 def test_the_peak_of_memory_is_of_training_and_not_of_the_trials_before(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """`--fit` tries larger batches than the one it takes."""
+    """`--auto-batch` tries larger batches than the one it takes."""
     called: list[str] = []
     monkeypatch.setattr(Device, "reset_peak", lambda _: called.append("reset"))
     monkeypatch.setattr(start, "derive", noted(called, "trials", start.derive))

@@ -33,8 +33,8 @@ from tests.training.test_stability import RATE, poison
 
 def settings(data: Path, **changes: object) -> Config:
     usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": "16",
-        "precision": "fp32", "eval_every": "6", "checkpoint_every": "4", "threads": 2,
+        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "16",
+        "precision": "fp32", "eval_every": "6", "checkpoint_every": "4", "workers": 2,
     }  # fmt: skip
     return from_fields(usual | changes)
 

@@ -41,9 +41,9 @@ RATE, LENGTH = 0.003, 48
 
 def settings(data: Path, **changes: object) -> Config:
     usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "canvas": (64, 64), "batch": 4, "for_": str(LENGTH),
-        "precision": "fp32", "eval_every": "12", "checkpoint_every": "6", "rate": RATE, "warmup": 0, "flip": 0.5,
-        "schedule": "constant", "ema": 0.9, "max_skipped": 5, "threads": 1,
+        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": str(LENGTH),
+        "precision": "fp32", "eval_every": "12", "checkpoint_every": "6", "lr": RATE, "warmup_steps": 0, "hflip": 0.5,
+        "lr_scheduler": "constant", "ema_decay": 0.9, "max_skipped_steps": 5, "workers": 1,
     }  # fmt: skip
     return from_fields(usual | changes)
 
@@ -111,8 +111,8 @@ def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path
     assert any("recovery" in window.phases for window in windows)
     last = list(read_lines(recovered, EVENTS, Event))[-1]
     assert (last.kind, last.step) == ("finished", LENGTH)
-    (finding,) = [found for found in diagnose(recovered) if found.cause == "rate_lowered"]
-    assert finding.command == "--rate 0.001"
+    (finding,) = [found for found in diagnose(recovered) if found.cause == "rolled_back_lower_lr"]
+    assert finding.command == "--lr 0.001"
 
 
 def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_path: Path):
@@ -161,7 +161,7 @@ def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Pat
 def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path, monkeypatch):
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "for_": "30"}
+    changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "max_duration": "30"}
     third = train(settings(data, **changes, rate=RATE / 3), run_dir=str(tmp_path / "third")).run
     with monkeypatch.context() as patch:
         poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
@@ -335,16 +335,16 @@ def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: in
     (alarm,) = [one for one in alarms(losses) if one.kind == "loss_spike"]
     assert (alarm.data["at"], alarm.data["loss"], alarm.data["try"]) == (10 * (at + 1), 200.0, 0.0033)
     assert alarm.data["usual"] == pytest.approx(2, rel=1.5 * noise + 0.01)
-    assert "--rate 0.0033" in alarm.text
+    assert "--lr 0.0033" in alarm.text
 
 
 def test_a_loss_that_rises_after_the_warm_up_is_a_rate_too_high_said_once():
     course = [3 - n / 10 for n in range(20)] + [1 + n / 10 for n in range(80)]
     found = alarms(course + [9.0] * 300, warmup=100)
-    assert [(one.kind, one.data["try"]) for one in found if one.kind != "loss_spike"] == [("rate_too_high", 0.0033)]
-    assert not [one for one in alarms(course, warmup=10_000) if one.kind == "rate_too_high"], "the warm-up is not over"
+    assert [(one.kind, one.data["try"]) for one in found if one.kind != "loss_spike"] == [("lr_too_high", 0.0033)]
+    assert not [one for one in alarms(course, warmup=10_000) if one.kind == "lr_too_high"], "the warm-up is not over"
     late = [3 - n / 500 for n in range(1000)] + [1 + n / 100 for n in range(300)]
-    assert not [one for one in alarms(late) if one.kind == "rate_too_high"], "the rate is not what is new there"
+    assert not [one for one in alarms(late) if one.kind == "lr_too_high"], "the rate is not what is new there"
 
 
 DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
@@ -354,12 +354,12 @@ DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
 def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
     """More of it would be the wrong advice."""
     (found,) = alarms(DEAD)
-    assert (found.kind, found.data["try"]) == ("rate_too_high", 0.0033)
+    assert (found.kind, found.data["try"]) == ("lr_too_high", 0.0033)
     assert found.data["at"] == pytest.approx(0.2 * 4040, abs=10)
     assert (found.data["loss_from"], found.data["loss_highest"]) == (2.0, 900.0)
     assert alarms([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
     (found,) = alarms([2.0, *[30.0 + n % 3 for n in range(400)]])
-    assert (found.kind, found.data["at"]) == ("rate_too_high", 320), "far above its beginning: not only at a fifth"
+    assert (found.kind, found.data["at"]) == ("lr_too_high", 320), "far above its beginning: not only at a fifth"
     continued = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01)
     rest = [(window, done) for window, done in windows_of(DEAD) if window.step > 10]
     assert [alarm for window, done in rest for alarm in continued.update(window, done)] == [], "not the beginning"
@@ -374,7 +374,7 @@ def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
     norms = [1.0] * 40 + [30.0] * 40
     falling = [3 - n / 200 for n in range(80)] + [2.0] * 400
     norms += [30.0] * 400
-    assert [one.kind for one in alarms(falling, norms=norms)] == ["rate_too_high"]
+    assert [one.kind for one in alarms(falling, norms=norms)] == ["lr_too_high"]
     assert alarms(falling, norms=norms, clip=0.0) == []
     assert alarms(falling, norms=[n / 5 for n in norms]) == []
 
@@ -384,7 +384,7 @@ def test_skipped_steps_are_said_when_they_have_doubled():
     said = [one.data["skipped"] for one in found if one.kind == "warning"]
     assert said == [2 * 2**n for n in range(len(said))]
     assert len(said) == 9
-    assert [one.kind for one in found].count("rate_too_high") == 1
+    assert [one.kind for one in found].count("lr_too_high") == 1
     watch = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01, fp16=True)
     assert [a for window, done in windows_of([1.0] * 4, skipped=1) for a in watch.update(window, done)] == []
 
@@ -392,7 +392,7 @@ def test_skipped_steps_are_said_when_they_have_doubled():
 def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
     flat = [2.0 - n / 4000 for n in range(200)]
     (found,) = alarms(flat)
-    assert (found.kind, found.data["try"]) == ("rate_too_low", 0.1)
+    assert (found.kind, found.data["try"]) == ("lr_too_low", 0.1)
     assert found.data["at"] == pytest.approx(0.2 * 2000, abs=10)
     assert alarms(flat, warmup=1500) == [], "not before twice the warm-up"
     assert alarms(flat, rate=0.004) == [], "the rate has fallen by itself"
@@ -421,17 +421,20 @@ def test_a_course_is_between_its_values(values: list[float]):
 def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object) -> Path:
     """A run of 90 steps that has a window for each."""
     patch.setattr(loop, "WINDOW_S", 0.0)
-    usual: dict[str, object] = {"for_": "90", "eval_every": "0", "checkpoint_every": "0", "schedule": "cosine"}
+    usual: dict[str, object] = {
+        "max_duration": "90",
+        "eval_every": "0",
+        "checkpoint_every": "0",
+        "lr_scheduler": "cosine",
+    }
     return train(settings(data, **(usual | changes)), run_dir=str(run)).run
 
 
-@pytest.mark.parametrize(
-    ("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"rate_too_low"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"lr_too_low"}, marks=pytest.mark.slow)])
 def test_real_trainings_are_judged_right(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
 ):
     run = trained(data, tmp_path / "run", monkeypatch, rate=rate, warmup=8)
-    news = {"slowed", "loss_spike", "rate_too_high", "rate_too_low", "warning"}
+    news = {"slowed", "loss_spike", "lr_too_high", "lr_too_low", "warning"}
     assert {event.kind for event in read_lines(run, EVENTS, Event)} & news == kinds
-    assert {found.command for found in diagnose(run) if found.cause in kinds} == ({"--rate 1e-07"} if kinds else set())
+    assert {found.command for found in diagnose(run) if found.cause in kinds} == ({"--lr 1e-07"} if kinds else set())

@@ -128,7 +128,7 @@ def test_the_bucket_becomes_what_the_folder_is(run: Run):
     run.save(20)
     run.save(300)
     (run.folder / "best.safetensors").write_bytes(b"better")
-    run.records.event("note", "more")
+    run.records.event("info", "more")
     assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
     assert steps_in(run.there()) == ["step-00000020", "step-00000300"]
@@ -143,7 +143,7 @@ def test_what_has_not_changed_is_not_written_again(run: Run, place: tuple[Place,
     before = len(place[1].observe)
     assert run.uploads.flush(LIMIT_S) is None
     assert place[1].observe[before:] == []
-    run.records.event("note")
+    run.records.event("info")
     assert run.uploads.flush(LIMIT_S) is None
     assert [name_of(seen.path) for seen in place[1].observe[before:]] == [EVENTS]
 

@@ -117,7 +117,7 @@ def test_an_exit_code_that_is_not_known_is_no_failure(tmp_path: Path) -> None:
     ended = read_termination(tmp_path)
     assert ended is not None
     assert ended.exit_code is None
-    assert [(finding.cause, finding.severity) for finding in explain(ended)] == [("end_not_told", "info")]
+    assert [(finding.cause, finding.severity) for finding in explain(ended)] == [("exit_code_unknown", "info")]
     (tmp_path / OUTPUT).write_text("OSError: [Errno 28] No space left on device\n")
     ended = read_termination(tmp_path)
     assert ended is not None

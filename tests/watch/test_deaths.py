@@ -143,7 +143,7 @@ def test_the_kernel_kills_at_the_memory_limit(watched: Watched, cgroup: Path, wh
     (watched.folder / "eat").touch()
     watched.end()
     finding = first(watched.folder)
-    assert finding.cause == "host_memory_killed"
+    assert finding.cause == "oom_killed"
     last = list(read_lines(watched.folder / "run", EVENTS, Event))[-1]
     assert last.data["oom_kills"] >= 1
     assert last.data["exit_code"] == (137 if who == "all" else 1)

@@ -161,7 +161,7 @@ def mosaic(batch: Batch, probability: float) -> Batch:
     if count % MOSAIC_GROUP_SIZE:
         raise ConfigError(
             f"--mosaic needs a multiple of {MOSAIC_GROUP_SIZE} pictures in each device's batch, not {count}.",
-            fix=f"--batch {max(MOSAIC_GROUP_SIZE, count // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)} for each device, or --mosaic 0",
+            fix=f"--batch-size {max(MOSAIC_GROUP_SIZE, count // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)} for each device, or --mosaic 0",
         )
     tiles = _MosaicTiles(batch)
     boxes, labels, valid, fits = tiles.boxes(batch)

@@ -82,7 +82,9 @@ def convert(
             choices=["1 or more, with --to tfrecord"],
         )
     if hardlink and places.path_to_uri(index.root) is not None:
-        raise UsageError("--link is of local pictures.", location=index.source, fix="leave it out to copy the pictures")
+        raise UsageError(
+            "--hardlink is of local pictures.", location=index.source, fix="leave it out to copy the pictures"
+        )
     partial = _create_partial_dir(out)
     try:
         result = _write(index, partial, out, to, shards, hardlink, progress)
@@ -94,7 +96,7 @@ def convert(
             "The new data set cannot be written.",
             location=error.filename or partial,
             cause=error.strerror or str(error),
-            fix="make room, or name a folder that can be written; --link takes no room for pictures",
+            fix="make room, or name a folder that can be written; --hardlink takes no room for pictures",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -104,7 +106,9 @@ def convert(
 def _create_partial_dir(out: Path) -> Path:
     """The folder to write into, made anew."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{str(out)!r} is there already.", location=out.absolute(), fix="name a folder that is not there")
+        raise UsageError(
+            f"{str(out)!r} is there already.", location=out.absolute(), fix="name a folder that is not there"
+        )
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists() and not (partial / PARTIAL_MARKER).is_file():
         raise UsageError(
@@ -284,8 +288,8 @@ def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None
         if error.errno != errno.EXDEV:
             raise
         raise UsageError(
-            "--link needs the pictures and the new folder on one file system.",
+            "--hardlink needs the pictures and the new folder on one file system.",
             location=target,
             cause=f"{source} is on another",
-            fix="leave --link out to copy the pictures",
+            fix="leave --hardlink out to copy the pictures",
         ) from error

@@ -79,7 +79,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         ),
         original_size=np.concatenate([split.original_size for split in splits]),
         image_id=np.concatenate([split.image_id for split in splits]),
-        image_index=np.concatenate([split.image_index + offset for split, offset in zip(splits, offsets, strict=False)]),
+        image_index=np.concatenate(
+            [split.image_index + offset for split, offset in zip(splits, offsets, strict=False)]
+        ),
         boxes=np.concatenate([split.boxes for split in splits]),
         labels=np.concatenate(
             [to_labels(split.category_id) for split, to_labels in zip(splits, class_map.to_labels, strict=True)]

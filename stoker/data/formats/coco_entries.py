@@ -117,7 +117,9 @@ def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCo
 
 
 def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
-    return DataError("The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT)
+    return DataError(
+        "The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT
+    )
 
 
 def _convert_each(

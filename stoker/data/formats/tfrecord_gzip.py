@@ -40,7 +40,9 @@ def unpack(shard: Path) -> Path:
             os.fsync(file.fileno())
         temporary.replace(target)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError("A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again") from error
+        raise DataError(
+            "A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again"
+        ) from error
     except OSError as error:
         raise StorageError(
             "A compressed shard cannot be unpacked into the cache folder.",

@@ -60,7 +60,7 @@ NETWORK_FILE_SYSTEMS = (
 )
 """File systems that are another machine's disk, or a program's (gcsfuse, sshfs: "fuse.sshfs")."""
 
-CacheKind = Literal["none", "memory", "disk"]
+CacheKind = Literal["none", "ram", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
     if 2 * inputs.cached_bytes <= inputs.free_memory_bytes:
         if not disk_problem:
             return "disk", f"{size_text}: as a file that stays in memory, as {half_text}"
-        return ("memory" if inputs.has_memfd else "none"), f"{size_text}, {half_text}; {disk_problem}"
+        return ("ram" if inputs.has_memfd else "none"), f"{size_text}, {half_text}; {disk_problem}"
     if disk_problem:
         return "none", f"{size_text}, {half_text}; {disk_problem}"
     if inputs.is_remote:
@@ -188,14 +188,14 @@ def open_cache(
     on_error = functools.partial(log_event, "warning")
     sizes = index.original_size[image_indices]
     required_bytes = int(compute_entry_offsets(spec.cached_sizes(sizes[(sizes > 0).all(1)]))[-1])
-    if kind == "memory":
+    if kind == "ram":
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("--cache memory needs Linux.", choices=("none", "disk"))
+            raise ConfigError("--cache ram needs Linux.", choices=("none", "disk"))
         limit, used = host_memory()
         max_bytes = max(0, limit - used) // 2
         if max_bytes < required_bytes:
             log_event(
-                "note",
+                "info",
                 f"decoded pictures: {_format_bytes(max_bytes)}, half of the free memory, keep a part of {_format_bytes(required_bytes)}",
             )
         fd = os.memfd_create("stoker-pictures", os.MFD_CLOEXEC)
@@ -207,11 +207,11 @@ def open_cache(
         log_event("warning", f"no decoded pictures are kept: {path}: {error.strerror}")
         return PixelCache(index, spec, None)
     for removed in evict_cache_files(path, required_bytes):
-        log_event("note", f"decoded pictures of another data set or size are removed to make room: {removed.name}")
+        log_event("info", f"decoded pictures of another data set or size are removed to make room: {removed.name}")
     max_bytes = max(0, _cache_limit_bytes(path.parent) - sum(_disk_bytes(other) for other in _other_cache_files(path)))
     if max_bytes < required_bytes:
         log_event(
-            "note",
+            "info",
             f"decoded pictures: the {_format_bytes(max_bytes)} of disk that they may take keep a part of {_format_bytes(required_bytes)}",
         )
     reserve = min(MAX_RESERVE_BYTES, int(shutil.disk_usage(path.parent).total * RESERVE_FRACTION))

@@ -190,8 +190,8 @@ def require_device_decoder(device: Device) -> None:
     """Raises PreflightError where pictures cannot be decoded on a device."""
     if (cause := unavailable_reason(device)) is not None:
         raise PreflightError(
-            f"{device.name} cannot decode pictures, as --decoder nvjpeg wants it.",
+            f"{device.name} cannot decode pictures, as --jpeg-decoder nvjpeg wants it.",
             cause=cause,
-            choices=("host",),
-            fix="--decoder host in a new run; a run that began with nvjpeg goes on where it can be had",
+            choices=("cpu",),
+            fix="--jpeg-decoder cpu in a new run; a run that began with nvjpeg goes on where it can be had",
         )

@@ -123,7 +123,10 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path) -> Header:
     """head: the first bytes, what is at hand of them; read: any of the `total` bytes of the file."""
     if total == 0:
         raise DataError(
-            "The picture file is empty.", location=source.display_path(path), cause="it has 0 bytes", fix="copy it again"
+            "The picture file is empty.",
+            location=source.display_path(path),
+            cause="it has 0 bytes",
+            fix="copy it again",
         )
     image_format, channels = "jpeg", 3
     try:

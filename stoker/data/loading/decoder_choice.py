@@ -1,7 +1,7 @@
 """Whether the device decodes the pictures: chosen by measurement, once, before a run begins.
 
 `decide` measures both decoders on a sample of the run's own pictures; `choose` is a pure function of the numbers. The
-decision is a setting like any other (`--decoder`), written to config.toml: a continued run measures nothing. Decoding
+decision is a setting like any other (`--jpeg-decoder`), written to config.toml: a continued run measures nothing. Decoding
 on the device: `decode_device.py`. A cache of decoded pictures excludes it: what the host decodes fills the cache, and
 with the cache nothing is decoded twice.
 """
@@ -38,7 +38,7 @@ not more exact, and a file whose coded pixels are damaged is only noticed by the
 NO_PATH = Path()
 """Stands for a picture's path in errors that nobody sees."""
 
-JpegDecoder = Literal["host", "nvjpeg"]
+JpegDecoder = Literal["cpu", "nvjpeg"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
     cores_text = "1 core decodes" if timings.cores == 1 else f"{timings.cores} cores decode"
     summary = f"{cores_text} {host_per_s:,.0f} pictures/s, steps take {step_per_s:,.0f}/s"
     if host_per_s >= step_per_s:
-        return "host", summary
+        return "cpu", summary
     if timings.device_decode_s is None or timings.device_fraction == 0:
-        return "host", f"{summary}; but none of {timings.num_images} pictures is a JPEG that nvJPEG takes"
+        return "cpu", f"{summary}; but none of {timings.num_images} pictures is a JPEG that nvJPEG takes"
     device_limit_per_s = 1 / (timings.step_s + timings.device_fraction * timings.device_decode_s)
     host_limit_per_s = host_per_s / (1 - timings.device_fraction) if timings.device_fraction < 1 else device_limit_per_s
     reached_per_s = min(device_limit_per_s, host_limit_per_s)
@@ -79,7 +79,7 @@ def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
     if timings.device_fraction < 1:
         summary += f" of the {100 * timings.device_fraction:.0f} % that it takes"
     if reached_per_s < MIN_SPEEDUP * host_per_s:
-        return "host", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
+        return "cpu", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
     return "nvjpeg", f"{summary}: with it training reaches {reached_per_s:,.0f}/s or more"
 
 
@@ -98,13 +98,13 @@ def measure_and_choose_decoder(
     Raises StorageError where a bucket cannot be read.
     """
     if device.is_cpu:
-        return "host", "training is on the CPU"
+        return "cpu", "training is on the CPU"
     if (reason := unavailable_reason(device)) is not None:
-        return "host", f"nvJPEG cannot be had: {reason}"
+        return "cpu", f"nvJPEG cannot be had: {reason}"
     images = _sample_images(index, image_indices, image_size, resize)
     host_decode_s = _time_host_decode(images, image_size)
     if host_decode_s is None:
-        return "host", "no picture could be measured"
+        return "cpu", "no picture could be measured"
     device_images = [image for image in images if is_device_decodable(image.data, image.header)]
     device_decode_s, num_decoded = _time_device_decode(device_images, device, image_size, batch_size)
     return choose_decoder(

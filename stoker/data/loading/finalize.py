@@ -93,7 +93,7 @@ class BatchFinalizer:
             location=self._index.source,
             cause="\n          ".join(examples + more),
             fix=f"`stoker data check {self._index.source}` names all of them: repair them, remove them from the"
-            " annotations, or allow more with --max-bad; if all are gone, check the path and the mount",
+            " annotations, or allow more with --max-bad-fraction; if all are gone, check the path and the mount",
         )
 
 

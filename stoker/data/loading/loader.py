@@ -93,7 +93,7 @@ class Loader:
         on_quarantine: Callable[[QuarantinedImage], None] | None = None,
         on_tuned: Callable[[str], None] | None = None,
         cache: "PixelCache | None" = None,
-        jpeg_decoder: Literal["host", "nvjpeg"] = "host",
+        jpeg_decoder: Literal["cpu", "nvjpeg"] = "cpu",
     ) -> None:
         if not len(image_indices):
             raise DataError("There is no picture to load.", location=index.source)

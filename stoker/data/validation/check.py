@@ -214,4 +214,4 @@ def _refusal_reasons(
 
 
 def _limit_text(max_bad_fraction: float) -> str:
-    return f"more than --max-bad {max_bad_fraction:g} allows"
+    return f"more than --max-bad-fraction {max_bad_fraction:g} allows"

@@ -346,9 +346,9 @@ def _anchor_coverage(
 
 def _train_flags(image_size: tuple[int, int] | None, best: AnchorConfig | None, default: AnchorConfig) -> str:
     """Only what a training would not choose by itself: another canvas, or one whose pictures had to be looked at."""
-    flags = [] if image_size is None else [f"--canvas {image_size[0]} {image_size[1]}"]
+    flags = [] if image_size is None else [f"--image-size {image_size[0]} {image_size[1]}"]
     if best is not None:
         flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
         if best.ratios != default.ratios:
-            flags.append("--anchor-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
+            flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
     return " ".join(flags)

@@ -5,7 +5,7 @@ from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
 NVML_SOURCE = "NVML manual, nvmlClocksEventReasons"
 MIN_BUSY_UTILIZATION = Threshold(0.5, "utilisation of a GPU's sample from which it counts")
 MIN_BUSY_SAMPLES = Threshold(5, "such samples, at least (our judgment)")
-INPUT_SYMPTOMS = ("too_few_threads", "too_few_cores", "slow_decode", "input_bound")
+INPUT_SYMPTOMS = ("too_few_workers", "too_few_cores", "slow_decode", "input_bound")
 """What a lack of processor time looks like from inside."""
 
 CAUSES = (
@@ -128,11 +128,11 @@ CAUSES = (
         supersedes=INPUT_SYMPTOMS,
         probe="fewer_threads",
         confidence=0.75,
-        fix="OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0); of stoker --threads 0",
+        fix="OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0); of stoker --workers auto",
         external_fix="OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0), fewer "
         "loader workers",
         command="OMP_NUM_THREADS=1",
-        config_patch={"threads": 0},
+        config_patch={"workers": 0},
     ),
     Cause(
         id="idle_gpus",
@@ -220,7 +220,7 @@ CAUSES = (
         command="nvidia-smi -rgc",
     ),
     Cause(
-        id="idle_by_intent",
+        id="intentional_idle",
         title="Nothing was asked of the device",
         reason="allocation and scheduling",
         symptom="the job lives, and waits for something else",

@@ -33,13 +33,13 @@ CAUSES = (
         probe="no_exchange",
         confidence=0.75,
         fix="A faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; NCCL_DEBUG="
-        "INFO says which is used), fewer bytes (bf16 gradients), fewer exchanges (--accumulate, a larger --batch)",
+        "INFO says which is used), fewer bytes (bf16 gradients), fewer exchanges (--grad-accum-steps, a larger --batch-size)",
         external_fix="A faster link (NVLink, one machine instead of two, the network of the provider's GPU "
         "clusters; NCCL_DEBUG=INFO says which is used), fewer bytes (bf16 gradients, "
         "DistributedDataParallel's bf16_compress_hook), fewer exchanges (no_sync() over several "
         "batches, a larger batch)",
-        command="--accumulate 2",
-        config_patch={"accumulate": 2},
+        command="--grad-accum-steps 2",
+        config_patch={"grad_accum_steps": 2},
     ),
     Cause(
         id="pcie_degraded",

@@ -119,7 +119,7 @@ CAUSES = (
         supersedes=("input_bound",),
         probe="cached_batch",
         confidence=0.8,
-        fix="Decode once: --cache disk keeps decoded pictures; or on the GPU (--decoder nvjpeg); or store pictures at "
+        fix="Decode once: --cache disk keeps decoded pictures; or on the GPU (--jpeg-decoder nvjpeg); or store pictures at "
         "twice the canvas at most; of a PyTorch job, a faster decoder and fewer transforms per picture",
         external_fix="Decode less, or elsewhere: pictures stored at no more than twice what the model sees, a "
         "faster decoder (libjpeg-turbo, nvJPEG, DALI), fewer transforms per picture, decoded pictures"
@@ -128,7 +128,7 @@ CAUSES = (
         config_patch={"cache": "disk"},
     ),
     Cause(
-        id="too_few_threads",
+        id="too_few_workers",
         title="One or two threads prepare pictures while cores are idle",
         reason="data loading",
         symptom="the device waits, one core is at 100 %, the others sleep",
@@ -160,16 +160,16 @@ CAUSES = (
                 "(decoding threads reach 0.9 and more)",
             ),
         },
-        supersedes=("pictures_too_large", "slow_decode", "input_bound"),
+        supersedes=("images_too_large", "slow_decode", "input_bound"),
         probe="more_threads",
         confidence=0.85,
-        fix="--threads 0, which finds their number; of a PyTorch job, DataLoader(num_workers=) of about the cores per "
+        fix="--workers auto, which finds their number; of a PyTorch job, DataLoader(num_workers=) of about the cores per "
         "GPU, with persistent_workers=True",
         external_fix="DataLoader(num_workers=) of about the cores per GPU, with persistent_workers=True; of "
         "tf.data map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch; of Keras PyDataset(workers=, "
         "use_multiprocessing=True)",
-        command="--threads 0",
-        config_patch={"threads": 0},
+        command="--workers auto",
+        config_patch={"workers": 0},
     ),
     Cause(
         id="too_few_cores",
@@ -191,20 +191,20 @@ CAUSES = (
         supersedes=("slow_decode", "input_bound"),
         probe="cached_batch",
         confidence=0.8,
-        fix="A machine type with more vCPUs per GPU; or less work for them: --decoder nvjpeg, --cache disk",
+        fix="A machine type with more vCPUs per GPU; or less work for them: --jpeg-decoder nvjpeg, --cache disk",
         external_fix="A machine type with more vCPUs per GPU; or less work for them: decoding on the GPU (nvJPEG, "
         "DALI), pictures stored at no more than twice what the model sees",
-        command="--decoder nvjpeg",
-        config_patch={"decoder": "nvjpeg"},
+        command="--jpeg-decoder nvjpeg",
+        config_patch={"jpeg_decoder": "nvjpeg"},
     ),
     Cause(
-        id="pictures_too_large",
+        id="images_too_large",
         title="The pictures are far larger than what the model sees",
         reason="data loading",
         symptom="decoding takes most of the wait, and most decoded pixels are thrown away by the resize",
         required_records=(
             "steps.jsonl: input",
-            "events.jsonl: note with data.pixels_median",
+            "events.jsonl: note with data.median_pixels",
             "config.toml: data.canvas",
         ),
         warning_threshold=8.0,
@@ -223,7 +223,7 @@ CAUSES = (
         config_patch={"cache": "disk"},
     ),
     Cause(
-        id="copies_exposed",
+        id="exposed_h2d_copies",
         title="The device waits for copies from the host",
         reason="data loading",
         symptom="short pauses before each step, while the bus is busy",

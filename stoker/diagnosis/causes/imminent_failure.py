@@ -27,13 +27,13 @@ CAUSES = (
         supersedes=(
             "input_bound",
             "slow_storage",
-            "too_few_threads",
+            "too_few_workers",
             "slow_decode",
             "communication_bound",
             "straggler",
-            "host_waits",
+            "host_device_syncs",
             "python_bound",
-            "idle_by_intent",
+            "intentional_idle",
         ),
         confidence=0.8,
         fix="py-spy dump --pid shows where each process waits: a collective that one rank does not reach, a "
@@ -55,7 +55,7 @@ CAUSES = (
                 10.0, "seconds since the last step, where there was one: as hung; a job that steps is not held up"
             )
         },
-        supersedes=("hung", "job_says_no_steps", "input_bound", "slow_storage", "too_few_threads", "slow_decode"),
+        supersedes=("hung", "no_step_output", "input_bound", "slow_storage", "too_few_workers", "slow_decode"),
         confidence=0.85,
         fix="Make or copy the named file again, or take it out of the job's list, and start the job anew",
     ),
@@ -135,7 +135,7 @@ CAUSES = (
         command="nvidia-smi -q -d ECC,ROW_REMAPPER",
     ),
     Cause(
-        id="quarantined_pictures",
+        id="bad_images",
         title="Pictures could not be used",
         reason="dies: bad records",
         symptom="other pictures stand in for them; above 1 % the run stops",

@@ -26,11 +26,11 @@ CAUSES = (
         config_patch={"eval_every": "2ep"},
     ),
     Cause(
-        id="rate_too_high",
+        id="lr_too_high",
         title="The learning rate looks too high",
         reason="architecture and hyper-parameters",
         symptom="the loss rises after the warm-up, or the gradient grows, or many steps are skipped",
-        required_records=("events.jsonl: rate_too_high, or steps.jsonl: losses.total",),
+        required_records=("events.jsonl: lr_too_high, or steps.jsonl: losses.total",),
         warning_threshold=1,
         metric="stretches of the run that looked so",
         source=STABILITY_SOURCE,
@@ -60,16 +60,16 @@ CAUSES = (
             "learns": Threshold(0.7, "newest third over the middle one below which it falls (our judgment)"),
         },
         confidence=0.75,
-        fix="A third of the rate, or a longer --warmup",
+        fix="A third of the rate, or a longer --warmup-steps",
         external_fix="A third of the learning rate, or a longer warm-up",
-        command="--rate",
+        command="--lr",
     ),
     Cause(
-        id="rate_too_low",
+        id="lr_too_low",
         title="The learning rate looks too low: nothing moves",
         reason="architecture and hyper-parameters",
         symptom="a fifth of the run is over, and loss and gradient are what they were at its beginning",
-        required_records=("events.jsonl: rate_too_low, or steps.jsonl: losses.total",),
+        required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total",),
         info_threshold=1,
         warning_threshold=2,
         metric="2: an event of the run said so, or loss and gradient, or the loss at a tiny rate, stand still; "
@@ -95,7 +95,7 @@ CAUSES = (
         },
         confidence=0.6,
         fix="Ten times the rate, unless the weights had learnt these pictures before",
-        command="--rate",
+        command="--lr",
     ),
     Cause(
         id="overfitting",
@@ -115,7 +115,7 @@ CAUSES = (
             ),
         },
         confidence=0.7,
-        fix="--patience 3 ends such a run; more pictures or more augmentation (--mosaic 0.5 --crop 0.7) help; "
+        fix="--patience 3 ends such a run; more pictures or more augmentation (--mosaic 0.5 --scale-jitter-prob 0.7) help; "
         "best.safetensors has the best weights",
         external_fix="Stop at the best evaluation; more pictures or more augmentation",
         command="--patience 3",
@@ -136,7 +136,7 @@ CAUSES = (
             "contrast": Threshold(0.6, "SSD has 0.5"),
             "saturation": Threshold(0.8, "SSD has 0.5, YOLOv8 0.7"),
             "hue": Threshold(0.1, "SSD has 0.05, YOLOv8 0.015"),
-            "zoom": Threshold(
+            "scale_range": Threshold(
                 20.0, "largest over smallest scale: large-scale jittering (Ghiasi et al. 2021) has 0.1 to 2"
             ),
             "mosaic": Threshold(0.5, "in training shorter than `mosaic_epochs`"),
@@ -144,7 +144,7 @@ CAUSES = (
         },
         confidence=0.5,
         fix="The recipe's own values (leave the flags out), and look at `stoker data preview`",
-        command="--augment recipe",
+        command="--augment default",
     ),
     Cause(
         id="anchors_miss_boxes",
@@ -163,7 +163,7 @@ CAUSES = (
         command="--anchor-sizes",
     ),
     Cause(
-        id="scratch_on_few_pictures",
+        id="scratch_on_small_dataset",
         title="Training from random weights on few pictures",
         reason="architecture and hyper-parameters",
         symptom="AP stays low for long, though weights for this model exist",
@@ -179,7 +179,7 @@ CAUSES = (
         config_patch={"weights": "coco"},
     ),
     Cause(
-        id="weights_unsuitable",
+        id="freezing_mismatch",
         title="The weights, or how much of them is trained, do not suit",
         reason="architecture and hyper-parameters",
         symptom="AP stays near nothing, or far below what the model can; the loss falls a little and stands",
@@ -189,9 +189,9 @@ CAUSES = (
         "layers",
         source="by arithmetic: what is random and not trained never learns",
         confidence=0.9,
-        fix="With --weights none: --norm train --trainable-stages 5; or start from weights",
-        command="--norm train --trainable-stages 5",
-        config_patch={"norm": "train", "trainable_stages": 5},
+        fix="With --weights none: --backbone-norm bn --trainable-backbone-layers 5; or start from weights",
+        command="--backbone-norm bn --trainable-backbone-layers 5",
+        config_patch={"backbone_norm": "bn", "trainable_backbone_layers": 5},
     ),
     Cause(
         id="tensor_cores_unused",
@@ -226,12 +226,12 @@ CAUSES = (
         metric="skipped, share of all steps",
         source="ten times what fp16 loss scaling skips by itself (torch.amp.GradScaler grows every 2,000 steps)",
         confidence=0.9,
-        fix="A lower --rate, a longer --warmup, --clip 1, or --precision bf16 or fp32",
+        fix="A lower --lr, a longer --warmup-steps, --clip-grad-norm 1, or --precision bf16 or fp32",
         external_fix="A lower learning rate, a longer warm-up, gradient clipping, or bf16 or fp32 instead of fp16",
-        command="--rate",
+        command="--lr",
     ),
     Cause(
-        id="loss_not_finite",
+        id="non_finite_loss",
         title="The loss is not a number any more",
         reason="dies: divergence",
         symptom="the job goes on, its loss is NaN, and it learns nothing from there on",
@@ -242,13 +242,13 @@ CAUSES = (
         thresholds={
             "windows": Threshold(3, "windows of steps without a finite loss, after some that had one (our judgment)")
         },
-        supersedes=("rate_too_high", "steps_skipped", "loss_spikes"),
+        supersedes=("lr_too_high", "steps_skipped", "loss_spikes"),
         confidence=0.9,
         fix="A lower learning rate, a longer warm-up, gradient clipping; then look for boxes without area",
-        command="--rate",
+        command="--lr",
     ),
     Cause(
-        id="rate_lowered",
+        id="rolled_back_lower_lr",
         title="Training diverged and went on at a lower rate",
         reason="dies: divergence",
         symptom="the step number jumps back once or twice, and the rate is a third from there on",
@@ -260,7 +260,7 @@ CAUSES = (
         confidence=0.95,
         fix="Start the next run at the rate that this one came through with, or below; where it still diverged, look "
         "for broken boxes with `stoker data check`",
-        command="--rate",
+        command="--lr",
     ),
     Cause(
         id="loss_spikes",
@@ -273,10 +273,10 @@ CAUSES = (
         metric="jumps to twice the running median and eight standard deviations above it",
         source="our judgment: training gets over a single jump by itself; training/stability.py has what a jump is",
         confidence=0.8,
-        fix="A lower --rate, a longer --warmup or a smaller --clip; jumps at the same pictures in every epoch: look at "
+        fix="A lower --lr, a longer --warmup-steps or a smaller --clip-grad-norm; jumps at the same pictures in every epoch: look at "
         "their boxes",
         external_fix="A lower learning rate, a longer warm-up or a tighter gradient clipping; jumps at the same "
         "pictures in every epoch: look at their boxes",
-        command="--rate",
+        command="--lr",
     ),
 )

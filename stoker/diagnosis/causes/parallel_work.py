@@ -28,14 +28,14 @@ CAUSES = (
                 "of computing (our judgment)",
             )
         },
-        supersedes=("starved_inside_steps", "launch_bound", "unattributed_time"),
+        supersedes=("host_bound_steps", "launch_bound", "unattributed_time"),
         probe="compiled",
         confidence=0.75,
         fix="Take work out of the loop: encode targets in the loader's workers, log every 50 steps, vectorise; the "
         "evidence names the lines; py-spy top shows more",
     ),
     Cause(
-        id="host_waits",
+        id="host_device_syncs",
         title="The training thread waits in each step",
         reason="too little parallel work",
         symptom="device and cores rest together: .item(), a print of the loss, a service that is asked in each step",
@@ -46,7 +46,7 @@ CAUSES = (
         "or the share of the main thread's stacks in a wait for the device",
         source=HEURISTIC + ": a wait that nothing hides costs at least what it takes; twice a healthy loop's few %",
         thresholds={"busy": Threshold(0.6, "as python_bound: above, its thread computes")},
-        supersedes=("starved_inside_steps", "unattributed_time"),
+        supersedes=("host_bound_steps", "unattributed_time"),
         confidence=0.75,
         fix="Keep losses on the device and read them once a second; log in a thread of its own; no .item(), .cpu() or "
         "print in a step",
@@ -62,18 +62,18 @@ CAUSES = (
         metric="share of a traced step without any work on the device, where the median kernel is short",
         source="our judgment, on the cost of a launch: 3 to 10 µs of the host (CUDA programming guide, CUDA graphs)",
         thresholds={"kernel_s": Threshold(10e-6, "median length of a kernel: as long as launching it takes the host")},
-        supersedes=("starved_inside_steps",),
+        supersedes=("host_bound_steps",),
         probe="compiled",
         confidence=0.8,
-        fix="Fewer and larger kernels: --no-eager (torch.compile, CUDA graphs), a larger --batch, channels-last and "
+        fix="Fewer and larger kernels: --compile (torch.compile, CUDA graphs), a larger --batch-size, channels-last and "
         "bf16, fused optimizers",
         external_fix="Fewer and larger kernels: torch.compile(mode='reduce-overhead') or CUDA graphs, a larger "
         "batch, channels-last and bf16, fused optimizers; of TensorFlow jit_compile=True",
-        command="--no-eager",
-        config_patch={"eager": False},
+        command="--compile",
+        config_patch={"compile": False},
     ),
     Cause(
-        id="starved_inside_steps",
+        id="host_bound_steps",
         title="The device stands still inside steps",
         reason="too little parallel work",
         symptom="the ledger says compute, the driver says idle: kernels are too small or launched too late",
@@ -88,11 +88,11 @@ CAUSES = (
         "blurs less than this over a run",
         probe="twice_the_batch",
         confidence=0.6,
-        fix="Give each step more work: a larger --batch or --canvas, or --no-eager",
+        fix="Give each step more work: a larger --batch-size or --image-size, or --compile",
         external_fix="Give each step more work: a larger batch or larger pictures, torch.compile; of TensorFlow "
         "jit_compile=True",
-        command="--no-eager",
-        config_patch={"eager": False},
+        command="--compile",
+        config_patch={"compile": False},
     ),
     Cause(
         id="batch_too_small",
@@ -106,7 +106,7 @@ CAUSES = (
         "`overhead_s` has in a step of at most `batch` pictures",
         source="our judgment; the probe is a measurement of this run",
         thresholds={
-            "batch": Threshold(
+            "batch_size": Threshold(
                 2,
                 "pictures in a step at most, where nothing was probed: statistics of norms and gradients "
                 "are poor too (Wu and He 2018, Group Normalization, figure 1: errors rise below 8)",
@@ -120,16 +120,16 @@ CAUSES = (
                 0.7, "share of the memory in use above which a larger batch may not fit (our judgment)"
             ),
         },
-        supersedes=("gpu_memory_unused", "gpu_underfilled"),
+        supersedes=("gpu_memory_unused", "low_sm_activity"),
         probe="twice_the_batch",
         confidence=0.6,
-        fix="A larger --batch (the rate follows it when it is not set), or --fit, which tries",
+        fix="A larger --batch-size (the rate follows it when it is not set), or --auto-batch, which tries",
         external_fix="A larger batch, with a rate that follows it",
-        command="--fit",
-        config_patch={"fit": True},
+        command="--auto-batch",
+        config_patch={"auto_batch": True},
     ),
     Cause(
-        id="gpu_underfilled",
+        id="low_sm_activity",
         title="The model is too small for this GPU",
         reason="too little parallel work",
         symptom="the driver says busy, yet most multiprocessors have no work",
@@ -143,10 +143,10 @@ CAUSES = (
         },
         probe="twice_the_batch",
         confidence=0.7,
-        fix="A larger --batch; else a smaller GPU, a MIG slice, or two jobs on this one",
+        fix="A larger --batch-size; else a smaller GPU, a MIG slice, or two jobs on this one",
         external_fix="A larger batch; else a smaller GPU, a MIG slice, or two jobs on this one",
-        command="--fit",
-        config_patch={"fit": True},
+        command="--auto-batch",
+        config_patch={"auto_batch": True},
     ),
     Cause(
         id="recompiles",
@@ -160,7 +160,7 @@ CAUSES = (
         source="our judgment: a program of fixed shapes compiles once",
         supersedes=("python_bound",),
         confidence=0.85,
-        fix="Fixed shapes: one --canvas, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what changes; "
+        fix="Fixed shapes: one --image-size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what changes; "
         "TORCH_LOGS=recompiles says why",
         external_fix="Fixed shapes: pictures of one size, drop_last=True; torch.compile(dynamic=True), or "
         "mark_dynamic on what changes; TORCH_LOGS=recompiles says why. Of tf.function an "

@@ -91,8 +91,8 @@ def threads_oversubscribed(run: RunRecords) -> Finding | None:
     return make_finding(run, cause.id, threads_running.value / cores, [thread_evidence, _cpu_pressure_evidence(run)])
 
 
-def idle_by_intent(run: RunRecords) -> Finding | None:
-    return make_phase_finding(run, "idle_by_intent", "idle")
+def intentional_idle(run: RunRecords) -> Finding | None:
+    return make_phase_finding(run, "intentional_idle", "idle")
 
 
 def work_lost_to_restarts(run: RunRecords) -> Finding | None:
@@ -115,7 +115,7 @@ def frequent_restarts(run: RunRecords) -> Finding | None:
 
 RULES = (
     startup_heavy, checkpoint_heavy, checkpoint_disk_slow, cpu_quota, cpu_contention, threads_oversubscribed,
-    idle_by_intent, work_lost_to_restarts, frequent_restarts,
+    intentional_idle, work_lost_to_restarts, frequent_restarts,
 )  # fmt: skip
 
 _CPU_ESTIMATE = "this share of the processor time, of what waits for processors"

@@ -23,7 +23,7 @@ from stoker.runs.schemas import Evidence, Finding
 def input_bound(run: RunRecords) -> Finding | None:
     stage, stage_fraction = _largest_stage(run)
     cpu_utilization = run.cpu_utilization
-    busy_threshold = CATALOG["too_few_threads"].threshold("busy_cores")
+    busy_threshold = CATALOG["too_few_workers"].threshold("busy_cores")
     hint = ""
     if stage == "fetch":
         faster_source = "a bucket in the machine's own region" if run.from_bucket else "a faster disk"
@@ -34,9 +34,9 @@ def input_bound(run: RunRecords) -> Finding | None:
         )
         hint = f"; most of the wait is for bytes here, so {advice} first"
     elif cpu_utilization is not None and cpu_utilization >= busy_threshold:
-        hint = "; the cores are busy here, so more --threads do not help"
-    elif cpu_utilization is not None and run.settings.get("threads") != 0:
-        hint = "; cores are idle here, so more --threads come first, or --threads 0, which finds their number"
+        hint = "; the cores are busy here, so more --workers do not help"
+    elif cpu_utilization is not None and run.settings.get("workers") != 0:
+        hint = "; cores are idle here, so more --workers come first, or --workers auto, which finds their number"
     return _input_wait_finding(
         run,
         "input_bound",
@@ -116,8 +116,8 @@ def slow_decode(run: RunRecords) -> Finding | None:
     )
 
 
-def too_few_threads(run: RunRecords) -> Finding | None:
-    cause = CATALOG["too_few_threads"]
+def too_few_workers(run: RunRecords) -> Finding | None:
+    cause = CATALOG["too_few_workers"]
     cores, cpu_utilization = run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or cpu_utilization is None or cpu_utilization >= cause.threshold("busy_cores"):
         return None
@@ -165,9 +165,9 @@ def too_few_cores(run: RunRecords) -> Finding | None:
     )
 
 
-def pictures_too_large(run: RunRecords) -> Finding | None:
-    cause = CATALOG["pictures_too_large"]
-    median_pixels, image_size = run.facts.get("pixels_median"), run.settings.get("canvas")
+def images_too_large(run: RunRecords) -> Finding | None:
+    cause = CATALOG["images_too_large"]
+    median_pixels, image_size = run.facts.get("median_pixels"), run.settings.get("image_size")
     stage, stage_fraction = _largest_stage(run)
     fraction = fraction_of_phase(run, "input_wait")
     if not isinstance(median_pixels, int | float) or not isinstance(image_size, list | tuple) or len(image_size) != 2:
@@ -183,28 +183,28 @@ def pictures_too_large(run: RunRecords) -> Finding | None:
     text = f"the median picture has {median_pixels / 1e6:.1f} megapixels, the canvas {image_size[0] * image_size[1] / 1e6:.2f}"
     evidence = [
         phase_evidence(run, "input_wait"), _stage_evidence(run, stage, stage_fraction),
-        Evidence(text=text, value=ratio, source="events.jsonl: note, data.facts.pixels_median; config.toml: "
+        Evidence(text=text, value=ratio, source="events.jsonl: note, data.facts.median_pixels; config.toml: "
         "data.canvas"),
     ]  # fmt: skip
     return make_finding(run, cause.id, ratio, evidence, lost_s=run.phase_seconds("input_wait"))
 
 
-def copies_exposed(run: RunRecords) -> Finding | None:
+def exposed_h2d_copies(run: RunRecords) -> Finding | None:
     if run.phase_seconds("h2d") > 0:
-        return make_phase_finding(run, "copies_exposed", "h2d")
+        return make_phase_finding(run, "exposed_h2d_copies", "h2d")
     traces = run.traces
     if not traces.wall_s:
         return None
     fraction = traces.copy_s / traces.wall_s
     text = f"nothing but copies ran in {format_percent(fraction)} of {traces.steps} traced steps"
     evidence = [Evidence(text=text, value=fraction, source="traces.jsonl: copy_s")]
-    return make_finding(run, "copies_exposed", fraction, evidence, lost_s=fraction * run.phase_seconds("compute"),
+    return make_finding(run, "exposed_h2d_copies", fraction, evidence, lost_s=fraction * run.phase_seconds("compute"),
                  estimate_basis="the traced share of the time in steps")  # fmt: skip
 
 
 RULES = (
-    input_bound, slow_storage, cold_cache, network_saturated, slow_decode, too_few_threads, too_few_cores,
-    pictures_too_large, copies_exposed,
+    input_bound, slow_storage, cold_cache, network_saturated, slow_decode, too_few_workers, too_few_cores,
+    images_too_large, exposed_h2d_copies,
 )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def _loader_cpu_evidence(cores: float) -> Evidence:
 
 def _num_workers(run: RunRecords) -> int | None:
     """That load pictures; None where nobody says, or where the loader finds their number by itself."""
-    num_workers = run.settings.get("threads") if run.is_native_run else run.facts.get("workers")
+    num_workers = run.settings.get("workers") if run.is_native_run else run.facts.get("workers")
     if num_workers is None and not run.is_native_run and _decodes_in_training_thread(run):
         return 0
     if not isinstance(num_workers, int) or (run.is_native_run and num_workers == 0):
@@ -313,7 +313,7 @@ def _num_workers(run: RunRecords) -> int | None:
 
 
 def _saw_two_epochs(run: RunRecords) -> bool:
-    num_images = run.facts.get("pictures")
+    num_images = run.facts.get("num_images")
     return isinstance(num_images, int) and run.totals.pictures >= 2 * num_images > 0
 
 

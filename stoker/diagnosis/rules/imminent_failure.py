@@ -62,14 +62,14 @@ def storage_errors(run: RunRecords) -> Finding | None:
     return make_finding(run, "storage_errors", len(warnings), evidence)
 
 
-def quarantined_pictures(run: RunRecords) -> Finding | None:
+def bad_images(run: RunRecords) -> Finding | None:
     count = run.num_quarantined
     evidence = [Evidence(text=f"{count:,} pictures", value=float(count), source="quarantine.jsonl")]
     evidence += [
         Evidence(text=f"{path}: {error}", source="quarantine.jsonl")
         for path, error in list(run.quarantined.items())[:MAX_EXAMPLES]
     ]
-    return make_finding(run, "quarantined_pictures", count, evidence)
+    return make_finding(run, "bad_images", count, evidence)
 
 
-RULES = (hung, empty_input, checkpoints_failed, disk_nearly_full, storage_errors, quarantined_pictures)
+RULES = (hung, empty_input, checkpoints_failed, disk_nearly_full, storage_errors, bad_images)

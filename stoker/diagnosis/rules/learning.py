@@ -5,7 +5,7 @@ import math
 from statistics import median
 from typing import Any
 
-from stoker.config.settings import parse_duration
+from stoker.config.durations import parse_duration
 from stoker.diagnosis.catalogue import CATALOG
 from stoker.diagnosis.reader import MAX_EXAMPLES
 from stoker.diagnosis.rules.finding import (
@@ -35,11 +35,11 @@ def evaluation_heavy(run: RunRecords) -> Finding | None:
     return make_phase_finding(run, cause.id, "eval", extra_evidence=[count_evidence])
 
 
-def rate_too_high(run: RunRecords) -> Finding | None:
+def lr_too_high(run: RunRecords) -> Finding | None:
     event_finding = _finding_from_events(
-        run, "rate_too_high", "rate_too_high", lr_key="try", lost_s=_device_s_since_lowest_loss(run)
+        run, "lr_too_high", "lr_too_high", lr_key="suggested_lr", lost_s=_device_s_since_lowest_loss(run)
     )
-    cause = CATALOG["rate_too_high"]
+    cause = CATALOG["lr_too_high"]
     if event_finding is not None or (
         run.is_native_run and len(run.learning.loss.points) >= cause.threshold("own_windows")
     ):
@@ -56,7 +56,7 @@ def rate_too_high(run: RunRecords) -> Finding | None:
 def _detect_divergence(run: RunRecords) -> tuple[str, float, float | None, str] | None:
     """How a loss shows that it diverged: it has risen, it is far above its beginning, it jumped and did not come back
     there, or it blew up and has learnt nothing since; by which factor; and which time was lost."""
-    cause, loss = CATALOG["rate_too_high"], run.learning.loss
+    cause, loss = CATALOG["lr_too_high"], run.learning.loss
     values, noise = loss.values, _log_loss_noise(run)
     thirds = _median_thirds(loss)
     if thirds is None or len(values) < cause.threshold("least_windows") or min(values) <= 0:
@@ -89,13 +89,13 @@ def _detect_divergence(run: RunRecords) -> tuple[str, float, float | None, str] 
     return None
 
 
-def rate_too_low(run: RunRecords) -> Finding | None:
+def lr_too_low(run: RunRecords) -> Finding | None:
     """By the run's own event; else by a loss, and a gradient where it is known, that are where they began."""
-    cause, learning = CATALOG["rate_too_low"], run.learning
-    if learning.events.get("rate_too_low"):
-        events = learning.events["rate_too_low"]
-        return make_finding(run, cause.id, 2, [_event_evidence(event.text, "rate_too_low") for event in events[-MAX_EXAMPLES:]],
-                     command=_lr_command(events[-1].data.get("try")), lost_s=run.phase_seconds("compute", "unattributed"),
+    cause, learning = CATALOG["lr_too_low"], run.learning
+    if learning.events.get("lr_too_low"):
+        events = learning.events["lr_too_low"]
+        return make_finding(run, cause.id, 2, [_event_evidence(event.text, "lr_too_low") for event in events[-MAX_EXAMPLES:]],
+                     command=_lr_command(events[-1].data.get("suggested_lr")), lost_s=run.phase_seconds("compute", "unattributed"),
                      estimate_basis="all of the time in steps: little was learnt in it")  # fmt: skip
     if run.totals.attempts > 1:
         return None  # of several beginnings a loss is what it was again
@@ -169,7 +169,7 @@ def augmentation_heavy(run: RunRecords) -> Finding | None:
         value = settings.get(name)
         if isinstance(value, int | float) and value > cause.threshold(name):
             excessive.append((name, f"{name} {value:g}"))
-    scale_range = settings.get("zoom")
+    scale_range = settings.get("scale_range")
     if (
         isinstance(scale_range, list | tuple)
         and len(scale_range) == 2
@@ -202,8 +202,8 @@ def anchors_miss_boxes(run: RunRecords) -> Finding | None:
     return make_finding(run, cause.id, float(fraction), evidence, command=command, config_patch=patch)
 
 
-def scratch_on_few_pictures(run: RunRecords) -> Finding | None:
-    num_images, available_weights = run.facts.get("pictures"), run.facts.get("pretrained")
+def scratch_on_small_dataset(run: RunRecords) -> Finding | None:
+    num_images, available_weights = run.facts.get("num_images"), run.facts.get("pretrained")
     if run.settings.get("weights") != "none" or "weights" in run.auto_settings:
         return None
     if not isinstance(num_images, int) or not isinstance(available_weights, list) or not available_weights:
@@ -218,22 +218,22 @@ def scratch_on_few_pictures(run: RunRecords) -> Finding | None:
             source="config.toml: model.weights",
         ),
     ]
-    return make_finding(run, "scratch_on_few_pictures", num_images, evidence, command=f"--weights {best}",
+    return make_finding(run, "scratch_on_small_dataset", num_images, evidence, command=f"--weights {best}",
                  config_patch={"weights": best})  # fmt: skip
 
 
-def weights_unsuitable(run: RunRecords) -> Finding | None:
+def freezing_mismatch(run: RunRecords) -> Finding | None:
     settings = run.settings
     if settings.get("weights") != "none":
         return None
     evidence = []
-    trainable_layers = settings.get("trainable_stages")
+    trainable_layers = settings.get("trainable_backbone_layers")
     if isinstance(trainable_layers, int) and trainable_layers < 5:
         evidence.append(Evidence(text=f"{5 - trainable_layers} of 5 stages are random and are not trained", value=float(trainable_layers),
                               source="config.toml: model.trainable_stages"))  # fmt: skip
-    if settings.get("norm") == "frozen":
+    if settings.get("backbone_norm") == "frozen_bn":
         evidence.append(Evidence(text="the statistics of random layers are frozen", source="config.toml: model.norm"))
-    return make_finding(run, "weights_unsuitable", len(evidence), evidence)
+    return make_finding(run, "freezing_mismatch", len(evidence), evidence)
 
 
 def tensor_cores_unused(run: RunRecords) -> Finding | None:
@@ -270,8 +270,8 @@ def steps_skipped(run: RunRecords) -> Finding | None:
     return make_finding(run, "steps_skipped", fraction, evidence, lost_s=fraction * run.phase_seconds("compute"))
 
 
-def loss_not_finite(run: RunRecords) -> Finding | None:
-    cause, learning = CATALOG["loss_not_finite"], run.learning
+def non_finite_loss(run: RunRecords) -> Finding | None:
+    cause, learning = CATALOG["non_finite_loss"], run.learning
     has_lost_loss = bool(learning.loss.points) and learning.windows_without_loss >= cause.threshold("windows")
     if learning.non_finite_event is None and (run.is_external or not has_lost_loss):
         return None
@@ -288,17 +288,17 @@ def loss_not_finite(run: RunRecords) -> Finding | None:
                  estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "")  # fmt: skip
 
 
-def rate_lowered(run: RunRecords) -> Finding | None:
-    return _finding_from_events(run, "rate_lowered", "slowed", lr_key="rate")
+def rolled_back_lower_lr(run: RunRecords) -> Finding | None:
+    return _finding_from_events(run, "rolled_back_lower_lr", "rolled_back", lr_key="lr")
 
 
 def loss_spikes(run: RunRecords) -> Finding | None:
-    return _finding_from_events(run, "loss_spikes", "loss_spike", lr_key="try")
+    return _finding_from_events(run, "loss_spikes", "loss_spike", lr_key="suggested_lr")
 
 
 RULES = (
-    evaluation_heavy, rate_too_high, rate_too_low, overfitting, augmentation_heavy, anchors_miss_boxes,
-    scratch_on_few_pictures, weights_unsuitable, tensor_cores_unused, steps_skipped, loss_not_finite, rate_lowered,
+    evaluation_heavy, lr_too_high, lr_too_low, overfitting, augmentation_heavy, anchors_miss_boxes,
+    scratch_on_small_dataset, freezing_mismatch, tensor_cores_unused, steps_skipped, non_finite_loss, rolled_back_lower_lr,
     loss_spikes,
 )  # fmt: skip
 
@@ -320,7 +320,7 @@ def _event_evidence(text: str, kind: str) -> Evidence:
 
 
 def _lr_command(lr: Any) -> str | None:
-    return f"--rate {lr:.2g}" if isinstance(lr, int | float) else None
+    return f"--lr {lr:.2g}" if isinstance(lr, int | float) else None
 
 
 def _lr_evidence(run: RunRecords) -> Evidence | None:
@@ -346,7 +346,7 @@ def _max_relative_change(thirds: tuple[float, float, float]) -> float:
 
 def _is_warming_up(run: RunRecords) -> bool:
     """Whether the rate has only just reached its height."""
-    warmup_steps = run.settings.get("warmup")
+    warmup_steps = run.settings.get("warmup_steps")
     return isinstance(warmup_steps, int) and run.totals.step < 2 * warmup_steps
 
 
@@ -368,9 +368,9 @@ def _device_s_since_lowest_loss(run: RunRecords) -> float | None:
 
 def _planned_epochs(run: RunRecords) -> float | None:
     """That the run is asked to take."""
-    num_images, batch_size = run.facts.get("pictures"), run.settings.get("batch")
+    num_images, batch_size = run.facts.get("num_images"), run.settings.get("batch_size")
     try:
-        duration = parse_duration(str(run.settings.get("for_", run.settings.get("for", ""))))
+        duration = parse_duration(str(run.settings.get("max_duration", run.settings.get("max_duration", ""))))
     except (ConfigError, ValueError):
         return None
     if duration.unit == "epochs":

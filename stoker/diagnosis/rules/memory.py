@@ -21,7 +21,7 @@ def gpu_memory_unused(run: RunRecords) -> Finding | None:
     return make_finding(run, "gpu_memory_unused", 1 - max(fractions), [memory_evidence])
 
 
-def gpu_memory_grows(run: RunRecords) -> Finding | None:
+def gpu_memory_leak(run: RunRecords) -> Finding | None:
     leaks = [(index, gpu, fit) for index, gpu in run.gpus.items() if (fit := _fit_memory_leak(gpu.memory)) is not None]
     candidates = [(gpu.memory_total_bytes - gpu.memory.values[-1], fit, index, gpu)
             for index, gpu, fit in leaks if gpu.memory_total_bytes]  # fmt: skip
@@ -33,7 +33,7 @@ def gpu_memory_grows(run: RunRecords) -> Finding | None:
         Evidence(text=text, value=fit.slope, source="devices.jsonl: gpus.memory_used_bytes"),
         _time_to_full_evidence(max(0.0, free_bytes) / fit.slope),
     ]
-    return make_finding(run, "gpu_memory_grows", max(0.0, free_bytes) / fit.slope / 3600, evidence)
+    return make_finding(run, "gpu_memory_leak", max(0.0, free_bytes) / fit.slope / 3600, evidence)
 
 
 def gpu_memory_fragmented(run: RunRecords) -> Finding | None:
@@ -131,8 +131,8 @@ def shared_memory_small(run: RunRecords) -> Finding | None:
     return make_finding(run, cause.id, used_fraction, evidence)
 
 
-def handles_run_out(run: RunRecords) -> Finding | None:
-    cause, open_fds, max_fds = CATALOG["handles_run_out"], run.host.open_fds, run.host.max_fds
+def fd_limit_near(run: RunRecords) -> Finding | None:
+    cause, open_fds, max_fds = CATALOG["fd_limit_near"], run.host.open_fds, run.host.max_fds
     if not open_fds.points or not max_fds:
         return None
     peak_fds = max(open_fds.values)
@@ -156,8 +156,8 @@ def handles_run_out(run: RunRecords) -> Finding | None:
 
 
 RULES = (
-    gpu_memory_unused, gpu_memory_grows, gpu_memory_fragmented, gpu_memory_near_limit, host_memory_near_limit,
-    host_memory_leak, memory_pressure, processes_killed_for_memory, shared_memory_small, handles_run_out,
+    gpu_memory_unused, gpu_memory_leak, gpu_memory_fragmented, gpu_memory_near_limit, host_memory_near_limit,
+    host_memory_leak, memory_pressure, processes_killed_for_memory, shared_memory_small, fd_limit_near,
 )  # fmt: skip
 
 

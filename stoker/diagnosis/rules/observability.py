@@ -28,7 +28,7 @@ def unattributed_time(run: RunRecords) -> Finding | None:
     return make_finding(run, cause.id, measured, [phase_evidence(run, "unattributed")], lost_s=lost_s)
 
 
-def witnesses_disagree(run: RunRecords) -> Finding | None:
+def telemetry_mismatch(run: RunRecords) -> Finding | None:
     gpu_utilization = driver_utilization(run)
     if gpu_utilization is None or run.is_external or not is_long_enough(run):
         return None
@@ -38,7 +38,7 @@ def witnesses_disagree(run: RunRecords) -> Finding | None:
         Evidence(text=f"by the ledger the device worked {format_percent(ledger_fraction)} of it", value=ledger_fraction,
                  source="steps.jsonl: phases"),
     ]  # fmt: skip
-    return make_finding(run, "witnesses_disagree", gpu_utilization - ledger_fraction, evidence)
+    return make_finding(run, "telemetry_mismatch", gpu_utilization - ledger_fraction, evidence)
 
 
 def gpu_not_used(run: RunRecords) -> Finding | None:
@@ -70,12 +70,12 @@ def no_telemetry(run: RunRecords) -> Finding | None:
     return make_finding(run, "no_telemetry", wall_s, [Evidence(text=text, value=wall_s, source="devices.jsonl")])
 
 
-def job_says_no_steps(run: RunRecords) -> Finding | None:
+def no_step_output(run: RunRecords) -> Finding | None:
     if not run.is_external or run.totals.steps:
         return None
     text = f"no step in {run.totals.wall_s:,.0f} s"
     evidence = [Evidence(text=text, value=run.totals.wall_s, source="steps.jsonl: steps")]
-    return make_finding(run, "job_says_no_steps", run.totals.wall_s, evidence)
+    return make_finding(run, "no_step_output", run.totals.wall_s, evidence)
 
 
-RULES = (unattributed_time, witnesses_disagree, gpu_not_used, no_telemetry, job_says_no_steps)
+RULES = (unattributed_time, telemetry_mismatch, gpu_not_used, no_telemetry, no_step_output)

@@ -38,7 +38,7 @@ def python_bound(run: RunRecords) -> Finding | None:
     return from_phases or from_stacks
 
 
-def host_waits(run: RunRecords) -> Finding | None:
+def host_device_syncs(run: RunRecords) -> Finding | None:
     """The thread waits by name; between steps, while the process uses little of a core; or in steps of a job that
     computes on processors, while they use less than the steps take."""
     between_phases = _between_step_phases(run)
@@ -46,9 +46,13 @@ def host_waits(run: RunRecords) -> Finding | None:
     thread_is_idle = fraction is not None and _is_thread_idle(run, fraction) is True
     phases = (*(("sync",) if run.phase_seconds("sync") > 0 else ()), *(between_phases if thread_is_idle else ()))
     extra_evidence = [_process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
-    from_phases = make_phase_finding(run, "host_waits", *phases, extra_evidence=extra_evidence) if phases else None
+    from_phases = (
+        make_phase_finding(run, "host_device_syncs", *phases, extra_evidence=extra_evidence) if phases else None
+    )
     return (
-        from_phases or _idle_in_steps_finding(run) or _finding_from_stacks(run, "host_waits", "a wait", "sync", "idle")
+        from_phases
+        or _idle_in_steps_finding(run)
+        or _finding_from_stacks(run, "host_device_syncs", "a wait", "sync", "idle")
     )
 
 
@@ -73,7 +77,7 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
     if thread_utilization is not None:
         text = f"the training thread computed {format_percent(thread_utilization)} of its time in steps"
         cpu_evidence = Evidence(text=text, value=thread_utilization, source="steps.jsonl: cpu.compute")
-    return make_finding(run, "host_waits", idle_fraction, [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")],
+    return make_finding(run, "host_device_syncs", idle_fraction, [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")],
                  lost_s=idle_fraction * run.steady.device_s,
                  estimate_basis="the time in steps in which no processor worked")  # fmt: skip
 
@@ -101,11 +105,11 @@ def launch_bound(run: RunRecords) -> Finding | None:
     )
 
 
-def starved_inside_steps(run: RunRecords) -> Finding | None:
+def host_bound_steps(run: RunRecords) -> Finding | None:
     """By traces where there are some, else by the second witness."""
     traced_idle_fraction = run.traces.idle_fraction
     if traced_idle_fraction is not None:
-        return make_finding(run, "starved_inside_steps", traced_idle_fraction, [_idle_evidence(run), _host_bound_evidence(run)], lost_s=_idle_device_s(run, traced_idle_fraction),
+        return make_finding(run, "host_bound_steps", traced_idle_fraction, [_idle_evidence(run), _host_bound_evidence(run)], lost_s=_idle_device_s(run, traced_idle_fraction),
                      estimate_basis=_TRACE_ESTIMATE)  # fmt: skip
     gpu_utilization = driver_utilization(run)
     compute_fraction = fraction_of_phase(run, "compute")
@@ -115,7 +119,7 @@ def starved_inside_steps(run: RunRecords) -> Finding | None:
         f"the driver saw kernels {100 * gpu_utilization:.0f} % of the time", gpu_utilization, "gpus"
     )
     idle_fraction = compute_fraction - gpu_utilization
-    return make_finding(run, "starved_inside_steps", idle_fraction, [phase_evidence(run, "compute"), driver_evidence, _host_bound_evidence(run)],
+    return make_finding(run, "host_bound_steps", idle_fraction, [phase_evidence(run, "compute"), driver_evidence, _host_bound_evidence(run)],
                  lost_s=idle_fraction * run.steady.device_s,
                  estimate_basis="the driver's utilisation is a sample, and coarse")  # fmt: skip
 
@@ -151,7 +155,7 @@ def batch_too_small(run: RunRecords) -> Finding | None:
     return make_finding(run, cause.id, overhead_fraction, [_batch_size_evidence(run), _step_rate_evidence(run)])
 
 
-def gpu_underfilled(run: RunRecords) -> Finding | None:
+def low_sm_activity(run: RunRecords) -> Finding | None:
     means = [gpu.sm_active.value for gpu in run.gpus.values() if gpu.sm_active.value is not None]
     if not means:
         return None
@@ -159,7 +163,7 @@ def gpu_underfilled(run: RunRecords) -> Finding | None:
     sm_evidence = counter_evidence(
         "at most {} of the multiprocessors had work while the GPU was busy", max_sm_active, "gpus.sm_active"
     )
-    return make_finding(run, "gpu_underfilled", 1 - max_sm_active, [sm_evidence])
+    return make_finding(run, "low_sm_activity", 1 - max_sm_active, [sm_evidence])
 
 
 def recompiles(run: RunRecords) -> Finding | None:
@@ -172,7 +176,7 @@ def recompiles(run: RunRecords) -> Finding | None:
 
 
 RULES = (
-    python_bound, host_waits, launch_bound, starved_inside_steps, batch_too_small, gpu_underfilled, recompiles,
+    python_bound, host_device_syncs, launch_bound, host_bound_steps, batch_too_small, low_sm_activity, recompiles,
 )  # fmt: skip
 
 _TRACE_ESTIMATE = "the share of the traced time without work, times the time in steps; tracing slows the host"
@@ -210,11 +214,11 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
     one in the rest of the time."""
     thread_utilization = thread_cpu_utilization(run, *_between_step_phases(run))
     if thread_utilization is not None:
-        return thread_utilization < CATALOG["host_waits"].threshold("busy")
+        return thread_utilization < CATALOG["host_device_syncs"].threshold("busy")
     process_cpu = cpu_demand(run)
     if process_cpu is None or fraction <= 0:
         return None
-    return max(0.0, process_cpu - (1 - fraction)) / fraction < CATALOG["host_waits"].threshold("busy")
+    return max(0.0, process_cpu - (1 - fraction)) / fraction < CATALOG["host_device_syncs"].threshold("busy")
 
 
 def _process_cpu_evidence(run: RunRecords) -> Evidence | None:

@@ -258,8 +258,8 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 
 
 EMBER_DEFAULTS: Defaults = {
-    "norm": ("train", "as its weights were trained"),
-    "trainable_stages": (5, "as its weights were trained"),
+    "backbone_norm": ("bn", "as its weights were trained"),
+    "trainable_backbone_layers": (5, "as its weights were trained"),
     "nms_free": (False, "one pair of towers less; ember_n on BCCD has AP 0.595 so, and 0.574 with them"),
     "depthwise": (False, "no faster on a CPU; ember_n on BCCD has AP 0.595 so, and 0.584 with it"),
 }

@@ -198,11 +198,11 @@ def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
 
 
 FASTER_RCNN_DEFAULTS: Defaults = {
-    "foreground_iou": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
-    "background_iou": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "fg_iou_thresh": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
+    "bg_iou_thresh": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
     "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
     "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
-    "anchor_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
+    "aspect_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
     **PRETRAINED_DEFAULTS,
 }
 

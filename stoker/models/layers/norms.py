@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Norm = Callable[[int], nn.Module]
-NormKind = Literal["frozen", "train", "sync"]
+NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -135,8 +135,8 @@ def _normalize_by_running_stats(norm: nn.modules.batchnorm._BatchNorm, x: Tensor
     return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
-NORMS: dict[NormKind, Norm] = {"frozen": FrozenBatchNorm2d, "train": SafeBatchNorm2d, "sync": SafeSyncBatchNorm}
-"""By the value of `--norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
+NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNorm2d, "sync_bn": SafeSyncBatchNorm}
+"""By the value of `--backbone-norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
 
 LITE_EPS, LITE_MOMENTUM = 1e-3, 0.03
 """As torchvision trained SSDlite. TF's lite models have momentum 0.003, for their 50,000 steps; statistics that slow
@@ -145,11 +145,11 @@ would still be those of the start after a few hundred."""
 
 def trainable_norm(kind: NormKind) -> NormKind:
     """The kind for layers outside the backbone: those are trained, also where the backbone's are frozen."""
-    return "sync" if kind == "sync" else "train"
+    return "sync_bn" if kind == "sync_bn" else "bn"
 
 
 def lite_norm(kind: NormKind) -> Norm:
     """The norm of what is lite."""
-    if kind == "frozen":
+    if kind == "frozen_bn":
         return partial(FrozenBatchNorm2d, eps=LITE_EPS)
-    return partial(SafeSyncBatchNorm if kind == "sync" else SafeBatchNorm2d, eps=LITE_EPS, momentum=LITE_MOMENTUM)
+    return partial(SafeSyncBatchNorm if kind == "sync_bn" else SafeBatchNorm2d, eps=LITE_EPS, momentum=LITE_MOMENTUM)

@@ -13,7 +13,7 @@ keeps the last convolution of the ImageNet classifier (TF's has 256 channels ins
 the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
 begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
 is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the body's norms
-are frozen unless `--norm` says otherwise, TF trains them.
+are frozen unless `--backbone-norm` says otherwise, TF trains them.
 """
 
 import math
@@ -217,8 +217,8 @@ class RetinaNet(Detector):
 
 
 FOCAL_DEFAULTS: Defaults = {
-    "foreground_iou": (0.5, "RetinaNet paper, section 4"),
-    "background_iou": (0.4, "RetinaNet paper, section 4"),
+    "fg_iou_thresh": (0.5, "RetinaNet paper, section 4"),
+    "bg_iou_thresh": (0.4, "RetinaNet paper, section 4"),
     "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
     "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
 }
@@ -228,7 +228,7 @@ RETINANET_DEFAULTS: Defaults = {
     **FOCAL_DEFAULTS,
     "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
     "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
-    "anchor_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
+    "aspect_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
     **PRETRAINED_DEFAULTS,
     "box_loss": ("l1", "as torchvision trained it"),
 }
@@ -239,7 +239,7 @@ RETINANET_MOBILENET_DEFAULTS: Defaults = {
 RETINANET_FPNLITE_DEFAULTS: Defaults = {
     **RETINANET_DEFAULTS,
     "box_loss": ("giou", "detections are scored by overlap; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
-    "background_iou": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
+    "bg_iou_thresh": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
     "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
 }
 

@@ -6,7 +6,6 @@ Both give six maps, finest first, and have the names of torchvision's (`SSDFeatu
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from stoker.models.backbones import BACKBONES, freeze_stages
 from stoker.models.layers.convolutions import StridedConv2d
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import Norm, NormKind, fold_frozen_norms, lite_norm, trainable_norm
-
-TailWidth = Literal["half", "full"]
 
 VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Channels of VGG-16's convolutions (arXiv 1409.1556, table 1, D); a pooling stands between two stages."""
@@ -127,15 +124,15 @@ class MobileNet(nn.Module):
     """MobileNetV3-large to the expansion of its 13th block, its rest, then four shrinking layers (arXiv 1905.02244,
     section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
-    tail: `half` gives the blocks at stride 32 half the channels, as table 6 does and the COCO weights have; `full`
-    is what ImageNet's weights have.
+    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and in the COCO weights; the ImageNet weights
+    have all of them.
     """
 
-    def __init__(self, norm: NormKind, trainable_stages: int, tail: TailWidth) -> None:
+    def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
         super().__init__()
-        whole = mobilenet_v3_large(weights=None, norm_layer=lite_norm(norm), reduced_tail=tail == "half")
+        whole = mobilenet_v3_large(weights=None, norm_layer=lite_norm(norm), reduced_tail=reduced_tail)
         network = whole.get_submodule("features")
-        if norm == "frozen":
+        if norm == "frozen_bn":
             fold_frozen_norms(network)
         freeze_stages(network, BACKBONES["mobilenet_v3_large"].stages, trainable_stages)
         blocks = list(network.children())
@@ -145,7 +142,7 @@ class MobileNet(nn.Module):
         self.features = nn.ModuleList(
             [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])],
         )
-        width = LAST_CHANNELS[tail]
+        width = LAST_CHANNELS[reduced_tail]
         extra_norm = lite_norm(trainable_norm(norm))
         self.extra = nn.ModuleList(
             _separable_downsampling_block(in_channels, out_channels, extra_norm)
@@ -161,16 +158,16 @@ class MobileNet(nn.Module):
         return maps
 
 
-LAST_CHANNELS = {"half": 480, "full": 960}
-"""Channels of the last map of MobileNetV3 itself."""
+LAST_CHANNELS = {True: 480, False: 960}
+"""Whether the tail is reduced → channels of the last map of MobileNetV3 itself."""
 
 
-def detect_tail(tensors: Mapping[str, Tensor]) -> TailWidth:
-    """The tail of an SSDlite, or of a MobileNetV3-large classifier, whose weights `tensors` are."""
+def detect_reduced_tail(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the tail is reduced of an SSDlite, or of a MobileNetV3-large classifier, whose weights `tensors` are."""
     for name in ("backbone.features.1.3.0.weight", "features.16.0.weight"):
-        if name in tensors and tensors[name].shape[0] == LAST_CHANNELS["full"]:
-            return "full"
-    return "half"
+        if name in tensors and tensors[name].shape[0] == LAST_CHANNELS[False]:
+            return False
+    return True
 
 
 def mobilenet_key(name: str) -> str:

@@ -209,7 +209,7 @@ def _detect_model(weights: WeightsFile) -> str | None:
     detected_options = ember_options(weights.tensors)
     for name, arch in MODELS.items():
         options = {key: value for key, value in detected_options.items() if key in arch.defaults}
-        settings = {"norm": "train", "trainable_stages": 5, **arch.defaults, **options, "model": name}
+        settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with torch.device("meta"):  # shapes only
             model = build(ModelSettings(**settings), 1)
         match_fraction = _match_weights(weights.tensors, model).match_fraction
@@ -255,7 +255,7 @@ def _load_into_model(model: Detector, tensors: Mapping[str, Tensor], path: Path,
                 cause=f"{list(tensor.shape)} in the file, {list(own_state[name].shape)} in the model",
                 fix=None
                 if name.startswith(model.backbone_prefixes)
-                else "the --anchor-scales and --anchor-ratios that the file was trained with",
+                else "the --anchor-scales and --aspect-ratios that the file was trained with",
             )
     model.load_state_dict(dict(tensors), strict=False)
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from stoker import models
+from stoker.config import old_names
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError
 from stoker.models.weights import hub
@@ -25,7 +26,7 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
 
     settings: ModelSettings
     class_names: tuple[str, ...]
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width in pixels."""
     resize: str
     step: int = 0
@@ -47,7 +48,7 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
         if METADATA_KEY not in header:
             cause = "its header has no stoker card; it holds weights that a training could start from, not a model"
             raise WeightsError("The file is not a model that stoker saved.", location=path, cause=cause)
-        metadata = msgspec.json.decode(header[METADATA_KEY], type=ModelMetadata)
+        metadata = old_names.decode(header[METADATA_KEY].encode(), ModelMetadata)
         tensors = load_file(path)
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
         raise WeightsError("The model file cannot be read.", location=path, cause=str(error)) from error

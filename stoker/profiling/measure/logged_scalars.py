@@ -102,7 +102,7 @@ class ScalarLogger:
         if other_device is not None:
             hint = f'stoker.measure(…, device="{other_device}") measures that one'
             self._warn_once(
-                "elsewhere", f"losses lie on {other_device}, and the time is that of {measured_device}: {hint}"
+                "other_device", f"losses lie on {other_device}, and the time is that of {measured_device}: {hint}"
             )
         stacked = [
             torch.stack([value.float().to(measured_device) for value in values])

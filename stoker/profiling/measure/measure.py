@@ -226,7 +226,7 @@ class Measure:
         if count is None and not self._count_warned:
             self._count_warned = True
             text = "pictures are not counted: a batch has no tensor, array or list to take the length of"
-            self._writer.event("note", f"{text}; say `pictures=`")
+            self._writer.event("info", f"{text}; say `pictures=`")
         self._pending_images += count or 0
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
@@ -272,7 +272,7 @@ class Measure:
         workers = getattr(batches, "num_workers", None)
         if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
             self._workers_reported = True
-            self._writer.event("note", f"the loop's loader has {workers} worker processes", workers=workers)
+            self._writer.event("info", f"the loop's loader has {workers} worker processes", workers=workers)
 
     @contextlib.contextmanager
     def _step_block(self, *, steps: int, num_images: int | None) -> Iterator[None]:

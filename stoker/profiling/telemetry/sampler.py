@@ -112,7 +112,7 @@ class DriverSampler:
         self._query_start_s = None
         if self._is_hanging:
             self._is_hanging = False
-            self._run.event("note", f"telemetry: the driver answers again, after {waited_s:.0f} s")
+            self._run.event("info", f"telemetry: the driver answers again, after {waited_s:.0f} s")
         samples, reason = answer
         if reason != self._reason:
             self._reason = reason

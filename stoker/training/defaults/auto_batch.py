@@ -1,12 +1,12 @@
-"""Which batch to train with: one that fits the memory, and with `--fit` the one with the best time per picture.
+"""Which batch to train with: one that fits the memory, and with `--auto-batch` the one with the best time per picture.
 
 Both are tried with the worst case that the run can produce (`dry_run.py`), before anything is spent. On an accelerator
 the peak at one and at two pictures gives the line on which the largest batch lies, which is then tried itself. On a CPU
 memory is counted: what lives in one picture's forward pass. As a program it prints JSON, for others that may not import
 training:
 
-    python -m stoker.training.defaults.auto_batch DATA --model retinanet_resnet50_fpn --canvas 800 800
-    python -m stoker.training.defaults.auto_batch --config runs/mine/config.toml --batch 16
+    python -m stoker.training.defaults.auto_batch DATA --model retinanet_resnet50_fpn --image-size 800 800
+    python -m stoker.training.defaults.auto_batch --config runs/mine/config.toml --batch-size 16
 """
 
 import itertools
@@ -43,10 +43,10 @@ def choose_batch_size(
     `config` needs canvas, precision, the optimizer and the model's settings; `pictures` is how many the training split
     has. Raises OutOfMemoryError when one picture does not fit, ConfigError when both fit and batch are asked for.
     """
-    user_batch_size: int | None = config.set_fields().get("batch")
+    user_batch_size: int | None = config.set_fields().get("batch_size")
     if user_batch_size is not None and config.run.auto_batch:
         raise ConfigError(
-            f"--fit chooses the batch, and --batch {user_batch_size} says it.", fix="leave one of them out"
+            f"--auto-batch chooses the batch, and --batch-size {user_batch_size} says it.", fix="leave one of them out"
         )
     dry_run = make_dry_run(config, index, device)
     target_size: int = user_batch_size if user_batch_size is not None else max(1, min(recipe_batch_size, num_images))
@@ -65,11 +65,11 @@ def choose_batch_size(
     if max_size < min_size:
         height, width = config.data.image_size
         count_text = "one picture" if min_size == 1 else f"{min_size} pictures"
-        suggestion = "" if config.model.activation_checkpointing else "--checkpoint-activations, "
+        suggestion = "" if config.model.activation_checkpointing else "--activation-checkpointing, "
         raise OutOfMemoryError(
             f"Not even {count_text} of {width}x{height} pixels fit the memory of {device.name}.",
             cause=evidence,
-            fix=f"{suggestion}a smaller --canvas or --model, or a device with more memory",
+            fix=f"{suggestion}a smaller --image-size or --model, or a device with more memory",
         )
     micro_batches = next(n for n in range(1, target_size + 1) if target_size % n == 0 and target_size // n <= max_size)
     return (
@@ -124,7 +124,7 @@ def _fastest_batch_size(dry_run: DryRun, num_images: int, fallback: int) -> tupl
     table = ", ".join(
         f"{trial.micro_batch_size * micro_batches}: {1e3 * trial.seconds_per_image:.3g} ms" for trial in trials
     )
-    compile_note = "" if dry_run.config.run.compile else ", not compiled as in training"
+    compile_note = "" if not dry_run.config.run.compile else ", not compiled as in training"
     return pick_fastest(
         trials
     ).micro_batch_size * micro_batches, f"fastest of those tried, a picture at {table}{compile_note}; {end}"
@@ -180,7 +180,7 @@ def as_json(user_config: Config, index: Index, device: Device) -> dict[str, Any]
     micro_batches = user_config.optim.grad_accum_steps or 1
     config, _ = derive(
         user_config.replace(
-            batch=user_config.run.batch_size or MOSAIC_GROUP_SIZE * micro_batches, auto_batch=False, jpeg_decoder="host"
+            batch=user_config.run.batch_size or MOSAIC_GROUP_SIZE * micro_batches, auto_batch=False, jpeg_decoder="cpu"
         ),
         index,
         device,
@@ -192,11 +192,11 @@ def as_json(user_config: Config, index: Index, device: Device) -> dict[str, Any]
         "device": device.name,
         "budget_bytes": dry_run.budget_bytes,
         "model": config.model.model,
-        "canvas": config.data.image_size,
+        "image_size": config.data.image_size,
         "precision": config.run.precision,
         "classes": dry_run.num_classes,
         "slots": dry_run.max_boxes,
-        "accumulate": micro_batches,
+        "grad_accum_steps": micro_batches,
         "tried": trials,
         "end": end,
         "fastest_batch": pick_fastest(trials).micro_batch_size * micro_batches if trials else None,

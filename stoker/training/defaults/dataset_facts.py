@@ -22,7 +22,7 @@ MAX_BOXES = 4_000
 
 
 def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
-    """(a sentence, the facts by name): `pictures` and `boxes` of the training split; `pixels_median` of its pictures,
+    """(a sentence, the facts by name): `pictures` and `boxes` of the training split; `median_pixels` of its pictures,
     where their sizes are known; `pretrained`: weights that exist for the model; of models with anchors
     `anchor_coverage`, the share of the boxes that one laid on their centre meets with COVERED_FROM, and, where that is
     little, `anchor_sizes` that meet more."""
@@ -34,7 +34,7 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
     }
     areas = index.original_size[train_indices].astype(np.float64).prod(1)
     if (areas > 0).any():
-        facts["pixels_median"] = float(np.median(areas[areas > 0]))
+        facts["median_pixels"] = float(np.median(areas[areas > 0]))
     text = f"data: {facts['pictures']:,} training pictures with {facts['boxes']:,} boxes"
     model = config.model
     if model.anchor_sizes and model.anchor_scales and model.aspect_ratios:
@@ -66,5 +66,5 @@ def warn_oversized_boxes(config: Config, index: Index) -> str | None:
     height, width = config.data.image_size
     return (
         f"{count:,} of {len(longer_sides):,} boxes are longer than {MAX_BOX_PX} pixels on the canvas of {height}×{width} "
-        f"(up to {longer_sides.max():.0f}): {config.model.model} ends them there; take a smaller --canvas or another model"
+        f"(up to {longer_sides.max():.0f}): {config.model.model} ends them there; take a smaller --image-size or another model"
     )

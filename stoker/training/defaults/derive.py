@@ -7,8 +7,9 @@ device by `auto_batch.py`; everything else is arithmetic on what the index says.
 import math
 from typing import Any
 
+from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import RECIPES
-from stoker.config.settings import Config, Duration, check, parse_duration
+from stoker.config.settings import Config, check
 from stoker.data.anchor_fit import best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -20,7 +21,7 @@ from stoker.errors import ConfigError
 from stoker.hardware.device import Device, host_cores, untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.ember.ember import ember_options
-from stoker.models.ssd.backbones import detect_tail
+from stoker.models.ssd.backbones import detect_reduced_tail
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
@@ -46,33 +47,36 @@ NUM_EVALUATIONS = 12
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "classes": ((), "every class of the data set"),
     "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
-    "max_bad": (DEFAULT_MAX_BAD_FRACTION, "a few bad files are an accident, more are a wrong path or a broken copy"),
+    "max_bad_fraction": (
+        DEFAULT_MAX_BAD_FRACTION,
+        "a few bad files are an accident, more are a wrong path or a broken copy",
+    ),
     "resize": ("letterbox", "keeps the aspect of the pictures"),
-    "augment": ("recipe", "pictures are varied, so that a model learns what they share"),
-    "flip": (0.5, "as torchvision's detection references"),
-    "crop": (0.5, "every other picture at another scale"),
-    "zoom": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
-    "overlap": (0.5, "a crop shows half of some object at least (SSD: 0.1 to 0.9)"),
+    "augment": ("default", "pictures are varied, so that a model learns what they share"),
+    "hflip": (0.5, "as torchvision's detection references"),
+    "scale_jitter_prob": (0.5, "every other picture at another scale"),
+    "scale_range": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
+    "min_object_covered": (0.5, "a crop shows half of some object at least (SSD: 0.1 to 0.9)"),
     "brightness": (0.125, "as SSD: 32 of 255"),
     "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
     "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
     "hue": (0.0, "classes may differ by their colour alone"),
     "mosaic": (0.0, "pays in long training only: objects at half their size, beside seams"),
-    "clip": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
-    "max_skipped": (20, "twenty bad steps in a row are no accident"),
+    "clip_grad_norm": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
+    "max_skipped_steps": (20, "twenty bad steps in a row are no accident"),
     "seed": (0, "the same command gives the same run"),
-    "price": (0.0, "unknown"),
+    "price_per_device_hour": (0.0, "unknown"),
     "patience": (0, "the rate's course is laid out for the whole length"),
     "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
     "momentum": (0.9, "usual, whatever the batch"),
-    "backbone_rate": (1.0, "every weight at the same rate, as torchvision's and Detectron2's recipes"),
-    "fit": (False, "the recipe's batch, or less where it does not fit"),
-    "eager": (True, "compiling takes minutes, and no GPU has shown yet that they pay; --no-eager tries"),
-    "checkpoint_activations": (False, "the batch fits without"),
+    "backbone_lr_mult": (1.0, "every weight at the same rate, as torchvision's and Detectron2's recipes"),
+    "auto_batch": (False, "the recipe's batch, or less where it does not fit"),
+    "compile": (False, "compiling takes minutes, and no GPU has shown yet that they pay; --compile tries"),
+    "activation_checkpointing": (False, "the batch fits without"),
 }
 
 
-AUGMENTATIONS = ("flip", "crop", "brightness", "contrast", "saturation", "hue", "mosaic")
+AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
 """What `--augment none` sets to 0."""
 
 
@@ -104,19 +108,19 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
     train_indices = index.image_indices("train")
     arch = get_architecture(get("model"))
     check_settings(user_config.replace(model=get("model")).model)
-    if "tail" in arch.defaults:
-        set_default("tail", *_choose_tail(get("weights"), get("tail")))
+    if "reduced_tail" in arch.defaults:
+        set_default("reduced_tail", *_choose_tail(get("weights"), get("reduced_tail")))
     if is_ember(arch) and get("weights") not in ("none", *PRETRAINED_NAMES):
         _fill_ember_options(builder)
     if get("weights") == "none":
-        set_default("norm", "train", "there are no statistics to freeze: the weights are random")
-        set_default("trainable_stages", 5, "the weights are random")
+        set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
+        set_default("trainable_backbone_layers", 5, "the weights are random")
         if arch.recipe == "tiny":
-            image_size = get("canvas")
+            image_size = get("image_size")
             set_default("anchor_sizes", *percentile_anchor_sizes(box_dimensions(index, train_indices, image_size, get("resize")).resized_wh, image_size,
                                              len(arch.defaults["anchor_sizes"])))  # fmt: skip
     if arch.anchors_scale_with_image_size:
-        factor = math.sqrt(math.prod(get("canvas"))) / arch.default_image_size
+        factor = math.sqrt(math.prod(get("image_size"))) / arch.default_image_size
         sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
         set_default(
             "anchor_sizes", sizes, f"{arch.reasons['anchor_sizes']}, on this canvas {factor:.3g} times as large"
@@ -124,16 +128,16 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
     for name, value in arch.defaults.items():
         set_default(name, value, arch.reasons[name])
     set_default("precision", *device.best_precision())
-    set_default("threads", *_choose_workers(device))
+    set_default("workers", *_choose_workers(device))
     _fill_batch_size(builder, len(train_indices), index, device)
     _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
-    if get("decoder") == "nvjpeg":
+    if get("jpeg_decoder") == "nvjpeg":
         _check_nvjpeg(get("cache"), device)
-        set_default("cache", "none", "--decoder nvjpeg: the host decodes for a cache")
+        set_default("cache", "none", "--jpeg-decoder nvjpeg: the host decodes for a cache")
     if get("cache") is None:
         set_default("cache", *_choose_cache(builder.config, index))
-    if get("decoder") is None:
-        set_default("decoder", *_choose_decoder(builder.config, index, device))
+    if get("jpeg_decoder") is None:
+        set_default("jpeg_decoder", *_choose_decoder(builder.config, index, device))
     check(builder.config)
     return builder.config, builder.reasons
 
@@ -155,7 +159,7 @@ def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
             set_default(name, 0.0, "--augment none")
     arch = _fill_model(builder, index, device)
     for name, value in RECIPES[arch.recipe]().set_fields().items():
-        if name not in ("batch", "rate"):
+        if name not in ("batch_size", "lr"):
             set_default(name, value, f"recipe {arch.recipe}")
     if arch.urls:
         best = "coco" if "coco" in arch.urls else "imagenet"
@@ -167,29 +171,29 @@ def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
     side = choose_image_side(arch, index, device, get("resize"))
     note = "" if side == arch.default_image_size else "on a CPU "
     set_default(
-        "canvas",
+        "image_size",
         *best_image_size(index.original_size[index.image_indices("train")], side, arch.size_divisor, context=note),
     )
     check_image_size(builder.config)
-    if is_ember(arch) and arch.urls and get("weights") != "none" and get("norm") in (None, "frozen"):
+    if is_ember(arch) and arch.urls and get("weights") != "none" and get("backbone_norm") in (None, "frozen_bn"):
         set_default(
-            "backbone_rate",
+            "backbone_lr_mult",
             BACKBONE_LR_MULT,
             "its norms are frozen, and its features must not outgrow those of the neck",
         )
-    if is_ember(arch) and get("crop") != 0:
+    if is_ember(arch) and get("scale_jitter_prob") != 0:
         _fill_stronger_augmentation(builder, arch, len(index.image_indices("train")), device)
     for name, (value, reason) in DEFAULTS.items():
         set_default(name, value, reason)
 
 
 def _fill_stronger_augmentation(builder: _ConfigBuilder, arch: Architecture, num_images: int, device: Device) -> None:
-    """VARIED, where each picture is seen OFTEN with the recipe's batch: what `--fit` will find is not known yet."""
+    """VARIED, where each picture is seen OFTEN with the recipe's batch: what `--auto-batch` will find is not known yet."""
     get = builder.get
-    batch_size = get("batch") or min(num_images, RECIPES[arch.recipe]().run.batch_size)
-    images_per_second = estimate_images_per_second(arch, get("canvas")) if device.is_cpu else None
+    batch_size = get("batch_size") or min(num_images, RECIPES[arch.recipe]().run.batch_size)
+    images_per_second = estimate_images_per_second(arch, get("image_size")) if device.is_cpu else None
     views = views_per_image(
-        get("for_"), _default_epochs(arch, get("weights")), num_images, batch_size, images_per_second
+        get("max_duration"), _default_epochs(arch, get("weights")), num_images, batch_size, images_per_second
     )
     if views is not None and views >= MANY_VIEWS:
         for name, value in STRONG_AUGMENTATION.items():
@@ -215,16 +219,16 @@ def _fill_model(builder: _ConfigBuilder, index: Index, device: Device) -> Archit
     return get_architecture(builder.get("model"))
 
 
-def _choose_tail(weights: str, requested: str | None) -> tuple[str, str]:
-    """The width that the weights have, and why. Raises ConfigError where another is asked for."""
+def _choose_tail(weights: str, requested: bool | None) -> tuple[bool, str]:
+    """Whether the weights have a reduced tail, and why. Raises ConfigError where another is asked for."""
     if weights == "none":
-        return "half", "table 6 of the MobileNetV3 paper"
-    expected = {"coco": "half", "imagenet": "full"}.get(weights) or detect_tail(
-        read_weights(local_path(weights)).tensors
-    )
+        return True, "table 6 of the MobileNetV3 paper"
+    known = {"coco": True, "imagenet": False}
+    expected = known[weights] if weights in known else detect_reduced_tail(read_weights(local_path(weights)).tensors)
     if requested not in (None, expected):
         raise ConfigError(
-            f"--tail {requested} does not fit --weights {weights}.", fix=f"--tail {expected}, or leave it out"
+            f"--{'' if requested else 'no-'}reduced-tail does not fit --weights {weights}.",
+            fix=f"--{'' if expected else 'no-'}reduced-tail, or leave it out",
         )
     return expected, f"as the weights ({weights}) have it"
 
@@ -242,10 +246,10 @@ def _fill_ember_options(builder: _ConfigBuilder) -> None:
         builder.set_default(name, value, "as the weights have it")
 
 
-def _choose_workers(device: Device) -> tuple[int, str]:
+def _choose_workers(device: Device) -> tuple[str, str]:
     initial_workers = default_num_workers(host_cores(), is_cpu=device.is_cpu)
     note = "; no more than these decode, as the model needs the cores itself" if device.is_cpu else ""
-    return 0, f"tuned while training, from {initial_workers} on{note}"
+    return "auto", f"tuned while training, from {initial_workers} on{note}"
 
 
 def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device) -> None:
@@ -256,12 +260,12 @@ def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, dev
     batch_size, accumulate, reason = auto_batch.choose_batch_size(
         builder.config, index, device, recipe_batch_size=recipe_config.run.batch_size, num_images=num_images
     )
-    builder.set_default("batch", batch_size, reason)
-    builder.set_default("accumulate", accumulate, "the batch fits whole" if accumulate == 1 else reason)
+    builder.set_default("batch_size", batch_size, reason)
+    builder.set_default("grad_accum_steps", accumulate, "the batch fits whole" if accumulate == 1 else reason)
     base_lr, base_batch_size, source = _reference_lr(recipe, optimizer)
     exponent, rule = LR_SCALING_RULES[optimizer]
-    lr = base_lr * (builder.get("batch") / base_batch_size) ** exponent
-    builder.set_default("rate", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} pictures, {rule}")
+    lr = base_lr * (builder.get("batch_size") / base_batch_size) ** exponent
+    builder.set_default("lr", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} pictures, {rule}")
 
 
 LR_SCALING_RULES = {"sgd": (1.0, "linear rule (Goyal et al. 2017)"), "adamw": (0.5, "root rule (Malladi et al. 2022)")}
@@ -288,18 +292,18 @@ def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
             ),
             max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
             epochs=None if steps is None else steps * run.batch_size / len(train_indices),
-            workers=run.workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
+            workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
         )
     )
 
 
 def _check_nvjpeg(cache: str | None, device: Device) -> None:
-    """Raises ConfigError where --decoder nvjpeg cannot be."""
+    """Raises ConfigError where --jpeg-decoder nvjpeg cannot be."""
     if device.is_cpu:
-        raise ConfigError("--decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("host",))
+        raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
     if cache not in (None, "none"):
         raise ConfigError(
-            f"--decoder nvjpeg does not go with --cache {cache}.",
+            f"--jpeg-decoder nvjpeg does not go with --cache {cache}.",
             cause="the cache is filled by what the host decodes, and then nothing is decoded any more",
             fix="leave one of them out",
         )
@@ -308,7 +312,7 @@ def _check_nvjpeg(cache: str | None, device: Device) -> None:
 def _choose_decoder(config: Config, index: Index, device: Device) -> tuple[str, str]:
     """Who decodes, and why; on a GPU both are tried, with a step of the batch that was chosen."""
     if config.run.cache != "none":
-        return "host", "decoded pictures are kept, and the host decodes them once"
+        return "cpu", "decoded pictures are kept, and the host decodes them once"
 
     def step_s() -> float:
         count = config.run.batch_size // config.optim.grad_accum_steps
@@ -351,7 +355,7 @@ def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str
 
 def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int) -> None:
     set_default, get = builder.set_default, builder.get
-    batch_size = get("batch")
+    batch_size = get("batch_size")
     steps_per_epoch = num_images / batch_size
     epochs = _default_epochs(get_architecture(get("model")), get("weights"))
     full_steps, steps = round(epochs * steps_per_epoch), _default_steps(epochs, num_images, batch_size)
@@ -359,17 +363,17 @@ def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int
     if steps != full_steps:
         bound = "at least" if steps > full_steps else "at most"
         reason += f" would be {full_steps:,} steps; {bound} {steps:,}"
-    set_default("for_", str(steps), reason)
-    duration = parse_duration(get("for_"))
+    set_default("max_duration", str(steps), reason)
+    duration = parse_duration(get("max_duration"))
     total = total_steps(duration, num_images, batch_size)
     batch_ratio = batch_size / _reference_lr(get_architecture(get("model")).recipe, get("optimizer"))[1]
     if total is None:
-        set_default("warmup", *choose_warmup_steps(None, batch_ratio))
+        set_default("warmup_steps", *choose_warmup_steps(None, batch_ratio))
         eval_duration = Duration(max(0.001, round(duration.value / NUM_EVALUATIONS, 3)), "minutes")
         set_default("eval_every", str(eval_duration), "12 times in all")
-        set_default("ema", 0.98, "averages over about 50 steps; their number is not known beforehand")
+        set_default("ema_decay", 0.98, "averages over about 50 steps; their number is not known beforehand")
         return
-    set_default("warmup", *choose_warmup_steps(total, batch_ratio))
+    set_default("warmup_steps", *choose_warmup_steps(total, batch_ratio))
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     cost_interval = math.ceil(3.5 * num_val_images / batch_size)
     interval = max(math.ceil(steps_per_epoch), cost_interval, math.ceil(total / NUM_EVALUATIONS))
@@ -381,7 +385,7 @@ def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int
     horizon = max(10.0, 0.02 * total)
     horizon_reason = "2 % of the length" if horizon > 10 else "the fewest that make an average"
     set_default(
-        "ema",
+        "ema_decay",
         float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
         f"averages over about {horizon:.0f} steps, {horizon_reason}",
     )

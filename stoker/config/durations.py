@@ -1,0 +1,67 @@
+"""Lengths of training: `12ep`, `5000` steps, `30min`. What ends a run at its length is `training/loop.py`."""
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from stoker.errors import ConfigError
+
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|steps?)?\s*$")
+_VALID = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
+
+
+@dataclasses.dataclass(frozen=True)
+class Duration:
+    """A length of training in one of three units."""
+
+    value: float
+    unit: Literal["steps", "epochs", "minutes"]
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" + {"steps": "", "epochs": "ep", "minutes": "min"}[self.unit]
+
+
+def parse_duration(text: str, flag: str = "max-duration") -> Duration:
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes.
+
+    Raises ConfigError, which names the flag and the valid forms.
+    """
+    match = _DURATION.match(text)
+    if match is None:
+        raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=_VALID)
+    value, unit = float(match[1]), match[2] or "steps"
+    if unit.startswith("ep"):
+        return Duration(value, "epochs")
+    if unit.startswith("min"):
+        return Duration(value, "minutes")
+    if unit.startswith("h"):
+        return Duration(value * 60, "minutes")
+    if unit == "s":
+        raise ConfigError(f"--{flag} {text!r} could mean steps or seconds.", choices=_VALID)
+    if value != int(value):
+        raise ConfigError(f"--{flag} {text!r}: the number of steps must be whole.", choices=_VALID)
+    return Duration(value, "steps")
+
+
+def join_length(fields: dict[str, Any]) -> dict[str, Any]:
+    """Settings by name in which `epochs`, `steps` or `max_time`, of which at most one may be set, became `max_duration`.
+
+    epochs: number; steps: number; max_time: text such as `30min`, or minutes. Raises ConfigError.
+    """
+    rest = {name: value for name, value in fields.items() if name not in ("epochs", "steps", "max_time")}
+    given = [name for name in ("epochs", "steps", "max_time") if fields.get(name) is not None]
+    if not given:
+        return rest
+    if len(given) > 1 or rest.get("max_duration") is not None:
+        names = given if len(given) > 1 else [*given, "max_duration"]
+        flags = " and ".join("--" + name.replace("_", "-") for name in names)
+        raise ConfigError(f"{flags} both set the length of training.", fix="give one of them")
+    name, value = given[0], fields[given[0]]
+    if name == "max_time":
+        text = f"{value}min" if isinstance(value, int | float) else str(value)
+        if parse_duration(text, "max-time").unit != "minutes":
+            raise ConfigError(f"--max-time {value!r} is not a time.", choices=("30min", "2h"))
+    else:
+        text = f"{value:g}ep" if name == "epochs" else str(value)
+        parse_duration(text, name)
+    return rest | {"max_duration": text}
