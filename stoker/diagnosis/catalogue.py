@@ -34,7 +34,7 @@ __all__ = [
 
 _MODULES = (data_loading, parallel_work, learning, memory, communication, allocation, observability, imminent_failure)
 
-CATALOG: dict[str, Cause] = {cause.id: cause for module in _MODULES for cause in module.ROWS}
+CATALOG: dict[str, Cause] = {cause.id: cause for module in _MODULES for cause in module.CAUSES}
 
 COMMON_THRESHOLDS: dict[str, Threshold] = {
     "steady_s": Threshold(

@@ -211,9 +211,9 @@ class Loader:
             wait_s=self._wait_s,
             queued=self._pool.num_queued if self._pool else 0,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
-            threads=self._autotuner.workers,
-            depth=self._autotuner.prefetch_depth,
-            ahead=self._prefetcher.max_in_flight if self._prefetcher else 0,
+            workers=self._autotuner.workers,
+            prefetch_depth=self._autotuner.prefetch_depth,
+            max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
         )
 
     def close(self) -> None:

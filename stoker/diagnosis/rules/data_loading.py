@@ -214,7 +214,7 @@ def _input_wait_finding(
 ) -> Finding | None:  # fmt: skip
     """A cause that is as large as the wait for pictures: measured by a clock, else estimated from stacks."""
     if run.phase_seconds("input_wait") > 0:
-        return make_phase_finding(run, cause_id, "input_wait", extra_evidence=extra_evidence, threshold=_min_fraction(run), more_fix=fix_suffix,
+        return make_phase_finding(run, cause_id, "input_wait", extra_evidence=extra_evidence, min_measured=_min_fraction(run), fix_suffix=fix_suffix,
                         confidence=confidence, excluded_s=excluded_s)  # fmt: skip
     fraction = stack_fraction(run, cause_id, "input_wait", "decode")
     if fraction is None or not is_long_enough(run):

@@ -174,7 +174,7 @@ def augmentation_heavy(run: RunRecords) -> Finding | None:
         isinstance(scale_range, list | tuple)
         and len(scale_range) == 2
         and scale_range[0] > 0
-        and scale_range[1] / scale_range[0] > cause.threshold("zoom")
+        and scale_range[1] / scale_range[0] > cause.threshold("scale_range")
     ):
         excessive.append(("zoom", f"zoom {scale_range[0]:g} to {scale_range[1]:g}"))
     mosaic, epochs = settings.get("mosaic"), _planned_epochs(run)

@@ -134,7 +134,7 @@ def batch_too_small(run: RunRecords) -> Finding | None:
                      estimate_basis="what twice the batch saved while it was tried", confidence=0.8)  # fmt: skip
     if not is_long_enough(run) or not steady.steps_with_image_count:
         return None
-    if steady.num_images / steady.steps_with_image_count > cause.threshold("batch") or "batch" in run.auto_settings:
+    if steady.num_images / steady.steps_with_image_count > cause.threshold("batch_size") or "batch_size" in run.auto_settings:
         return None
     memory_fraction = run.host.max_memory_fraction
     fractions = [
