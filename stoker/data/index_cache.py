@@ -20,7 +20,7 @@ from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
-VERSION = 9
+VERSION = 10
 """Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
 
 SCHEMA = pa.schema(

@@ -56,22 +56,22 @@ def bad_pictures() -> dict[str, tuple[str, bytes]]:
     flipped = bytearray(png)
     flipped[len(png) // 2] ^= 0x55
     return {
-        "zero.jpg": ("empty-picture", b""),
-        "page.jpg": ("not-a-picture", b"<!DOCTYPE html><html><body>log in</body></html>"),
-        "noise.jpg": ("not-a-picture", bytes(range(1, 200))),
-        "cut.jpg": ("damaged-picture", jpeg[: len(jpeg) // 2]),
-        "stump.jpg": ("damaged-picture", jpeg[:20]),
-        "cut.png": ("damaged-picture", png[: len(png) // 2]),
-        "flipped.png": ("damaged-picture", bytes(flipped)),
-        "bomb.png": ("too-large-picture", png_header(2**17, 2**17)),
+        "zero.jpg": ("empty-image", b""),
+        "page.jpg": ("not-an-image", b"<!DOCTYPE html><html><body>log in</body></html>"),
+        "noise.jpg": ("not-an-image", bytes(range(1, 200))),
+        "cut.jpg": ("damaged-image", jpeg[: len(jpeg) // 2]),
+        "stump.jpg": ("damaged-image", jpeg[:20]),
+        "cut.png": ("damaged-image", png[: len(png) // 2]),
+        "flipped.png": ("damaged-image", bytes(flipped)),
+        "bomb.png": ("too-large-image", png_header(2**17, 2**17)),
         "small.jpg": ("size-disagrees", encoded_small()),
-        "png.jpg": ("misnamed-picture", encoded(902, "PNG")),
-        "grey.png": ("grey-picture", encoded(903, "PNG", "L")),
-        "grey.jpg": ("grey-picture", encoded(904, mode="L")),
-        "cmyk.jpg": ("cmyk-picture", encoded(905, mode="CMYK")),
-        "deep.png": ("deep-picture", sixteen_bit_png(906)),
-        "alpha.png": ("transparent-picture", encoded(907, "PNG", "RGBA")),
-        "alpha.webp": ("transparent-picture", encoded(908, "WEBP", "RGBA")),
+        "png.jpg": ("misnamed-image", encoded(902, "PNG")),
+        "grey.png": ("gray-image", encoded(903, "PNG", "L")),
+        "grey.jpg": ("gray-image", encoded(904, mode="L")),
+        "cmyk.jpg": ("cmyk-image", encoded(905, mode="CMYK")),
+        "deep.png": ("deep-image", sixteen_bit_png(906)),
+        "alpha.png": ("transparent-image", encoded(907, "PNG", "RGBA")),
+        "alpha.webp": ("transparent-image", encoded(908, "WEBP", "RGBA")),
         "upside-down.jpg": ("ambiguous-rotation", encoded(909, orientation=3)),
     }
 
@@ -140,7 +140,7 @@ def coco(root: Path) -> Planted:
     boxes("text-for-number", ["10", 11, 12, 13])
     boxes("text-for-number", [10, 12, 12, 13], "2")
     boxes("unknown-class", [1, 2, 30, 40], 77)
-    boxes("unknown-picture", [1, 2, 30, 40], 1, 31337)
+    boxes("unknown-image", [1, 2, 30, 40], 1, 31337)
     train.annotations += [17, None, ["a"], {"id": 6000, "bbox": [1, 2, 3, 4]}]
     planted += [("malformed-annotation", f"number {len(train.annotations) - n}: ") for n in (1, 2, 3, 4)]
     train.box(healthy[1], [9, 9, 9, 9], 2)
@@ -148,8 +148,8 @@ def coco(root: Path) -> Planted:
     planted += [("class-not-in-split", "bird: not in val"), ("unused-class", "ghost")]
 
     train.images += [{"id": 900}, "a.jpg", {"id": 901, "file_name": "a\0.jpg"}, {"id": 902, "file_name": "n" * 400}]
-    planted += [("malformed-picture", f"number {len(train.images) - n}: ") for n in (3, 4)]
-    planted += [("malformed-picture", "id 901"), ("malformed-picture", "id 902")]
+    planted += [("malformed-image", f"number {len(train.images) - n}: ") for n in (3, 4)]
+    planted += [("malformed-image", "id 901"), ("malformed-image", "id 902")]
     train.picture("wide.jpg", encoded(20), width="wide")
     train.picture("negative.jpg", encoded(21), width=-64)
     planted += [("malformed-size", '"wide"'), ("malformed-size", "negative.jpg: width -64")]
@@ -159,7 +159,7 @@ def coco(root: Path) -> Planted:
     train.picture("listed twice.jpg", encoded(23))
     train.picture("listed twice.jpg", None)
     planted += [("copied-entry", "good 0.jpg"), ("ambiguous-id", "shared id.jpg, its twin.jpg")]
-    planted += [("listed-twice", "listed twice.jpg"), ("unknown-picture", "image_id")]
+    planted += [("listed-twice", "listed twice.jpg"), ("unknown-image", "image_id")]
 
     for name, (kind, content) in bad_pictures().items():
         train.picture(name, content)
@@ -170,17 +170,17 @@ def coco(root: Path) -> Planted:
     train.picture("gone.jpg", None)
     train.picture("folder.jpg", None)
     (train.folder / "folder.jpg").mkdir()
-    planted += [("missing-picture", "train/gone.jpg"), ("unreadable-picture", "train/folder.jpg: Is a directory")]
+    planted += [("missing-image", "train/gone.jpg"), ("unreadable-image", "train/folder.jpg: Is a directory")]
     train.picture("portrait.jpg", encoded(910, orientation=6), width=HEIGHT, height=WIDTH)
-    planted.append(("rotated-picture", "portrait.jpg"))
+    planted.append(("rotated-image", "portrait.jpg"))
     (train.folder / "unnamed.jpg").write_bytes(encoded(30))
     (train.folder / "._good 0.jpg").write_bytes(b"Mac OS X")
-    planted.append(("unlabelled-picture", "train/unnamed.jpg"))
+    planted.append(("unlabeled-image", "train/unnamed.jpg"))
     train.picture("copy.jpg", encoded(3))
-    planted.append(("copied-picture", "copy.jpg (train)"))
+    planted.append(("copied-image", "copy.jpg (train)"))
     val.picture("leak.jpg", encoded(4))
     val.picture("../train/good 5.jpg", None)
-    planted += [("same-picture-in-two-splits", "valid/leak.jpg (val)"), ("in-two-splits", "good 5.jpg: train, val")]
+    planted += [("same-image-in-two-splits", "valid/leak.jpg (val)"), ("in-two-splits", "good 5.jpg: train, val")]
 
     categories: list[Any] = [
         {"id": n, "name": name} for n, name in enumerate(("cat", "Cat ", "ghost", "dog", "bird"), 1)
@@ -263,9 +263,9 @@ def voc(root: Path) -> Planted:
         add(f"{ending} {stem}", content=content, ending=ending)
         planted.append((kind, f"{ending} {stem}.{ending}"))
     annotate("gone", _thing((4, 5, 24, 26)))
-    planted.append(("missing-picture", "JPEGImages/gone.jpg"))
+    planted.append(("missing-image", "JPEGImages/gone.jpg"))
     (root / "JPEGImages" / "unnamed.png").write_bytes(encoded(31, "PNG"))
-    planted.append(("unlabelled-picture", "JPEGImages/unnamed.png"))
+    planted.append(("unlabeled-image", "JPEGImages/unnamed.png"))
     for name, stems in lists.items():
         (root / "ImageSets" / "Main" / f"{name}.txt").write_text("".join(f"{stem}\n" for stem in stems))
     return planted
@@ -290,19 +290,19 @@ def yolo(root: Path) -> Planted:
     bad_lines = {
         "malformed-row": ("0 0.5 half 0.4 0.4", "0 0.5 0.5", "-1 0.5 0.5 0.4 0.4", "cat 0.5 0.5 0.4 0.4"),
         "unknown-class": ("7 0.5 0.5 0.4 0.4",),
-        "not-normalised": ("0 32 24 10 10",),
+        "not-normalized": ("0 32 24 10 10",),
         "zero-size": ("0 0.5 0.5 0 0.4",),
         "negative-size": ("0 0.5 0.5 -0.3 0.4",),
         "duplicate-box": ("0 0.5 0.5 0.4 0.4",) * 2,
     }
     for kind, lines in bad_lines.items():
         add(kind, *lines)
-        written = f"{kind}.txt:" if kind in ("malformed-row", "unknown-class", "not-normalised") else f"{kind}.jpg"
+        written = f"{kind}.txt:" if kind in ("malformed-row", "unknown-class", "not-normalized") else f"{kind}.jpg"
         planted.append((kind, written))
     planted += [("malformed-row", f"malformed-row.txt:{line}:") for line in (2, 3, 4)] + [("unused-class", "ghost")]
     (root / "images" / "train" / "background.jpg").write_bytes(encoded(40))
     (root / "labels" / "train" / "stray.txt").write_text("0 0.5 0.5 0.4 0.4\n")
-    planted += [("no-label-file", "background.jpg"), ("label-without-picture", "stray.txt")]
+    planted += [("no-label-file", "background.jpg"), ("label-without-image", "stray.txt")]
     add("twin", "0 0.5 0.5 0.4 0.4")
     add("twin", "0 0.5 0.5 0.4 0.4", content=encoded(41, "PNG"), ending="png")
     planted += [("shared-label-file", f"twin.{ending}: labels/train/twin.txt") for ending in ("jpg", "png")]
@@ -311,7 +311,7 @@ def yolo(root: Path) -> Planted:
             stem, ending = name.split(".")
             add(f"{ending} {stem}", "0 0.5 0.5 0.4 0.4", content=content, ending=ending)
             planted.append((kind, f"{ending} {stem}.{ending}"))
-    planted.append(("unplaced-box", "jpg zero.jpg"))
+    planted.append(("box-of-unreadable-image", "jpg zero.jpg"))
     return planted
 
 
@@ -348,7 +348,7 @@ def csv(root: Path) -> Planted:
             lines.append(f",{WIDTH},{HEIGHT},cat,4,5,24,26")
             planted.append(("malformed-row", f"train_labels.csv:{len(lines)}"))
             lines.append(f"gone.jpg,{WIDTH},{HEIGHT},cat,4,5,24,26")
-            planted.append(("missing-picture", "gone.jpg"))
+            planted.append(("missing-image", "gone.jpg"))
             lines.append(f"TRAIN GOOD1.JPG,{WIDTH},{HEIGHT},cat,2,3,24,26")
             for name, (kind, content) in bad_pictures().items():
                 add(name, "cat,4,5,24,26", content=content)

@@ -77,7 +77,7 @@ def tfrecord(root: Path) -> Planted:
     odd = {
         "damaged-record": bytes(flipped),
         "not-an-example": frame(b"\xff" * 50),
-        "record-without-picture": frame(record("x.jpg", image__encoded=[])),
+        "record-without-image": frame(record("x.jpg", image__encoded=[])),
         "unequal-lists": frame(record("unequal.jpg", image__object__bbox__xmin=[0.1])),
         "label-disagrees": frame(record("two words.jpg", image__object__class__label=[2, 1])),
         "unknown-class": frame(record("third.jpg", image__object__class__label=[1, 3], image__object__class__text=[])),
@@ -85,10 +85,10 @@ def tfrecord(root: Path) -> Planted:
             record("outside.jpg", image__object__bbox__xmin=[1.5, 0.2], image__object__bbox__xmax=[1.9, 0.9])
         ),
         "zero-size": frame(record("zero-size.jpg", image__object__bbox__xmax=[0.1, 0.9])),
-        "damaged-picture": frame(record("cut.jpg", content=encoded(50)[:700])),
+        "damaged-image": frame(record("cut.jpg", content=encoded(50)[:700])),
     }
     shard("train.record-00000-of-00006", *good[:8], *odd.values())
-    planted += [(kind, "cut.jpg" if kind == "damaged-picture" else "train.record-00000-of-00006") for kind in odd]
+    planted += [(kind, "cut.jpg" if kind == "damaged-image" else "train.record-00000-of-00006") for kind in odd]
     broken = bytearray(good[9])
     broken[3] ^= 1
     shard("train.record-00001-of-00006", good[8], bytes(broken), good[9])

@@ -191,10 +191,10 @@ def test_without_opening_the_pictures(tmp_path: Path) -> None:
     (folder / "train" / "train-0.jpg").write_bytes(b"")
     (folder / "valid" / "valid-0.jpg").unlink()
     report = check_dataset(folder, decode_images=False)
-    assert kinds(report) == {"missing-picture": 1}
+    assert kinds(report) == {"missing-image": 1}
     assert (report.num_usable_images, report.decoded) == (29, False)
     assert "the pictures were not opened" in page(report)
-    assert kinds(check_dataset(folder)) == {"missing-picture": 1, "empty-picture": 1}
+    assert kinds(check_dataset(folder)) == {"missing-image": 1, "empty-image": 1}
 
 
 def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
         for picture in (folder / split).glob("*.jpg"):
             picture.rename(tmp_path / "set" / "images" / picture.name)
     (missing,) = check_dataset(folder).items
-    assert missing.kind == "missing-picture"
+    assert missing.kind == "missing-image"
     assert f"lies in {tmp_path / 'set' / 'images'}: name the folder above both, {tmp_path / 'set'}" in missing.fix
 
 
@@ -233,7 +233,7 @@ def test_pictures_that_are_the_same(tmp_path: Path) -> None:
     assert report.items[0].locations == (
         "train/train-0.jpg (train), train/train-1.jpg (train), train/train-2.jpg (train), valid/valid-0.jpg (val)",
     )
-    assert kinds(report) == {"same-picture-in-two-splits": 1}
+    assert kinds(report) == {"same-image-in-two-splits": 1}
 
 
 def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_every_kind_says_what_to_do() -> None:
     for name, kind in PROBLEM_KINDS.items():
         assert all(kind), name
         assert name == name.lower()
-        assert kind.unit in ("box", "picture", "class", "file", "split")
+        assert kind.unit in ("box", "image", "class", "file", "split")
         assert kind.action in ("fixed", "skipped", "refused", "kept")
 
 
@@ -287,7 +287,7 @@ def test_real_data(real_data: Path) -> None:
     assert boards.refusals == ()
 
     cells = check_dataset(real_data / "blood_png")
-    assert kinds(cells)["transparent-picture"] == 100
+    assert kinds(cells)["transparent-image"] == 100
     assert cells.num_usable_images == 100
 
     dice = check_dataset(real_data / "dice")

@@ -123,5 +123,5 @@ def test_no_cut_of_any_format_ends_the_check(tmp_path: Path) -> None:
     (tmp_path / "annotations.json").write_text(json.dumps(document))
     report = check_dataset(tmp_path, workers=2)
     places = {item.kind: item.locations for item in report.items}
-    assert len(places["empty-picture"]) == len(whole)
+    assert len(places["empty-image"]) == len(whole)
     assert report.num_usable_images == len(whole)

@@ -102,7 +102,7 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
         assert list(index.category_ids) == sorted(index.category_ids)
         assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
         assert not [
-            p for p in index.problems if PROBLEM_KINDS[p.kind].unit in ("box", "picture") and p.kind not in MAY_BE
+            p for p in index.problems if PROBLEM_KINDS[p.kind].unit in ("box", "image") and p.kind not in MAY_BE
         ]
         for row, image in enumerate(content["images"]):
             own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
@@ -267,7 +267,7 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
 @pytest.mark.parametrize(
     ("images", "annotations", "kinds"),
     [
-        ([], [box(7, 3, 1)], {"unknown-picture": "a.json, annotation 7: image_id 3"}),
+        ([], [box(7, 3, 1)], {"unknown-image": "a.json, annotation 7: image_id 3"}),
         ([], [box(7, 1, 9)], {"unknown-class": "a.json, annotation 7: category_id 9"}),
         ([], [box(7, 1, 1, [1, 2, 3])], {"malformed-box": "a.json, annotation 7: 3 numbers"}),
         ([], [box(7, 1, 1, [1, 2, "x", 4])], {"malformed-annotation": '"annotations" number 2: {"id": 7'}),
@@ -275,14 +275,14 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
         ([], [17, box(7, 1, 1, [float("nan")] * 4)], {"malformed-annotation": "2: 17", "not-a-number": "7"}),
         ([], [17], {"malformed-annotation": '"annotations" number 2: 17'}),
         ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": '3: "x"'}),
-        ([{"id": 3}], [], {"malformed-picture": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),
-        ([picture(3, "a/")], [], {"malformed-picture": "picture id 3: 'a/' is no name"}),
-        ([picture(3, "a\0b")], [box(7, 3, 1)], {"malformed-picture": "id 3", "unknown-picture": "image_id 3"}),
-        ([picture(3, "x" * 300)], [], {"malformed-picture": "id 3"}),
+        ([{"id": 3}], [], {"malformed-image": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),
+        ([picture(3, "a/")], [], {"malformed-image": "picture id 3: 'a/' is no name"}),
+        ([picture(3, "a\0b")], [box(7, 3, 1)], {"malformed-image": "id 3", "unknown-image": "image_id 3"}),
+        ([picture(3, "x" * 300)], [], {"malformed-image": "id 3"}),
         ([picture(3) | {"width": "wide"}], [box(7, 3, 1)], {"malformed-size": '"images" number 2'}),
         ([picture(3) | {"width": -5}], [box(7, 3, 1)], {"malformed-size": "a.json, 3.jpg: width -5, height 100"}),
         ([picture(2)], [], {"copied-entry": "a.json, picture id 2: 2.jpg"}),
-        ([picture(3, "x"), picture(3, "y")], [box(7, 3, 1)], {"ambiguous-id": "id 3: x, y", "unknown-picture": "3"}),
+        ([picture(3, "x"), picture(3, "y")], [box(7, 3, 1)], {"ambiguous-id": "id 3: x, y", "unknown-image": "3"}),
         ([picture(3, "x"), picture(4, "x")], [box(7, 3, 1)], {"listed-twice": "x: picture ids 3, 4"}),
     ],
 )

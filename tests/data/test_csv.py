@@ -166,7 +166,7 @@ def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
     table(tmp_path / "boxes.csv", HEADER, *rows, "a.jpg,cat,4,2,20,10")
     index = open_index(tmp_path)
     assert index.boxes[0].tolist() == pytest.approx([4, 2, 36, 18])
-    assert kinds(index)["not-normalised"] == "boxes.csv:7: [4, 2, 20, 10]"
+    assert kinds(index)["not-normalized"] == "boxes.csv:7: [4, 2, 20, 10]"
 
 
 def test_shares_of_a_picture_that_is_not_there(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_shares_of_a_picture_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "val.csv").write_text((tmp_path / "boxes.csv").read_text())
     index = open_index(tmp_path / "boxes.csv", val_fraction=0.5)
     assert len(index) == 2
-    assert "gone.jpg" in kinds(index)["unplaced-box"]
+    assert "gone.jpg" in kinds(index)["box-of-unreadable-image"]
 
 
 def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_pictures_that_no_row_names(tmp_path: Path) -> None:
     table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
     report = check_dataset(tmp_path, decode_images=False)
     assert report.num_images == 1
-    (unlabelled,) = (item for item in report.items if item.kind == "unlabelled-picture")
+    (unlabelled,) = (item for item in report.items if item.kind == "unlabeled-image")
     assert unlabelled.locations == ("images/b.jpg", "images/table.png")
 
 

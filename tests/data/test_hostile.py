@@ -43,7 +43,7 @@ TRAIN = [
     "0",
 ]
 QUARANTINED = {
-    "missing-picture", "empty-picture", "not-a-picture", "damaged-picture", "too-large-picture", "unreadable-picture",
+    "missing-image", "empty-image", "not-an-image", "damaged-image", "too-large-image", "unreadable-image",
     "size-disagrees",
 }  # fmt: skip
 """Kinds of pictures that only the loader meets."""

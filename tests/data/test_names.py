@@ -36,7 +36,7 @@ def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
     paths = [index.path(row).relative_to(root) for row in range(len(index))]
     assert all((root / path).is_file() for path in paths)
     return paths, {
-        problem.kind: problem.count for problem in index.problems if PROBLEM_KINDS[problem.kind].unit == "picture"
+        problem.kind: problem.count for problem in index.problems if PROBLEM_KINDS[problem.kind].unit == "image"
     }
 
 

@@ -240,7 +240,7 @@ def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     )
     index = open_index(tmp_path)
     assert len(index) == 2
-    assert kinds(index) == {"not-an-example": 2, "record-without-picture": 2, "unequal-lists": 1}
+    assert kinds(index) == {"not-an-example": 2, "record-without-image": 2, "unequal-lists": 1}
     said = "\n".join(example for problem in index.problems for example in problem.examples)
     assert "record 3: it has no image/encoded" in said
     assert "record 4: it is a web page" in said

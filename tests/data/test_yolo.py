@@ -220,8 +220,8 @@ def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
         ("-1 0.5 0.5 0.5 0.5", "malformed-row", "class -1"),
         ("cat 0.5 0.5 0.5 0.5", "malformed-row", "cat"),
         ("2 0.5 0.5 0.5 0.5", "unknown-class", "labels/a.txt:2: class 2, the classes are 0 … 1"),
-        ("0 20 10 10 10", "not-normalised", "labels/a.txt:2: '0 20 10 10 10'"),
-        ("0 10 2 30 2 30 18 10 18", "not-normalised", "a.txt:2"),
+        ("0 20 10 10 10", "not-normalized", "labels/a.txt:2: '0 20 10 10 10'"),
+        ("0 10 2 30 2 30 18 10 18", "not-normalized", "a.txt:2"),
         ("0 0.5 0.5 nan 0.5", "not-a-number", "line 2"),
         ("0 0.5 0.5 -0.1 0.1", "negative-size", "line 2"),
         ("0 0.5 0.5 0 0.1", "zero-size", "line 2"),
@@ -263,7 +263,7 @@ def test_pictures_and_labels_without_each_other(tmp_path: Path) -> None:
     label(root / "labels" / "readme.txt", "these are labels\n")
     index = open_index(root)
     assert kinds(index)["no-label-file"] == "images/alone.jpg"
-    assert kinds(index)["label-without-picture"] == "labels/gone.txt"
+    assert kinds(index)["label-without-image"] == "labels/gone.txt"
     assert len(index) == 3  # it is background
 
 
@@ -291,7 +291,7 @@ def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> Non
     assert content(index)["train"]["b.jpg"] == []
     assert len(index.boxes) == 2
     assert index.original_size.tolist() == [[0, 0], [20, 40], [20, 40]]
-    (problem,) = [problem for problem in index.problems if problem.kind == "unplaced-box"]
+    (problem,) = [problem for problem in index.problems if problem.kind == "box-of-unreadable-image"]
     assert problem.count == 2
     assert problem.examples[0] == "train/images/b.jpg: it has 0 bytes"
     assert "zero-size" not in kinds(index)  # a box that could not be placed is not wrong itself

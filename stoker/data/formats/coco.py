@@ -153,7 +153,7 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
     invalid = [i for i, image in enumerate(images) if not is_valid(image.file_name)]
     for i in invalid:
         quoted = f"{images[i].file_name[:60]!r}"
-        problems.add("malformed-picture", f"{location}, picture id {images[i].id}: {quoted} is no name of a file")
+        problems.add("malformed-image", f"{location}, picture id {images[i].id}: {quoted} is no name of a file")
     dropped = set(invalid)
     return [image for i, image in enumerate(images) if i not in dropped] if invalid else images
 
@@ -251,7 +251,7 @@ def _match_images(
     image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
     unmatched = image_id[image_index] != box_image_id
     for i in np.flatnonzero(unmatched).tolist():
-        problems.add("unknown-picture", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
+        problems.add("unknown-image", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
     return np.where(unmatched, -1, image_index)
 
 

@@ -147,14 +147,14 @@ def _convert_each(
         return valid
 
     file = CocoFile(
-        convert_entries("images", ImageEntry, "malformed-picture", raw.images),
+        convert_entries("images", ImageEntry, "malformed-image", raw.images),
         convert_entries("categories", Category, "malformed-class", raw.categories),
         convert_entries("annotations", Annotation, "malformed-annotation", raw.annotations),
     )
     for name in ("images", "annotations"):
         raw_entries = getattr(raw, name)
         if raw_entries and not getattr(file, name):
-            reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-picture", "malformed-annotation")]
+            reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-image", "malformed-annotation")]
             raise DataError(
                 f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
             )

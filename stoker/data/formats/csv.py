@@ -85,7 +85,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     xyxy[needs_scaling] *= size[image_indices[needs_scaling]][:, [1, 0, 1, 0]]
     unscalable = needs_scaling & np.isin(image_indices, list(unreadable))
     for image_index, count in Counter(image_indices[unscalable].tolist()).items():
-        problems.add("unplaced-box", f"{keys[image_index][2]}: {unreadable[image_index]}", count)
+        problems.add("box-of-unreadable-image", f"{keys[image_index][2]}: {unreadable[image_index]}", count)
     kept = np.flatnonzero(~unscalable)
     kept = kept[np.argsort(image_indices[kept], kind="stable")]
     items = [items[number] for number in kept.tolist()]
@@ -217,7 +217,7 @@ def _detect_units(
     is_large = finite & ~is_small
     for box_index in np.flatnonzero(is_large).tolist():
         quoted = ", ".join(f"{value:g}" for value in boxes[box_index].xyxy)
-        problems.add("not-normalised", f"{table.name}:{boxes[box_index].line}: [{quoted}]")
+        problems.add("not-normalized", f"{table.name}:{boxes[box_index].line}: [{quoted}]")
     return [boxes[box_index] for box_index in np.flatnonzero(~is_large).tolist()], True
 
 

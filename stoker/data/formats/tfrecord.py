@@ -153,7 +153,7 @@ def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordCol
     _check_lengths(num_boxes, xyxy, labels, texts, crowd, group_of, area)
     height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in hw)
     if not encoded or encoded[0].start == encoded[0].stop:
-        raise _UnusableRecord("record-without-picture", "it has no image/encoded")
+        raise _UnusableRecord("record-without-image", "it has no image/encoded")
     byte_range = encoded[0]
     if not (height and width and data[byte_range.start : byte_range.start + 3] in MAGIC_BYTES):
         header_size = _read_header_size(data, byte_range, shard)
@@ -185,7 +185,7 @@ def _read_header_size(data: mmap.mmap, byte_range: ByteRange, shard: Path) -> tu
     try:
         return parse_header(data[byte_range.start : byte_range.stop], shard).size
     except DataError as error:
-        raise _UnusableRecord("record-without-picture", error.cause or error.what) from error
+        raise _UnusableRecord("record-without-image", error.cause or error.what) from error
 
 
 def _check_lengths(

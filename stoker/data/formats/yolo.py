@@ -79,7 +79,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for number, count in Counter(row.image_index for row in rows if row.image_index in unreadable).items():
         image = images[number]
         reason = f"{_display_path(image.folder / image.name, layout.root)}: {unreadable[number]}"
-        problems.add("unplaced-box", reason, count)
+        problems.add("box-of-unreadable-image", reason, count)
     rows = [row for row in rows if row.image_index not in unreadable]
     image_indices = np.array([row.image_index for row in rows], np.int64)
     normalized_boxes = np.array([row.xyxy for row in rows], np.float64).reshape(-1, 4)
@@ -204,7 +204,7 @@ def _report_unmatched_labels(
     for folder, names in label_names.items():
         for file in [] if folder in listed else [folder / name for name in names if name not in NAMES_FILES]:
             if file not in used and is_label_file(file):
-                problems.add("label-without-picture", _display_path(file, layout.root))
+                problems.add("label-without-image", _display_path(file, layout.root))
 
 
 def _parse_rows(
@@ -235,7 +235,7 @@ def _parse_rows(
             problems.add("unknown-class", f"{location}:{line}: class {label:g}{hint}")
             continue
         if not _is_normalized(*box):
-            problems.add("not-normalised", f"{location}:{line}: {_quote(row_bytes)}")
+            problems.add("not-normalized", f"{location}:{line}: {_quote(row_bytes)}")
             continue
         rows.append(_LabelRow(image_index, int(label), box, line))
     return rows

@@ -123,13 +123,13 @@ def check_dataset(
         usable = np.ones(len(index), np.bool_)
         for image_index in missing_images(index):
             usable[image_index] = False
-            problems.add("missing-picture", os.path.relpath(index.path(image_index), index.root))
+            problems.add("missing-image", os.path.relpath(index.path(image_index), index.root))
     for path in unlisted_images(index):
-        problems.add("unlabelled-picture", os.path.relpath(path, index.root))
+        problems.add("unlabeled-image", os.path.relpath(path, index.root))
     found_problems = [
         replace(entry, examples=_display_examples(entry.examples, index)) for entry in problems.summarize()
     ]
-    first_missing = next((index.root / p.examples[0] for p in found_problems if p.kind == "missing-picture"), None)
+    first_missing = next((index.root / p.examples[0] for p in found_problems if p.kind == "missing-image"), None)
     splits = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
     num_dropped_boxes = sum(
         p.count
@@ -149,7 +149,7 @@ def check_dataset(
         decoded=decode_images,
         max_bad_fraction=max_bad_fraction,
         items=_make_items(
-            found_problems, {"missing-picture": suggest_location(index.root, first_missing)} if first_missing else {}
+            found_problems, {"missing-image": suggest_location(index.root, first_missing)} if first_missing else {}
         ),
         refusals=tuple(_refusal_reasons(found_problems, splits, num_dropped_images, len(index), max_bad_fraction)),
         notes=index.notes,

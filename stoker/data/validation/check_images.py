@@ -39,7 +39,7 @@ MAGIC_BYTES = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
 """Of files that were pictures once, where the rest of their header cannot be read."""
 GRAY_MODES, ALPHA_MODES = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
 """Pillow's names of channels."""
-KIND_BY_MESSAGE = {"The picture file is empty.": "empty-picture", "The picture is too large.": "too-large-picture"}
+KIND_BY_MESSAGE = {"The picture file is empty.": "empty-image", "The picture is too large.": "too-large-image"}
 """What `headers.py` says → the kind; `tests/data/test_hostile.py` holds the two together."""
 
 Progress = Callable[[int, int], None]
@@ -107,8 +107,8 @@ def _check_image(index: Index, image_index: int, thread_state: threading.local) 
         problems.append((_classify_error(error, data), error.cause or ""))
         return _ImageCheck(image_index, problems, False, digest)
     except OSError as error:
-        kind = "missing-picture" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "unreadable-picture"
-        problems.append((kind, "" if kind == "missing-picture" else error.strerror or str(error)))
+        kind = "missing-image" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "unreadable-image"
+        problems.append((kind, "" if kind == "missing-image" else error.strerror or str(error)))
         return _ImageCheck(image_index, problems, False, digest)
     return _ImageCheck(image_index, problems, True, digest)
 
@@ -116,7 +116,7 @@ def _check_image(index: Index, image_index: int, thread_state: threading.local) 
 def _classify_error(error: DataError, data: bytes) -> str:
     if error.what in KIND_BY_MESSAGE:
         return KIND_BY_MESSAGE[error.what]
-    return "damaged-picture" if data.startswith(MAGIC_BYTES) else "not-a-picture"
+    return "damaged-image" if data.startswith(MAGIC_BYTES) else "not-an-image"
 
 
 def _decode(data: bytes, header: Header, path: Path, thread_state: threading.local) -> None:
@@ -140,21 +140,21 @@ def _image_warnings(
     elif header.orientation != 1:
         orientation_text = "shown upright" if header.size == annotated_size else "shown as it is stored"
         yield (
-            "rotated-picture",
+            "rotated-image",
             f"EXIF orientation {header.orientation}, {orientation_text}: {annotated_size[1]} × {annotated_size[0]}",
         )
     suffix = os.path.splitext(path.name)[1].lower()
     if suffix in KNOWN_SUFFIXES and suffix not in SUFFIXES[header.image_format]:
-        yield "misnamed-picture", header.image_format.upper()
+        yield "misnamed-image", header.image_format.upper()
     mode, _, bit_depth = _mode(data, header).partition(";")
     if mode in GRAY_MODES:
-        yield "grey-picture", ""
+        yield "gray-image", ""
     if mode == "CMYK":
-        yield "cmyk-picture", ""
+        yield "cmyk-image", ""
     if bit_depth.startswith("16"):
-        yield "deep-picture", ""
+        yield "deep-image", ""
     if mode in ALPHA_MODES:
-        yield "transparent-picture", ""
+        yield "transparent-image", ""
 
 
 def _mode(data: bytes, header: Header) -> str:
@@ -183,9 +183,9 @@ def _report_duplicates(index: Index, indices_by_digest: dict[bytes, list[int]], 
         if len(index_by_name) == 1:
             continue  # one file in two splits: found by its name
         kind = (
-            "copied-picture"
+            "copied-image"
             if len({split_by_image[image_index] for image_index in image_indices}) == 1
-            else "same-picture-in-two-splits"
+            else "same-image-in-two-splits"
         )
         text = ", ".join(f"{name} ({split_by_image[image_index]})" for name, image_index in index_by_name.items())
         problems.add(kind, text)

@@ -19,7 +19,7 @@ class ProblemKind(NamedTuple):
 
     title: str
     """In words, after a count: "3 boxes: zero size"."""
-    unit: Literal["box", "picture", "class", "file", "split"]
+    unit: Literal["box", "image", "class", "file", "split"]
     action: Literal["fixed", "skipped", "refused", "kept"]
     effect: str
     """What training does, in words."""
@@ -42,18 +42,18 @@ PROBLEM_KINDS: dict[str, ProblemKind] = {
         "class that the data set does not define", "box", "skipped", "the box is left out",
         "add the class to the list of classes, or correct the annotation",
     ),
-    "unknown-picture": ProblemKind(
+    "unknown-image": ProblemKind(
         "box of a picture that is not listed, or was left out", "box", "skipped", "the box is left out",
         "list the picture, or delete the annotation",
     ),
     "malformed-row": ProblemKind(
         "line that cannot be read", "box", "skipped", "the line is left out", "correct or delete the line"
     ),
-    "not-normalised": ProblemKind(
+    "not-normalized": ProblemKind(
         "not within 0 … 1, where shares of the picture's width and height are meant", "box", "skipped",
         "the box is left out", "divide by the width and height of the picture",
     ),
-    "unplaced-box": ProblemKind(
+    "box-of-unreadable-image": ProblemKind(
         "box in shares of a picture whose size cannot be read", "box", "skipped", "the box is left out",
         "restore the picture, or delete its annotations",
     ),
@@ -79,114 +79,114 @@ PROBLEM_KINDS: dict[str, ProblemKind] = {
         "less than a pixel wide or high", "box", "kept", "used as it is", "delete it: nothing can be seen there"
     ),
     # Of a picture, found while reading.
-    "malformed-picture": ProblemKind(
-        "picture entry that cannot be read", "picture", "skipped", "the picture is left out",
+    "malformed-image": ProblemKind(
+        "picture entry that cannot be read", "image", "skipped", "the picture is left out",
         "correct the entry, or delete it",
     ),
     "malformed-size": ProblemKind(
-        "width or height that is no size", "picture", "fixed", "the size is read from the picture",
+        "width or height that is no size", "image", "fixed", "the size is read from the picture",
         "correct width and height",
     ),
     "unreadable-annotations": ProblemKind(
-        "annotation file that cannot be read", "picture", "skipped", "the picture is left out",
+        "annotation file that cannot be read", "image", "skipped", "the picture is left out",
         "correct or delete the file; an empty or truncated one comes from a copy that was cut short",
     ),
     "no-annotation-file": ProblemKind(
-        "listed, but without an annotation file", "picture", "skipped", "the picture is left out",
+        "listed, but without an annotation file", "image", "skipped", "the picture is left out",
         "add the file or remove the line; a picture without objects has a file without objects",
     ),
-    "copied-entry": ProblemKind("listed twice in the same words", "picture", "fixed", "used once", "remove the copy"),
+    "copied-entry": ProblemKind("listed twice in the same words", "image", "fixed", "used once", "remove the copy"),
     "ambiguous-id": ProblemKind(
-        "id that several pictures share", "picture", "skipped", "these pictures are left out",
+        "id that several pictures share", "image", "skipped", "these pictures are left out",
         "give every picture its own id: data sets were merged without new ones",
     ),
     "listed-twice": ProblemKind(
-        "picture with several entries", "picture", "skipped", "the picture is left out",
+        "picture with several entries", "image", "skipped", "the picture is left out",
         "merge the entries, or restore the folders in the file names: data sets were merged",
     ),
     "two-annotation-files": ProblemKind(
-        "annotation file about a picture that has another", "picture", "skipped", "the file is left out",
+        "annotation file about a picture that has another", "image", "skipped", "the file is left out",
         "add the picture that it is about, or delete the file",
     ),
     "in-two-splits": ProblemKind(
-        "in more than one split, by its name", "picture", "kept", "used in both: scores will flatter",
+        "in more than one split, by its name", "image", "kept", "used in both: scores will flatter",
         "remove it from one of the splits",
     ),
     "no-label-file": ProblemKind(
-        "without a label file", "picture", "kept", "used as background: nothing is to be found there",
+        "without a label file", "image", "kept", "used as background: nothing is to be found there",
         "add an empty label file where that is meant, or annotate the picture",
     ),
     "shared-label-file": ProblemKind(
-        "one of several with the same label file", "picture", "kept", "its boxes are used for each of them",
+        "one of several with the same label file", "image", "kept", "its boxes are used for each of them",
         "give every picture a name and a label file of its own, or remove the copies",
     ),
     "damaged-record": ProblemKind(
-        "record whose checksum is wrong", "picture", "skipped", "the record is left out", "copy or write its file again"
+        "record whose checksum is wrong", "image", "skipped", "the record is left out", "copy or write its file again"
     ),
     "not-an-example": ProblemKind(
-        "record that is no tf.train.Example", "picture", "skipped", "the record is left out", "write it again"
+        "record that is no tf.train.Example", "image", "skipped", "the record is left out", "write it again"
     ),
-    "record-without-picture": ProblemKind(
-        "record without a picture that can be read", "picture", "skipped", "the record is left out",
+    "record-without-image": ProblemKind(
+        "record without a picture that can be read", "image", "skipped", "the record is left out",
         "put an encoded JPEG or PNG into its image/encoded",
     ),
     "unequal-lists": ProblemKind(
-        "record whose lists of corners and classes differ in length", "picture", "skipped", "the record is left out",
+        "record whose lists of corners and classes differ in length", "image", "skipped", "the record is left out",
         "write it again, with one entry per box in every list",
     ),
     "wrong-case-name": ProblemKind(
-        "name that its file has in another case or spelling", "picture", "fixed",
+        "name that its file has in another case or spelling", "image", "fixed",
         "the one file that can be meant is used", "write the names as the files have them",
     ),
     # Of a picture, found in its file (check.py).
-    "missing-picture": ProblemKind(
-        "does not exist", "picture", "skipped", "left out, another takes its place",
+    "missing-image": ProblemKind(
+        "does not exist", "image", "skipped", "left out, another takes its place",
         "restore the file, or correct its name in the annotations",
     ),
-    "empty-picture": ProblemKind(
-        "has zero bytes", "picture", "skipped", "left out, another takes its place", "copy the file again"
+    "empty-image": ProblemKind(
+        "has zero bytes", "image", "skipped", "left out, another takes its place", "copy the file again"
     ),
-    "not-a-picture": ProblemKind(
-        "is no picture", "picture", "skipped", "left out, another takes its place", "replace the file, or remove it"
+    "not-an-image": ProblemKind(
+        "is no picture", "image", "skipped", "left out, another takes its place", "replace the file, or remove it"
     ),
-    "damaged-picture": ProblemKind(
-        "truncated, damaged, or of a kind that is not read", "picture", "skipped", "left out, another takes its place",
+    "damaged-image": ProblemKind(
+        "truncated, damaged, or of a kind that is not read", "image", "skipped", "left out, another takes its place",
         "copy the file again, save it as JPEG or PNG, or remove it",
     ),
-    "too-large-picture": ProblemKind(
-        "more pixels than are decoded", "picture", "skipped", "left out, another takes its place",
+    "too-large-image": ProblemKind(
+        "more pixels than are decoded", "image", "skipped", "left out, another takes its place",
         "cut it into tiles, or make it smaller",
     ),
-    "unreadable-picture": ProblemKind(
-        "cannot be read from the disk", "picture", "skipped", "left out, another takes its place",
+    "unreadable-image": ProblemKind(
+        "cannot be read from the disk", "image", "skipped", "left out, another takes its place",
         "check its permissions and the disk",
     ),
     "size-disagrees": ProblemKind(
-        "has another size than its annotations say", "picture", "skipped", "left out, another takes its place",
+        "has another size than its annotations say", "image", "skipped", "left out, another takes its place",
         "annotate the picture as it is, or store it as it was annotated",
     ),
-    "misnamed-picture": ProblemKind(
-        "has the ending of another format", "picture", "kept", "read as what it is", "rename the file"
+    "misnamed-image": ProblemKind(
+        "has the ending of another format", "image", "kept", "read as what it is", "rename the file"
     ),
-    "same-picture-in-two-splits": ProblemKind(
-        "the same file content in more than one split", "picture", "kept", "used in all: scores will flatter",
+    "same-image-in-two-splits": ProblemKind(
+        "the same file content in more than one split", "image", "kept", "used in all: scores will flatter",
         "remove it from all but one of the splits",
     ),
-    "copied-picture": ProblemKind(
-        "the same file content twice in a split", "picture", "kept", "used as often as it is there",
+    "copied-image": ProblemKind(
+        "the same file content twice in a split", "image", "kept", "used as often as it is there",
         "remove the copies",
     ),
-    "rotated-picture": ProblemKind(
-        "EXIF says to turn it", "picture", "kept", "shown in the way whose size the annotations say", "nothing"
+    "rotated-image": ProblemKind(
+        "EXIF says to turn it", "image", "kept", "shown in the way whose size the annotations say", "nothing"
     ),
     "ambiguous-rotation": ProblemKind(
-        "to be turned or mirrored, as EXIF says; its annotations do not tell if it was", "picture", "kept",
+        "to be turned or mirrored, as EXIF says; its annotations do not tell if it was", "image", "kept",
         "shown as EXIF says", "store the picture upright, or say its width and height in the annotations",
     ),
-    "grey-picture": ProblemKind("grey", "picture", "kept", "grey is repeated as red, green and blue", "nothing"),
-    "cmyk-picture": ProblemKind("CMYK", "picture", "kept", "converted to RGB, slowly", "save it as RGB"),
-    "deep-picture": ProblemKind("more than 8 bits a channel", "picture", "kept", "the upper 8 bits are used", "nothing"),
-    "transparent-picture": ProblemKind("has an alpha channel", "picture", "kept", "alpha is not used", "save it without"),
+    "gray-image": ProblemKind("grey", "image", "kept", "grey is repeated as red, green and blue", "nothing"),
+    "cmyk-image": ProblemKind("CMYK", "image", "kept", "converted to RGB, slowly", "save it as RGB"),
+    "deep-image": ProblemKind("more than 8 bits a channel", "image", "kept", "the upper 8 bits are used", "nothing"),
+    "transparent-image": ProblemKind("has an alpha channel", "image", "kept", "alpha is not used", "save it without"),
     # Of files, classes and splits.
     "damaged-shard": ProblemKind(
         "damaged TFRecord file", "file", "skipped", "what cannot be found behind the damage is left out",
@@ -206,11 +206,11 @@ PROBLEM_KINDS: dict[str, ProblemKind] = {
     "foreign-file": ProblemKind(
         "XML file that is no annotation", "file", "skipped", "it is not read", "move it out of the data folder"
     ),
-    "label-without-picture": ProblemKind(
+    "label-without-image": ProblemKind(
         "label file without a picture", "file", "skipped", "it is not read",
         "add the picture, correct the name, or delete the file",
     ),
-    "unlabelled-picture": ProblemKind(
+    "unlabeled-image": ProblemKind(
         "picture that no annotation names", "file", "kept", "it is not used",
         "annotate it, or add it without boxes to have it as background",
     ),
@@ -259,7 +259,7 @@ class Problem:
     @property
     def drops_images(self) -> bool:
         """Whether it counts pictures that are not in the index."""
-        return PROBLEM_KINDS[self.kind].unit == "picture" and PROBLEM_KINDS[self.kind].action == "skipped"
+        return PROBLEM_KINDS[self.kind].unit == "image" and PROBLEM_KINDS[self.kind].action == "skipped"
 
 
 @dataclass
