@@ -41,7 +41,7 @@ from diagnose_plans import BATCH, Case, Machine, Plan
 from diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, share, wilson
 from report import Bar, Report, options, publish
 
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -117,7 +117,7 @@ class Bench:
         folder.mkdir()
         plan = Plan(("--eval-every", "40"), data="long_val", stretch=1.5)
         self._run(CAUSES["healthy"], "stoker", plan, folder, self.arguments.seconds)
-        sums = totals(folder / "run")
+        sums = compute_totals(folder / "run")
         sizes = [path.stat().st_size for path in (self.base / "bucket" / "train").glob("*.jpg")]
         evaluations = -(-sums.steps // 40)
         self.machine = Machine(

@@ -1,7 +1,7 @@
-"""Every error that stoker raises on purpose, and the exit code each one ends the process with.
+"""Every error that stoker raises on purpose, and the exit code of the process for each.
 
 A message names what is wrong, where (file, line, id), why, which choices are valid and what to do. An exception that is
-not a `StokerError` and reaches the top is a bug of ours. The screen's layout of a message is `StokerError.__str__`.
+not a `StokerError` and reaches the top is a bug in stoker. `StokerError.__str__` lays a message out for the screen.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 
 
 class StokerError(Exception):
-    """The root. `what` is one sentence; the rest fills the lines under it.
+    """The root of the tree. `what` is one sentence; the other arguments fill the lines below it.
 
-    place: file, `file:line`, address or picture id; cause: why, as far as known; choices: what would have been valid;
-    fix: what to do, a command where there is one.
+    location: file, `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do, a
+    command where there is one.
     """
 
     exit_code = 1
@@ -72,25 +72,26 @@ class ConfigError(UsageError):
 
 
 class PreflightError(StokerError):
-    """Training would fail: weights that cannot be had, a device that does not work, a disk without room."""
+    """Training would fail: weights cannot be loaded, a device does not work, a disk is full."""
 
     exit_code = 3
 
 
 class StorageError(PreflightError):
-    """A place cannot be read or written: a full disk, a missing folder, a bucket that refuses or does not answer."""
+    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or does not
+    answer."""
 
 
 class ObjectMissing(StorageError):
-    """The bucket answers, and has no such object."""
+    """The bucket answers and has no such object."""
 
 
 class Conflict(StorageError):
-    """The object exists, or is not the one that the caller saw, and the write was to happen only if not."""
+    """A conditional write failed: the object exists already, or changed since the caller read it."""
 
 
 class Unsupported(StorageError):
-    """The store cannot do this at all: list a web server, write only where nothing is."""
+    """The store does not support the operation, for example listing a web server or a conditional write."""
 
 
 class WeightsError(PreflightError):
@@ -102,42 +103,42 @@ class CheckpointError(PreflightError):
 
 
 class ParityError(PreflightError):
-    """An exported model does not answer as the model it was made from."""
+    """An exported model gives other detections than the model it was exported from."""
 
 
 class DataError(StokerError):
-    """The data set, or one picture or record of it, cannot be used."""
+    """The data set, or an image or record of it, cannot be used."""
 
     exit_code = 4
 
 
 class OutOfMemoryError(StokerError):
-    """The device or the host has too little memory for the smallest step that the settings allow."""
+    """The memory of the device or the host is too small for the smallest step that the settings allow."""
 
     exit_code = 5
 
 
 class DivergedError(StokerError):
-    """The loss or the gradients stopped being finite and stayed so."""
+    """The loss or the gradients became non-finite and stayed so."""
 
     exit_code = 6
 
 
 class HungError(StokerError):
-    """Nothing moved for longer than the limit."""
+    """Training made no progress for longer than the limit."""
 
     exit_code = 7
 
 
 class Preempted(StokerError):
-    """A signal asked the run to stop; its state is saved and the same command continues it."""
+    """A signal stopped the run; its state is saved, and the same command continues it."""
 
     exit_code = 75
 
 
 @contextlib.contextmanager
 def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
-    """A block that writes: an OSError inside is raised as a StorageError that says `what`, for example "The report
+    """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The report
     cannot be written."."""
     try:
         yield
@@ -146,6 +147,6 @@ def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `value` (for a "did you mean" in a message), or None when none is close."""
+    """The choice closest to `value` (for a "did you mean" in a message), or None when none is close."""
     matches = difflib.get_close_matches(value, list(choices), n=1)
     return matches[0] if matches else None

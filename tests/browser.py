@@ -86,7 +86,7 @@ class Tab:
 
     def screenshot(self, path: Path, *, whole: bool = False, clip: dict[str, float] | None = None) -> None:
         """whole: also what lies below the window; clip: x, y, width, height of a part of the page."""
-        more: dict[str, Any] = {} if clip is None else {"clip_grad_norm": {**clip, "scale": 1}}
+        more: dict[str, Any] = {} if clip is None else {"clip": {**clip, "scale": 1}}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **more)
         path.write_bytes(base64.b64decode(answer["data"]))
 

@@ -24,7 +24,7 @@ from stoker.runs.schemas import (
     StepWindow,
     TraceWindow,
 )
-from stoker.runs.totals import folders, totals
+from stoker.runs.totals import compute_totals, list_rank_dirs
 from stoker.storage.uri import is_uri
 
 MAX_EXAMPLES = 3
@@ -55,7 +55,7 @@ def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRe
     for table in tables.values():
         settings |= table if isinstance(table, dict) else {}
     run_records = RunRecords(
-        totals=totals(run_dir),
+        totals=compute_totals(run_dir),
         price_per_device_hour=records.recorded_price(run_dir)
         if price_per_device_hour is None
         else price_per_device_hour,
@@ -74,7 +74,7 @@ def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRe
         if len(run_records.quarantined) < MAX_EXAMPLES:
             run_records.quarantined.setdefault(quarantined.path, quarantined.error)
     run_records.num_quarantined = len(paths)
-    ranks = folders(run_dir)
+    ranks = list_rank_dirs(run_dir)
     run_records.num_ranks = len(ranks)
     for trace in records.read_lines(run_dir, records.TRACES, TraceWindow):
         _add_trace(run_records, trace)

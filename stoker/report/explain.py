@@ -172,8 +172,8 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
         attempts=totals.attempts,
         steps=totals.step,
         lost_steps=max(0, totals.steps - totals.step),
-        num_images=totals.pictures,
-        img_per_s=totals.pictures / totals.wall_s if totals.wall_s > 0 and (totals.pictures or not coverage) else None,
+        num_images=totals.num_images,
+        img_per_s=totals.num_images / totals.wall_s if totals.wall_s > 0 and (totals.num_images or not coverage) else None,
         price_per_device_hour=exact_price,
         price_range=price_range,
         phases=phases,
@@ -248,7 +248,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
 
     stages = [
         make_phase_time(name, duration_s, STAGE_MEANINGS.get(name, ""), [])
-        for name, duration_s in totals.input.items()
+        for name, duration_s in totals.input_wait_stages.items()
         if duration_s > 0
     ]
     return largest_first(

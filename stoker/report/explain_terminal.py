@@ -21,11 +21,11 @@ MAX_FINDINGS = 5
 """The rest is counted."""
 PROBE_LABELS = {
     "cached_batch": "one batch, kept on the device",
-    "twice_the_batch": "twice the batch",
-    "no_exchange": "no exchange of gradients",
+    "double_batch": "twice the batch",
+    "no_allreduce": "no exchange of gradients",
     "compiled": "compiled",
-    "fewer_threads": "fewer threads",
-    "more_threads": "more threads",
+    "fewer_workers": "fewer workers",
+    "more_workers": "more workers",
 }
 """What an experiment changes, in a few words."""
 

@@ -135,7 +135,7 @@ def read_resource_usage(
         if total_s > 0
         else {},
         wall_s=totals.wall_s,
-        fetch_fraction=totals.input.get("fetch", 0.0) / waited_s if totals.input and waited_s > 0 else None,
+        fetch_fraction=totals.input_wait_stages.get("fetch", 0.0) / waited_s if totals.input_wait_stages and waited_s > 0 else None,
         from_bucket=from_bucket,
         cached=cached,
         gpu_name=_gpu_name(environment),

@@ -1,4 +1,4 @@
-"""What a run took so far, summed over its records (`folder.py`), of all its processes."""
+"""Sums over the records of a run, of all its attempts and ranks. The records themselves: `records.py`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,134 +7,134 @@ from pathlib import Path
 from stoker.runs.records import RANKS, STEPS, last_attempt, read_lines
 from stoker.runs.schemas import StepWindow
 
-COMPARED_S = 10.0
-"""Seconds of all ranks that are compared with each other: some windows each, since a window of a second has one step
-more or less than that of another rank. Ranks that are slow in turn within it are seen as `comm`: no rank knows by
-itself how long the others waited."""
+COMPARISON_S = 10.0
+"""Length of the intervals in which ranks are compared with each other. Several windows each, since a window of a second
+has one step more or less than that of another rank. Ranks that are slow in turn within an interval count as `comm`: no
+rank knows by itself how long the others waited."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a run took so far: all windows of all attempts and ranks, since time that was spent is spent.
+    """Sums over a run: all windows of all attempts and ranks, since lost steps cost time as well.
 
-    phases: device-seconds by phase; they add up to device_s. input: those of `input_wait` by stage. wall_s: seconds in
-    which a process trained; the time between attempts is in no window. steps: optimizer steps that were done; step: how
-    many of them the newest state has, the others were lost by a kill and done again. pictures: trained on, those of
-    lost steps included. slowest: rank → device-seconds that the others waited for it in exchanges (`straggler`).
-    cpu: processor seconds of the training threads by the phase they were in; empty where nobody measured.
+    phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by stage.
+    wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer steps that
+    were done. step: the number of steps of the newest state; the difference was lost by kills and done again. num_images:
+    images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited for it in
+    collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not measured.
 
     wall_s, steps and step are those of rank 0, everything else of all ranks.
     """
 
     phases: dict[str, float]
-    input: dict[str, float]
+    input_wait_stages: dict[str, float]
     device_s: float
     wall_s: float
     devices: int
-    pictures: int
+    num_images: int
     steps: int
     step: int
     attempts: int
-    slowest: dict[int, float] = dataclasses.field(default_factory=dict)
-    cpu: dict[str, float] = dataclasses.field(default_factory=dict)
+    straggler_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def totals(run: Path) -> Totals:
-    """Sums steps.jsonl of all ranks. All zero for a run without a window; the number of devices is that of the newest
-    attempt's newest windows."""
+def compute_totals(run: Path) -> Totals:
+    """Sums steps.jsonl of all ranks. All zero for a run without a window; `devices` is that of the last windows of the
+    newest attempt."""
     phases: dict[str, float] = {}
     stages: dict[str, float] = {}
-    cpu: dict[str, float] = {}
-    newest: dict[int, StepWindow] = {}
-    device_s, wall_s, pictures, steps = 0.0, 0.0, 0, 0
-    ranks = folders(run)
-    exchanges = _Exchanges()
-    for rank, folder in ranks.items():
-        for window in read_lines(folder, STEPS, StepWindow):
+    thread_cpu_s: dict[str, float] = {}
+    last_windows: dict[int, StepWindow] = {}
+    device_s, wall_s, num_images, steps = 0.0, 0.0, 0, 0
+    rank_dirs = list_rank_dirs(run)
+    comm_waits = _CommWaits()
+    for rank, rank_dir in rank_dirs.items():
+        for window in read_lines(rank_dir, STEPS, StepWindow):
             _add(phases, window.phases)
             _add(stages, window.input_wait_stages)
-            _add(cpu, window.thread_cpu_s)
+            _add(thread_cpu_s, window.thread_cpu_s)
             device_s += window.wall_s * window.devices
-            pictures += window.num_images
-            newest[rank] = window
+            num_images += window.num_images
+            last_windows[rank] = window
             if rank == 0:
                 wall_s += window.wall_s
                 steps += window.window_steps
-            if len(ranks) > 1:
-                exchanges.add(rank, window)
-    slowest = exchanges.waited_for()
-    if straggler_s := sum(slowest.values()):
-        phases["comm"] = max(0.0, phases["comm"] - straggler_s)
-        _add(phases, {"straggler": straggler_s})
-    attempt = max((window.attempt for window in newest.values()), default=0)
+            if len(rank_dirs) > 1:
+                comm_waits.add(rank, window)
+    straggler_s = comm_waits.straggler_s()
+    if total_s := sum(straggler_s.values()):
+        phases["comm"] = max(0.0, phases["comm"] - total_s)
+        _add(phases, {"straggler": total_s})
+    attempt = max((window.attempt for window in last_windows.values()), default=0)
     return Totals(
         phases=phases,
-        input=stages,
+        input_wait_stages=stages,
         device_s=device_s,
         wall_s=wall_s,
-        devices=sum(window.devices for window in newest.values() if window.attempt == attempt),
-        pictures=pictures,
+        devices=sum(window.devices for window in last_windows.values() if window.attempt == attempt),
+        num_images=num_images,
         steps=steps,
-        step=newest[0].step if 0 in newest else 0,
+        step=last_windows[0].step if 0 in last_windows else 0,
         attempts=last_attempt(run),
-        slowest=slowest,
-        cpu=cpu,
+        straggler_s=straggler_s,
+        thread_cpu_s=thread_cpu_s,
     )
 
 
-def folders(run: Path) -> dict[int, Path]:
-    """Where each rank's records are: rank 0's in the run's folder itself, those of the others that wrote any below."""
+def list_rank_dirs(run: Path) -> dict[int, Path]:
+    """Rank → folder of its records: rank 0's are in the run folder itself, those of other ranks below it."""
     below = {int(path.name): path for path in sorted((run / RANKS).glob("*")) if path.name.isdecimal()}
     return {0: run} | {rank: path for rank, path in below.items() if rank > 0}
 
 
-def _add(into: dict[str, float], parts: dict[str, float]) -> None:
-    for name, took_s in parts.items():
-        into[name] = into.get(name, 0.0) + took_s
+def _add(sums: dict[str, float], seconds: dict[str, float]) -> None:
+    for name, duration_s in seconds.items():
+        sums[name] = sums.get(name, 0.0) + duration_s
 
 
-class _Exchanges:
+class _CommWaits:
     """How much of `comm` was waiting for a slower rank.
 
-    All ranks end an exchange together, and whoever comes last waits least. So of COMPARED_S that ranks have in common,
-    the share of it that the least waiting one was in exchanges is what these take; what another one was in them beyond
-    that, it waited for that one.
+    All ranks end a collective together, and the last one to arrive waits least. So in each interval of COMPARISON_S that
+    ranks have in common, the smallest fraction of `comm` is what the collectives take; what another rank spent in them
+    beyond that, it waited for the slowest rank.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], dict[int, list[float]]] = {}
-        """(attempt, number of the part) → rank → device-seconds in it that are recorded, and of these in `comm`."""
+        self._intervals: dict[tuple[int, int], dict[int, list[float]]] = {}
+        """(attempt, number of the interval) → rank → device-seconds recorded in it, and those of them in `comm`."""
 
     def add(self, rank: int, window: StepWindow) -> None:
-        begin_s, comm_s = window.t - window.wall_s, window.phases.get("comm", 0.0)
-        for number, share in _shares(begin_s, window.t):
-            recorded = self._parts.setdefault((window.attempt, number), {}).setdefault(rank, [0.0, 0.0])
-            recorded[0] += share * window.wall_s * window.devices
-            recorded[1] += share * comm_s
+        start_s, comm_s = window.t - window.wall_s, window.phases.get("comm", 0.0)
+        for number, fraction in _split_by_interval(start_s, window.t):
+            sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0, 0.0])
+            sums[0] += fraction * window.wall_s * window.devices
+            sums[1] += fraction * comm_s
 
-    def waited_for(self) -> dict[int, float]:
-        """Rank → device-seconds that the others waited for it; without ranks that nobody waited for."""
-        found: dict[int, float] = {}
-        for by_rank in self._parts.values():
-            most_s = max(recorded_s for recorded_s, _ in by_rank.values())
-            there = {rank: both for rank, both in by_rank.items() if both[0] > most_s / 2}
-            if len(there) < 2:  # one has ended, or writes no records: nobody knows for whom the other waits
+    def straggler_s(self) -> dict[int, float]:
+        """Rank → device-seconds that the others waited for it; ranks without any are left out."""
+        waits: dict[int, float] = {}
+        for by_rank in self._intervals.values():
+            max_recorded_s = max(recorded_s for recorded_s, _ in by_rank.values())
+            present = {rank: sums for rank, sums in by_rank.items() if sums[0] > max_recorded_s / 2}
+            if len(present) < 2:  # the other has ended or writes no records: unknown for whom this one waits
                 continue
-            shares = {rank: comm_s / recorded_s for rank, (recorded_s, comm_s) in there.items()}
-            slow = min(shares, key=lambda rank: shares[rank])
-            waited_s = sum((shares[rank] - shares[slow]) * there[rank][0] for rank in there)
+            fractions = {rank: comm_s / recorded_s for rank, (recorded_s, comm_s) in present.items()}
+            slowest = min(fractions, key=lambda rank: fractions[rank])
+            waited_s = sum((fractions[rank] - fractions[slowest]) * present[rank][0] for rank in present)
             if waited_s > 0:
-                found[slow] = found.get(slow, 0.0) + waited_s
-        return found
+                waits[slowest] = waits.get(slowest, 0.0) + waited_s
+        return waits
 
 
-def _shares(begin_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """The parts of COMPARED_S that [begin_s, end_s] lies in, and how much of it lies in each; they add up to 1."""
-    if end_s <= begin_s:
+def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
+    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and the fraction of it in each; they add up to 1."""
+    if end_s <= start_s:
         return
-    at_s = begin_s
+    at_s = start_s
     while at_s < end_s:
-        number = int(at_s // COMPARED_S)
-        until_s = min(end_s, (number + 1) * COMPARED_S)
-        yield number, (until_s - at_s) / (end_s - begin_s)
-        at_s = until_s
+        number = int(at_s // COMPARISON_S)
+        interval_end_s = min(end_s, (number + 1) * COMPARISON_S)
+        yield number, (interval_end_s - at_s) / (end_s - start_s)
+        at_s = interval_end_s

@@ -24,7 +24,7 @@ from stoker.models import BatchDetections as InSlots
 from stoker.models.weights.model_file import ModelMetadata
 
 CPU = Device(torch.device("cpu"))
-CARD = ModelMetadata(settings=ModelSettings(), class_names=("lamp", "spare"), canvas=(96, 64), resize="letterbox")
+CARD = ModelMetadata(settings=ModelSettings(), class_names=("lamp", "spare"), image_size=(96, 64), resize="letterbox")
 
 
 class FindsBright(nn.Module):

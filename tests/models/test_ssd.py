@@ -26,7 +26,7 @@ from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND
-from stoker.models.ssd.backbones import detect_tail
+from stoker.models.ssd.backbones import detect_reduced_tail
 from stoker.models.ssd.loss import hard_negative_cross_entropy, match_ssd_anchors
 from stoker.models.ssd.ssd import SSD, SSDOutputs
 from stoker.models.table import check_image_size
@@ -462,7 +462,7 @@ def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
     path = tmp_path / "some.pth"
     for tail in ("half", "full"):
         torch.save(build(settings_of(LITE, tail=tail), CLASSES).state_dict(), path)
-        assert detect_tail(read_weights(path).tensors) == tail
+        assert detect_reduced_tail(read_weights(path).tensors) == tail
     assert derived(index, model=LITE, canvas=(32, 32), weights=str(path))[0].model.tail == "full"
     assert derived(index, model=LITE, canvas=(32, 32), weights="imagenet")[0].model.tail == "full"
     with pytest.raises(ConfigError, match="--reduced-tail does not fit"):

@@ -15,7 +15,7 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 def window(t: float, *, compute: float = 1.0, wall_s: float = 1.0, **more: object) -> StepWindow:
     phases = {"compute": compute * wall_s, "input_wait": (1 - compute) * wall_s}
-    told = {"attempt": 1, "step": int(t), "steps": 1, "pictures": 8, "devices": 1} | more
+    told = {"attempt": 1, "step": int(t), "window_steps": 1, "num_images": 8, "devices": 1} | more
     return StepWindow(t=t, wall_s=wall_s, phases=phases, **told)
 
 

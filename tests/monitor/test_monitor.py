@@ -28,7 +28,7 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the records all the time."""
-    monkeypatch.setattr("stoker.monitor.monitor.POLL_S", 0.01)
+    monkeypatch.setattr("stoker.monitor.monitor.POLL_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 def window(t: float, **more: Any) -> StepWindow:
-    told = {"attempt": 2, "step": int(t), "steps": 2, "pictures": 16, "wall_s": 1.0, "devices": 1,
+    told = {"attempt": 2, "step": int(t), "window_steps": 2, "num_images": 16, "wall_s": 1.0, "devices": 1,
             "phases": {"compute": 0.25, "input_wait": 0.75}, "losses": {"total": 2.5}}  # fmt: skip
     return StepWindow(t=t, **(told | more))
 
@@ -62,7 +62,7 @@ def test_a_follower_reads_each_line_of_its_attempt_once_and_in_order(tmp_path: P
     now.append(STEPS, window(10.0))
     now.append(DEVICES, DeviceSample(t=9.0, attempt=2))
     assert [line.t for line in follower.read()] == [9.0, 10.0]
-    whole = b'{"t":12.0,"attempt":2,"kind":"note"}\n'
+    whole = b'{"t":12.0,"attempt":2,"kind":"info"}\n'
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(whole[:11])
         file.flush()
@@ -120,7 +120,7 @@ def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
 def test_what_cannot_be_told_is_a_warning_without_the_secret(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr("stoker.monitor.delivery.TRIES", 1)
+    monkeypatch.setattr("stoker.monitor.delivery.MAX_ATTEMPTS", 1)
     command = "echo broken >&2; exit 3"
     options = MonitoringOptions(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
     with monitoring(folder, options, stop=never):
@@ -134,7 +134,7 @@ def test_what_cannot_be_told_is_a_warning_without_the_secret(
 def test_a_command_that_lasts_too_long_is_ended_and_not_quoted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.monitor.delivery.COMMAND_S", 0.1)
+    monkeypatch.setattr("stoker.monitor.delivery.COMMAND_TIMEOUT_S", 0.1)
     with monitoring(folder, MonitoringOptions(alert=("on failed",), alert_command="sleep 9 # secret"), stop=never):
         folder.event("failed")
     (warning,) = events(folder, "warning")
@@ -153,7 +153,7 @@ def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
 
 def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
     with monitoring(folder, MonitoringOptions(metrics_port=0, alert=("img_per_s < 5",)), stop=never):
-        (note,) = events(folder, "note")
+        (note,) = events(folder, "info")
         folder.append(STEPS, window(1.0))
         folder.append(STEPS, window(2.0))
         gpu = GpuSample(index=3, utilization=0.5, temperature_c=60)
@@ -236,7 +236,7 @@ def test_what_does_not_go_together_is_said_before_anything_starts(
 
 def test_a_port_that_is_taken_is_said(folder: RunFolder) -> None:
     with monitoring(folder, MonitoringOptions(metrics_port=0), stop=never):
-        (note,) = events(folder, "note")
+        (note,) = events(folder, "info")
         taken = MonitoringOptions(metrics_port=note.data["port"])
         with pytest.raises(ConfigError, match="cannot be used"), monitoring(folder, taken, stop=never):
             raise AssertionError("started")

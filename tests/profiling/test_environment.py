@@ -33,7 +33,7 @@ def test_it_is_json_and_says_what_a_run_ran_on(tmp_path: Path) -> None:
     assert told["storage"] == {}
     assert describe(dirs={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
     if sys.platform == "linux":
-        assert told["handles_limit"] is None or told["handles_limit"] > 2
+        assert told["max_fds"] is None or told["max_fds"] > 2
         assert told["swap_bytes"] is not None
 
 
@@ -44,8 +44,8 @@ def test_a_driver_that_hangs_does_not_hold_up_the_start(monkeypatch: pytest.Monk
         def __init__(self, _: object) -> None:
             go.wait()
 
-    monkeypatch.setattr(environment, "Gpus", Hanging)
-    monkeypatch.setattr(platform_info, "ANSWER_WITHIN_S", 0.01)
+    monkeypatch.setattr(environment, "GpuSampler", Hanging)
+    monkeypatch.setattr(platform_info, "QUERY_TIMEOUT_S", 0.01)
     told = describe()["gpu"]
     go.set()
     assert told["gpus"] == []

@@ -41,11 +41,11 @@ H200 = {"name": "NVIDIA H200", "memory_bytes": 150_754_820_096, "mig": None, "vg
 SAMPLE_THRICE = """
 import json, os, pathlib, msgspec
 from stoker.profiling.telemetry import gpu as gpu_module
-from stoker.profiling.telemetry.gpu import FIRST_NAMESPACE, SELDOM, Gpus
-from stoker.profiling.telemetry.nvml import ASK_AGAIN_AFTER, Gpu
+from stoker.profiling.telemetry.gpu import INITIAL_PID_NAMESPACE_INODE, SLOW_SAMPLE_EVERY, GpuSampler
+from stoker.profiling.telemetry.nvml import RETRY_AFTER_SAMPLES, Gpu
 from stoker.runs.schemas import GpuSample
 from tests.nvml import Scene, driver_library
-gpus = Gpus()
+gpus = GpuSampler()
 answers = [msgspec.to_builtins(gpus.sample()), gpus.reason]
 answers.append(gpus.describe())
 for change in ("AFTER", "LATER"):
@@ -83,12 +83,12 @@ def test_counters_have_their_units_and_missing_is_not_zero(driver: Path, tmp_pat
     assert reason is None
     assert sample == [
         {
-            "index": 0, "utilisation": 0.37, "memory_used_bytes": 1_000_000_000, "memory_total_bytes": 150_754_820_096,
+            "index": 0, "utilization": 0.37, "memory_used_bytes": 1_000_000_000, "memory_total_bytes": 150_754_820_096,
             "power_w": 412.5, "power_limit_w": 700.0, "sm_clock_mhz": 1980, "temperature_c": 61, "throttle_reasons": 4,
-            "memory_utilisation": 0.0,
+            "memory_utilization": 0.0,
         },
-        {"index": 1, "utilisation": 0.0, "memory_used_bytes": 0, "memory_total_bytes": 150_754_820_096,
-         "memory_utilisation": 0.0},
+        {"index": 1, "utilization": 0.0, "memory_used_bytes": 0, "memory_total_bytes": 150_754_820_096,
+         "memory_utilization": 0.0},
     ]  # fmt: skip
     assert description == {
         "driver": "580.95.05",
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_lost_during_the_run_is_a_value(driver: Path, tmp_path: Pa
     back = "0 fail.nvmlDeviceGetUtilizationRates 0\n"
     _, _, _, after, reason, later, later_reason = ask(driver, tmp_path, TWO_GPUS, after=lost, later=back)
     assert after[0] == {"index": 0}
-    assert after[1]["utilisation"] == 0.0
+    assert after[1]["utilization"] == 0.0
     assert reason == later_reason == "GPU 0 does not answer any more: GPU is lost"
     assert later == after, "it is not asked again"
 
@@ -140,7 +140,7 @@ def test_a_gpu_that_is_lost_during_the_run_is_a_value(driver: Path, tmp_path: Pa
 def test_a_gpu_that_was_lost_before_leaves_the_others(driver: Path, tmp_path: Path) -> None:
     sample, reason, description, *_ = ask(driver, tmp_path, TWO_GPUS + "0 fail.nvmlDeviceGetHandleByIndex 15\n")
     assert sample[0] == {"index": 0}
-    assert sample[1]["utilisation"] == 0.0
+    assert sample[1]["utilization"] == 0.0
     assert reason == description["reason"] == "GPU 0 does not answer"
 
 
@@ -182,8 +182,8 @@ import json, sys, msgspec, os, pynvml
 calls = []
 find = pynvml._nvmlGetFunctionPointer
 pynvml._nvmlGetFunctionPointer = lambda name: (calls.append(name), find(name))[1]
-from stoker.profiling.telemetry.gpu import Gpus
-gpus = Gpus()
+from stoker.profiling.telemetry.gpu import GpuSampler
+gpus = GpuSampler()
 for _ in range(int(sys.argv[1])):
     calls.clear()
     print(json.dumps([[msgspec.to_builtins(gpu) for gpu in gpus.sample()], calls, os.getpid()]), flush=True)
@@ -266,8 +266,8 @@ def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> No
     scene = scene_of(tmp_path, processes=f"{os.getpid()},{os.getppid()}")
     ((gpu,), _, _), *_ = samples(driver, scene, 1)
     assert gpu.other_processes == 2
-    gpus_of_our_tree = "from stoker.profiling.telemetry.gpu import Gpus; import os; "
-    gpus_of_our_tree += f"print(Gpus(pid={os.getpid()}).sample()[0].other_processes)"
+    gpus_of_our_tree = "from stoker.profiling.telemetry.gpu import GpuSampler; import os; "
+    gpus_of_our_tree += f"print(GpuSampler(pid={os.getpid()}).sample()[0].other_processes)"
     done = subprocess.run(
         [sys.executable, "-c", gpus_of_our_tree],
         env=os.environ | scene.variables(driver),
@@ -278,6 +278,6 @@ def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> No
 
 
 def test_in_a_container_nobody_can_tell_whose_processes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_module, "FIRST_NAMESPACE", 1)
+    monkeypatch.setattr(gpu_module, "INITIAL_PID_NAMESPACE_INODE", 1)
     assert not gpu_module._in_host_pid_namespace()
     assert gpu_module._count_other_processes(Gpu(0, None), None) is None

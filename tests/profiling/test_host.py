@@ -68,7 +68,7 @@ def test_missing_is_none(tmp_path: Path) -> None:
     told = {name for name, value in vars(sample).items() if value is not None}
     assert sample.rss_bytes is not None, "psutil knows it where there is no /proc"
     assert told - {"rss_bytes", "shm_used_bytes", "shm_total_bytes"} == {
-        "cpu", "process_cpu", "memory_used_bytes", "memory_limit_bytes", "cores",
+        "cpu_core_utilization", "process_cpu", "memory_used_bytes", "memory_limit_bytes", "cpu_limit_cores",
     }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_memory_is_of_what_is_tighter(limit: str, told: tuple[int, ...], proc: P
 def test_a_folder_that_does_not_answer_costs_its_number_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(machine, "free_bytes", lambda _: answers.wait() and 7)
-    monkeypatch.setattr(host_module, "FOLDER_WITHIN_S", 0.001)
+    monkeypatch.setattr(host_module, "FREE_BYTES_TIMEOUT_S", 0.001)
     host = HostSampler(run_dir=tmp_path)
     sample = host.sample()
     host.close()

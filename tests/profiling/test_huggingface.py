@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +66,14 @@ def test_a_training_is_measured(tmp_path: Path) -> None:
         return training.took_s, validation.took_s
 
     training_s, validation_s = train("good", None)
-    found = totals(tmp_path / "good")
-    pictures = STEPS_DONE * BATCH * 2
+    found = compute_totals(tmp_path / "good")
+    images = STEPS_DONE * BATCH * 2
     assert found.phases["input_wait"] == pytest.approx(training_s, rel=0.15)
     assert found.phases["eval"] == pytest.approx(validation_s, rel=0.15)
     assert found.phases["compute"] >= STEPS_DONE * 2 * 0.01
     assert found.phases["checkpoint"] > 0
     assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
-    assert (found.steps, found.step, found.pictures) == (STEPS_DONE, STEPS_DONE, pictures)
+    assert (found.steps, found.step, found.num_images) == (STEPS_DONE, STEPS_DONE, images)
     logged = [line for line in read_lines(tmp_path / "good", STEPS, StepWindow) if line.losses]
     assert logged
     assert all(line.lr == pytest.approx(0.1) and line.grad_norm for line in logged)

@@ -11,7 +11,7 @@ import torch._dynamo.callback
 import stoker
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.measure.torch_hooks import LazyDeviceClock
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_saving_is_a_checkpoint_and_torch_is_as_before_afterwards(run: Path) -> 
         torch.save({"a": Slow()}, run / "b.pt")
     assert torch.save is before
     assert torch.load(run / "b.pt", weights_only=False) == {"a": 0}
-    assert totals(run).phases["checkpoint"] >= 0.1
-    assert totals(run).phases["compute"] < 0.05
+    assert compute_totals(run).phases["checkpoint"] >= 0.1
+    assert compute_totals(run).phases["compute"] < 0.05
 
 
 def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
@@ -48,8 +48,8 @@ def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
         with m.step():
             compile_for(0.05)
         compile_for(0.03)
-    assert totals(run).phases["compile"] >= 0.08
-    assert totals(run).phases["compute"] < 0.05
+    assert compute_totals(run).phases["compile"] >= 0.08
+    assert compute_totals(run).phases["compute"] < 0.05
     assert handler.start_callbacks == handler.end_callbacks == []
 
 
@@ -63,7 +63,7 @@ def test_a_real_compilation_is_seen(run: Path) -> None:
         for _ in range(2):
             with m.step():
                 double(torch.ones(3, requires_grad=True)).sum().backward()
-    assert totals(run).phases["compile"] > totals(run).phases["compute"]
+    assert compute_totals(run).phases["compile"] > compute_totals(run).phases["compute"]
     torch._dynamo.reset()
 
 
@@ -76,11 +76,11 @@ class Device:
     def make_clock(self) -> "Device":
         return self
 
-    def mark(self) -> float:
+    def record_event(self) -> float:
         return self.moments.pop(0)
 
-    def resolve(self, mark: float) -> float | None:
-        return mark if mark <= self.now() else None
+    def resolve(self, event: float) -> float | None:
+        return event if event <= self.now() else None
 
 
 def test_a_device_that_comes_later_has_its_own_clock_from_then_on() -> None:
@@ -111,4 +111,4 @@ def test_a_gpu_that_the_loop_does_not_use_is_not_asked_for(run: Path, monkeypatc
         monkeypatch.setattr(torch.accelerator, name, touched)
     with stoker.measure(run) as m, m.step():
         pass
-    assert totals(run).steps == 1
+    assert compute_totals(run).steps == 1

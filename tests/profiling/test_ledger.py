@@ -46,7 +46,7 @@ class World:
         """When the device will have done everything it was given."""
         return max(self.now_s, self.device_free_s)
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         self.marks.append(self.reached_s())
         self.open.append(len(self.marks) - 1)
         return self.open[-1]
@@ -171,7 +171,7 @@ def test_work_done_again_is_recovery() -> None:
     world = World()
     ledger = world.ledger()
     for again in (True, True, False):
-        with ledger.compute(again=again):
+        with ledger.compute(is_redo=again):
             world.host(2)
     account = ledger.finish()
     assert account is not None
@@ -278,11 +278,11 @@ def test_a_step_that_the_device_has_done_when_it_is_issued_starved() -> None:
             world.host(issues_s)
     account = ledger.window()
     assert account is not None
-    assert (account.starved, account.steps) == (3, 4)
+    assert (account.host_bound_steps, account.steps) == (3, 4)
     world.host(1)
     later = ledger.finish()
     assert later is not None
-    assert later.starved == 0
+    assert later.host_bound_steps == 0
 
 
 def test_a_step_that_raises_did_not_starve() -> None:
@@ -293,7 +293,7 @@ def test_a_step_that_raises_did_not_starve() -> None:
         raise MemoryError
     account = ledger.finish()
     assert account is not None
-    assert account.starved == 0
+    assert account.host_bound_steps == 0
 
 
 def test_an_exchange_lasts_as_long_as_the_device_is_at_it_and_only_where_computing_does_not_hide_it() -> None:
@@ -362,7 +362,7 @@ def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: boo
                 if where == "afterwards":
                     began_s = world.now()
                     world.host(delay_s)
-                    ledger.charge(name, began_s, world.now())
+                    ledger.attribute(name, began_s, world.now())
             world.host(max(0.0, world.device_free_s - world.now_s))  # the device ends in the step's own time
             if (account := ledger.window()) is not None:
                 spent.update(account.phases)
@@ -472,7 +472,7 @@ def test_what_is_learnt_afterwards_is_taken_from_what_was_said_and_on_a_cpu_from
         with ledger.compute():
             world.device(6)
             world.host(0 if on_host else 6)
-            ledger.charge("comm", 2, 4)
+            ledger.attribute("comm", 2, 4)
         with ledger.phase("input_wait"):
             world.host(1)
         account = ledger.finish()
@@ -487,14 +487,14 @@ def test_a_charge_reaches_neither_back_into_a_window_nor_ahead() -> None:
         world.host(4)
         first = ledger.window()
         world.host(4)
-        ledger.charge("sync", 2, 100)
-        ledger.charge("sync", 1, 3)
+        ledger.attribute("sync", 2, 100)
+        ledger.attribute("sync", 1, 3)
         world.host(1)
     assert first is not None
     assert first.phases == {"eval": 4}
     assert rounded(ledger.finish()) == {"sync": 4, "eval": 1}
     with pytest.raises(ValueError, match="is not a phase"):
-        ledger.charge("compute", 0, 1)
+        ledger.attribute("compute", 0, 1)
 
 
 # --- what the thread computed -------------------------------------------------------------------------------------
@@ -543,9 +543,9 @@ def test_a_thread_that_works_is_told_from_one_that_waits(on_host: bool, step: st
 
 def test_work_done_again_on_a_cpu_and_what_is_learnt_afterwards() -> None:
     thread = Thread(on_host=True)
-    with thread.ledger.compute(again=True):
+    with thread.ledger.compute(is_redo=True):
         thread.works(4)
-        thread.ledger.charge("compile", 1, 3)  # moves the time alone
+        thread.ledger.attribute("compile", 1, 3)  # moves the time alone
     account = thread.ledger.finish()
     assert account is not None
     assert account.phases == {"recovery": 2, "compile": 2}
@@ -589,8 +589,8 @@ def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_t
     closed = [account for account in accounts if account is not None]
     found: collections.Counter[str] = collections.Counter()
     for account in closed:
-        assert all(0 < cpu_s <= account.phases[name] for name, cpu_s in account.cpu.items())
-        found.update(account.cpu)
+        assert all(0 < cpu_s <= account.phases[name] for name, cpu_s in account.thread_cpu_s.items())
+        found.update(account.thread_cpu_s)
     assert found == +computed
     assert found.total() == thread.cpu_s - 5.0 <= thread.world.now_s
 
@@ -671,7 +671,7 @@ class Oracle:
 
     def charge(self, name: str, ago_s: int, took_s: int) -> None:
         now_s = int(self.world.now_s)
-        self.ledger.charge(name, now_s - ago_s, now_s - ago_s + took_s)
+        self.ledger.attribute(name, now_s - ago_s, now_s - ago_s + took_s)
         since_s = int(self.accounts[-1].end_s) if self.accounts else 0
         for second in range(max(since_s, now_s - ago_s), min(now_s, now_s - ago_s + took_s)):
             self.said[second] = name
@@ -706,7 +706,7 @@ class Oracle:
 
     def compute(self, again: bool, inside: list[tuple]) -> None:
         interrupted = self.turn("recovery" if again else "compute")
-        with self.ledger.compute(again=again):
+        with self.ledger.compute(is_redo=again):
             self.spoke = True
             self.saying.append("host")
             self.run(inside)
@@ -743,10 +743,10 @@ def test_accounts_are_what_an_oracle_says_second_by_second(
         assert account.wall_s == account.end_s - account.start_s
         labels = collections.Counter(map(oracle.label_at, range(int(account.start_s), int(account.end_s))))
         assert account.phases == {label: count * devices for label, count in labels.items()}
-        assert account.starved is None or not on_host
+        assert account.host_bound_steps is None or not on_host
     assert at_s == world.now_s
     assert sum(account.steps for account in accounts) == len(oracle.ended)
-    assert sum(account.starved or 0 for account in accounts) == (0 if on_host else len(oracle.starved))
+    assert sum(account.host_bound_steps or 0 for account in accounts) == (0 if on_host else len(oracle.starved))
 
 
 @settings(max_examples=300, deadline=None)
@@ -834,7 +834,7 @@ def test_the_stages_add_up_to_the_wait_to_the_last_bit(course: list[tuple], devi
     accounts.append(ledger.finish())
     for account in accounts:
         if account is not None:
-            assert sum(account.input.values()) == account.phases.get("input_wait", 0)
-            assert min(account.input.values(), default=0) >= 0
-            assert set(account.input) <= set(INPUT_STAGES)
+            assert sum(account.input_wait_stages.values()) == account.phases.get("input_wait", 0)
+            assert min(account.input_wait_stages.values(), default=0) >= 0
+            assert set(account.input_wait_stages) <= set(INPUT_STAGES)
             assert sum(account.phases.values()) == pytest.approx(account.wall_s * devices)

@@ -12,7 +12,7 @@ from stoker.profiling.callbacks import lightning
 from stoker.profiling.callbacks.session import load_base_classes
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 SAMPLES, BATCH, SLOW_S = 80, 4, 0.005
 
@@ -80,13 +80,13 @@ def test_a_fit_is_measured(tmp_path: Path) -> None:
     tired_at = -1
     training, validation = SlowData(), SlowData()
     fit("good", training, validation)
-    found = totals(tmp_path / "good")
+    found = compute_totals(tmp_path / "good")
     assert found.phases["input_wait"] == pytest.approx(training.took_s, rel=0.15)
     assert found.phases["eval"] == pytest.approx(validation.took_s, rel=0.15)
     assert found.phases["compute"] >= 2 * SAMPLES / BATCH * 0.01
     assert found.phases["checkpoint"] > 0
     assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
-    assert (found.steps, found.pictures) == (SAMPLES // BATCH, 2 * SAMPLES)
+    assert (found.steps, found.num_images) == (SAMPLES // BATCH, 2 * SAMPLES)
     lines = list(read_lines(tmp_path / "good", STEPS, StepWindow))
     assert any("total" in line.losses and line.lr == pytest.approx(0.1) for line in lines)
 
@@ -124,4 +124,4 @@ def test_two_callbacks_and_a_step_that_returns_anything_end_no_fit(tmp_path: Pat
         num_sanity_val_steps=0, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(SlowData(), batch_size=BATCH))
-    assert totals(tmp_path / "b").steps == SAMPLES // BATCH
+    assert compute_totals(tmp_path / "b").steps == SAMPLES // BATCH

@@ -27,7 +27,7 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 
 def events(run: Path) -> list[Event]:
@@ -58,12 +58,12 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
             time.sleep(0.06)
         with m.checkpoint():
             time.sleep(0.05)
-    found = totals(run)
+    found = compute_totals(run)
     assert sum(found.phases.values()) == pytest.approx(found.device_s)
     floors = {"input_wait": 0.2, "compute": 0.1, "eval": 0.06, "checkpoint": 0.05}
     assert all(found.phases[name] >= least_s for name, least_s in floors.items())
     assert set(found.phases) == {*floors, "startup", "host"}
-    assert (found.steps, found.step, found.pictures) == (10, 10, 40)
+    assert (found.steps, found.step, found.num_images) == (10, 10, 40)
     assert (m.step_count, m.image_count, m.path) == (10, 40, run)
     assert [event.kind for event in events(run)] == ["started", "finished"]
     assert (run / FINDINGS).exists()
@@ -83,10 +83,10 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
             for _ in m.data(batches(busy)):
                 with m.step():
                     pass
-        found = totals(run / name)
-        assert (found.cpu["input_wait"] > 0.09) == busy
-        assert found.cpu["input_wait"] < (0.05 if not busy else found.phases["input_wait"] + 0.01)
-        assert set(found.cpu) <= set(found.phases)
+        found = compute_totals(run / name)
+        assert (found.thread_cpu_s["input_wait"] > 0.09) == busy
+        assert found.thread_cpu_s["input_wait"] < (0.05 if not busy else found.phases["input_wait"] + 0.01)
+        assert set(found.thread_cpu_s) <= set(found.phases)
 
 
 def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
@@ -124,7 +124,7 @@ def test_batches_come_through_as_they_are(run: Path) -> None:
             break
         with m.step():
             pass
-    assert totals(run).pictures == 7
+    assert compute_totals(run).num_images == 7
 
 
 def test_what_the_loop_or_its_data_raises_travels(run: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_the_loop_or_its_data_raises_travels(run: Path) -> None:
         assert m.step_count == 0
         with m.step():
             pass
-    assert totals(run).step == 1
+    assert compute_totals(run).step == 1
 
 
 def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
@@ -151,11 +151,11 @@ def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
             next(waiting)
             with m.phase("sync"):
                 time.sleep(0.02)
-    found = totals(run)
+    found = compute_totals(run)
     assert found.phases["input_wait"] >= 0.06
     assert found.phases["sync"] >= 0.02
     assert found.phases["compute"] < 0.03
-    assert (found.steps, found.pictures) == (1, 8)
+    assert (found.steps, found.num_images) == (1, 8)
 
 
 def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None:
@@ -166,10 +166,10 @@ def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None
                 time.sleep(0.01)
         with m.step():
             pass
-    found = totals(run)
+    found = compute_totals(run)
     assert found.phases["eval"] >= 0.06
     assert "input_wait" not in found.phases
-    assert found.pictures == 0
+    assert found.num_images == 0
 
 
 def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
@@ -177,7 +177,7 @@ def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
         for loss in (1.0, torch.tensor(3.0, requires_grad=True), float("nan")):
             with m.step():
                 pass
-            m.log(loss=loss, boxes=1, rate=0.1, grad_norm=torch.tensor([2.0]), left_out=None)
+            m.log(loss=loss, boxes=1, lr=0.1, grad_norm=torch.tensor([2.0]), left_out=None)
         with pytest.raises(UsageError, match=r"m.log\(loss=…\)"):
             m.log(loss=torch.zeros(2))
     (line,) = (window for window in windows(run) if window.losses)
@@ -221,7 +221,7 @@ def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
         ("resumed", 2),
         ("resumed", 3),
     ]
-    assert events(run)[0].data == {"measured": True, "ranks": 1, "price": 2.5}
+    assert events(run)[0].data == {"measured": True, "ranks": 1, "price_per_device_hour": 2.5}
     last = {line.attempt: line for line in windows(run) if line.window_steps}
     assert [last[attempt].step for attempt in (1, 2, 3)] == [3, 6, 5]
     assert "recovery" not in last[2].phases
@@ -312,7 +312,7 @@ def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path
         assert os.waitpid(child, 0)[1] == 0
         with m.step():
             pass
-    assert totals(run).steps == 2
+    assert compute_totals(run).steps == 2
     assert [event.kind for event in events(run)] == ["started", "finished"]
 
 
@@ -351,15 +351,15 @@ def test_workers_of_a_loader_leave_it_alone(run: Path) -> None:
             for _ in m.data(loader):
                 with m.step():
                     pass
-    assert totals(run).pictures == 12
-    assert [event.kind for event in events(run)] == ["started", "note", "finished"]
+    assert compute_totals(run).num_images == 12
+    assert [event.kind for event in events(run)] == ["started", "info", "finished"]
     note = events(run)[1]
     assert (note.text, note.data) == ("the loop's loader has 1 worker processes", {"workers": 1})
 
 
 LOOP = """
 import sys, time, stoker
-with stoker.measure(sys.argv[1], pictures=lambda batch: batch) as m:
+with stoker.measure(sys.argv[1], num_images=lambda batch: batch) as m:
     for batch in m.data(range(10**9)):
         with m.step():
             time.sleep(0.001)
@@ -378,7 +378,7 @@ def test_it_works_without_torch_and_leaves_the_exit_code(run: Path) -> None:
     job = loop(run, "end")
     assert job.wait() == 17, job.communicate()
     assert (events(run)[-1].kind, events(run)[-1].data["exit_code"]) == ("failed", 17)
-    assert totals(run).pictures == 15
+    assert compute_totals(run).num_images == 15
 
 
 @pytest.mark.slow

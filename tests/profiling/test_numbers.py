@@ -1,4 +1,4 @@
-"""Losses that lie on a device, and how many pictures a batch has."""
+"""Losses that lie on a device, and how many images a batch has."""
 
 import math
 from collections import UserDict, namedtuple
@@ -31,7 +31,7 @@ class SlowStream:
     def done(self) -> bool:
         return self.arrived
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.waited = self.arrived = True
 
 
@@ -51,7 +51,7 @@ def on_device(value: float) -> torch.Tensor:
 def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
     logged, device = ScalarLogger(), SlowStream()
     for value in (1.0, 3.0):
-        logged.add({"loss": on_device(value), "rate": 0.5})
+        logged.add({"loss": on_device(value), "lr": 0.5})
     assert logged.take(device) == ({}, 0.5, None, {})  # type: ignore[arg-type]
     logged.add({"loss": on_device(10.0)})
     assert logged.take(device).losses == {}, "the copies of the window before are still under way"  # type: ignore[arg-type]
@@ -73,11 +73,11 @@ def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
 def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
     logged, device = ScalarLogger(), SlowStream()
     device.torch_device = torch.device("cuda:1")
-    for expected in ({"elsewhere"}, set()):
+    for expected in ({"other_device"}, set()):
         logged.add({"loss": on_device(1.0)})
         reading = logged.take(device, wait=True)  # type: ignore[arg-type]
         assert set(reading.warnings) == expected
-        assert 'device="cuda:0"' in reading.warnings.get("elsewhere", 'device="cuda:0"')
+        assert 'device="cuda:0"' in reading.warnings.get("other_device", 'device="cuda:0"')
 
 
 def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
@@ -103,11 +103,11 @@ def test_means_are_over_the_finite_values(values: list[float]) -> None:
         assert (reading.losses, reading.grad_norm) == ({}, None)
 
 
-Pair = namedtuple("Pair", "pictures boxes")
+Pair = namedtuple("Pair", "images boxes")
 
 
 @pytest.mark.parametrize(
-    ("batch", "pictures"),
+    ("batch", "images"),
     [
         (torch.zeros(5, 3, 8, 8), 5),
         (np.zeros((4, 2)), 4),
@@ -126,5 +126,5 @@ Pair = namedtuple("Pair", "pictures boxes")
         (None, None),
     ],
 )
-def test_a_batch_is_as_long_as_its_first_column(batch: object, pictures: int | None) -> None:
-    assert count_images(batch) == pictures
+def test_a_batch_is_as_long_as_its_first_column(batch: object, images: int | None) -> None:
+    assert count_images(batch) == images

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 from tests.profiling import ranks
 
 pytestmark = pytest.mark.slow
@@ -53,10 +53,10 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
     assert waited_s == pytest.approx(ranks.STEPS * ranks.SLEEP_S, rel=0.15)
-    found = totals(run)
+    found = compute_totals(run)
     assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.1)
     assert max(found.slowest, key=lambda rank: found.slowest[rank]) == 1
-    assert (found.devices, found.steps, found.pictures) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
+    assert (found.devices, found.steps, found.num_images) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
     for folder in (run, other):
         lines = list(read_lines(folder, STEPS, StepWindow))
         assert sum(line.window_steps for line in lines) == ranks.STEPS

@@ -70,14 +70,14 @@ class Run:
 class Cupti:
     """In the profiler's place: a GPU whose step is a launch, a kernel of 3 ms and a gap of 1 ms (simulated)."""
 
-    made = 0
+    created = 0
     costs_s = 0.0
     run: Run | None = None
     broken = ""
 
     def __init__(self, *, use_device: str, acc_events: bool) -> None:
         assert (use_device, acc_events) == ("cuda", False)
-        Cupti.device_batch += 1
+        Cupti.created += 1
         if self.broken == "start":
             raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
         self.began_ns = time.time_ns()
@@ -118,7 +118,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         monkeypatch.delenv(name, raising=False)
     run = Run(tmp_path, GPU)
     monkeypatch.setattr(Cupti, "run", run)
-    monkeypatch.setattr(Cupti, "made", 0)
+    monkeypatch.setattr(Cupti, "created", 0)
     yield run
     run.tracer.close()
 
@@ -130,7 +130,7 @@ def lines(run: Run) -> list[TraceWindow]:
 
 def test_a_window_is_taken_when_training_is_steady_and_again_after_minutes(gpu: Run) -> None:
     gpu.steps(FIRST_STEP, 0.1)
-    assert Cupti.device_batch == 0, "not in the first minute"
+    assert Cupti.created == 0, "not in the first minute"
     gpu.steps(700, 0.1)
     (line,) = lines(gpu)
     assert (line.attempt, line.step, line.window_steps, line.launches) == (2, 600 + WINDOW_STEPS + 1, WINDOW_STEPS, 4)
@@ -146,14 +146,14 @@ def test_windows_that_cost_more_come_less_often(gpu: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(Cupti, "costs_s", 3.0)
     gpu.steps(100_000, 0.1, gpu.settle)
     assert gpu.now_s > 10_000
-    assert 3 * Cupti.device_batch <= BUDGET_FRACTION * gpu.now_s + 3
-    assert Cupti.device_batch >= 0.8 * BUDGET_FRACTION * gpu.now_s / 3
-    assert gpu.phases == {"idle": pytest.approx(3 * Cupti.device_batch)}
+    assert 3 * Cupti.created <= BUDGET_FRACTION * gpu.now_s + 3
+    assert Cupti.created >= 0.8 * BUDGET_FRACTION * gpu.now_s / 3
+    assert gpu.phases == {"idle": pytest.approx(3 * Cupti.created)}
 
 
 def test_what_is_no_step_is_in_no_window(gpu: Run) -> None:
     gpu.steps(601, 0.1)
-    assert Cupti.device_batch == 1
+    assert Cupti.created == 1
     gpu.tracer.abandon()
     gpu.steps(100, 0.1)
     assert lines(gpu) == []
@@ -168,7 +168,7 @@ def test_a_profiler_that_fails_is_said_once_and_training_goes_on(
     monkeypatch.setattr(Cupti, "broken", broken)
     gpu.steps(20_000, 0.1, gpu.settle)
     ((kind, text),) = gpu.said
-    assert (kind, Cupti.device_batch) == ("warning", 1)
+    assert (kind, Cupti.created) == ("warning", 1)
     assert "CUPTI_ERROR" in text
 
 
@@ -177,14 +177,14 @@ def test_a_profiler_that_sees_no_kernel_is_said(gpu: Run, monkeypatch: pytest.Mo
     gpu.steps(20_000, 0.1, gpu.settle)
     assert lines(gpu) == []
     assert [kind for kind, _ in gpu.said] == ["warning"]
-    assert Cupti.device_batch == 1
+    assert Cupti.created == 1
 
 
 def test_nsight_keeps_its_place(gpu: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
     run = Run(gpu.folder.path, GPU)
     run.steps(2_000, 0.1)
-    assert Cupti.device_batch == 0
+    assert Cupti.created == 0
 
 
 def work() -> None:
@@ -204,7 +204,7 @@ def test_a_cpu_is_traced_only_when_asked_and_only_as_a_chrome_trace(tmp_path: Pa
     assert {"aten::conv2d", "aten::convolution_backward"} <= names
     assert not (tmp_path / TRACES).exists()
     ((kind, text),) = run.said
-    assert (kind, path.name in text, "steps 1,002 to 1,006" in text) == ("note", True, True)
+    assert (kind, path.name in text, "steps 1,002 to 1,006" in text) == ("info", True, True)
 
 
 def test_chrome_traces_of_a_run_begin_when_it_is_steady_and_go_on_within_the_budget(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def test_it_stops_in_the_middle_of_a_long_interval(tmp_path: Path) -> None:
 
 def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
-        def __init__(self, *, pid: int | None, folder: Path) -> None:
+        def __init__(self, *, pid: int | None, run_dir: Path) -> None:
             assert pid is None
-            assert folder == tmp_path
+            assert run_dir == tmp_path
 
         def sample(self) -> None:
             raise ZeroDivisionError("no such counter")
@@ -79,7 +79,7 @@ def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pyt
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(sampler, "Host", Broken)
+    monkeypatch.setattr(sampler, "HostSampler", Broken)
     run = Watched(tmp_path)
     with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(1)
@@ -100,7 +100,7 @@ def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytes
             self.reason = "GPU 0 does not answer any more"
             return [GpuSample(index=0)]
 
-    monkeypatch.setattr(sampler, "Gpus", Losing)
+    monkeypatch.setattr(sampler, "GpuSampler", Losing)
     run = Watched(tmp_path)
     with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(6)
@@ -125,9 +125,9 @@ import json, sys, threading
 from pathlib import Path
 from stoker.profiling.telemetry import sampler as witness
 from stoker.runs.records import RunFolder
-witness.SILENT_S = 0.05
-witness.ANSWER_WITHIN_S = 0.05
-watching = witness.Witness(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
+witness.DRIVER_HANG_S = 0.05
+witness.DRIVER_TIMEOUT_S = 0.05
+watching = witness.TelemetrySampler(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
 watching.start()
 sys.stdin.read()
 watching.stop(30)

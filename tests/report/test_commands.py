@@ -35,7 +35,7 @@ def test_the_forms_of_why(stoker: Command) -> None:
         ("runs/a",): ("The device trained", "phases"),
         ("runs/b",): ("state  dead", "phases"),
         ("runs/a", "--compare", "runs/b"): ("second  runs/b", "statement"),
-        ("--all", "runs"): ("2: 1 dead, 1 finished", "worst"),
+        ("--all", "runs"): ("2: 1 dead, 1 finished", "worst_runs"),
         ("job.log",): ("ValueError: odd", "not_known"),
     }
     for form, (words, key) in forms.items():
@@ -66,7 +66,7 @@ def test_one_page_of_many_runs(stoker: Command) -> None:
     assert Path("x.html").read_text().startswith("<!doctype html>")
     code, text = stoker("report", "--all", "runs", "--json", "--price-per-device-hour", "3.6")
     assert code == 0
-    assert json.loads(text)["money"] == {"low": 2.0, "high": 2.0, "runs": 1}
+    assert json.loads(text)["cost"] == {"low": 2.0, "high": 2.0, "runs": 1}
 
 
 def test_a_price_of_nothing_shows_none(stoker: Command) -> None:

@@ -24,7 +24,7 @@ def shown(found: Comparison) -> str:
 
 
 def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nthreads = 4\n", ap=0.3)
+    run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nworkers = 4\n", ap=0.3)
     found = compare(run, run)
     assert found.statement == ["Nothing that is recorded differs."]
     assert (found.settings, found.environment, found.removed_causes, found.added_causes) == ([], [], [], [])
@@ -34,11 +34,11 @@ def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
 def test_what_changed_and_the_largest_difference_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("a"), phases={"compute": 600.0, "input_wait": 400.0}, environment=MACHINE, ap=0.3,
-              settings="[run]\nthreads = 1\nprice = 3.6\n[reasons]\nthreads = 'x'\n")  # fmt: skip
+              settings="[run]\nworkers = 1\nprice_per_device_hour = 3.6\n[reasons]\nworkers = 'x'\n")  # fmt: skip
     other = {**MACHINE, "packages": {"torch": "2.15.0"}, "argv": ["stoker", "train", "b"],
              "variables": {"OMP_NUM_THREADS": "1", "MASTER_PORT": "99", "NCCL_DEBUG": "INFO"}}  # fmt: skip
     write_run(Path("b"), phases={"compute": 600.0, "input_wait": 20.0}, environment=other, ap=0.31,
-              settings="[run]\nthreads = 8\nprice = 3.6\n")  # fmt: skip
+              settings="[run]\nworkers = 8\nprice_per_device_hour = 3.6\n")  # fmt: skip
     assert (
         shown(compare("a", "b"))
         == """\
@@ -49,7 +49,7 @@ The second took 38 % less time per step: 10 s → 6.2 s.
 The largest difference is input_wait: 4 s → 0.2 s per step.
 AP 0.300 → 0.310.
 Findings that are gone: input_bound.
-Of settings, 1 value changed: threads.
+Of settings, 1 value changed: workers.
 Of machine and versions, 2 values changed: packages.torch, variables.NCCL_DEBUG.
 
 time, s per step
@@ -61,7 +61,7 @@ img/s         1.6    2.58
 AP          0.300   0.310
 
 settings
-threads  1  8
+workers  1  8
 
 machine and versions
 packages.torch        2.14.0  2.15.0
@@ -131,7 +131,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_job_of_others_has_no_settings_to_compare(tmp_path: Path) -> None:
-    ours = write_run(tmp_path / "a", settings="[run]\nthreads = 1\n")
+    ours = write_run(tmp_path / "a", settings="[run]\nworkers = 1\n")
     other = write_run(tmp_path / "b")
     said = "The {} has no settings of stoker's: they are not compared."
     assert (compare(ours, other).settings, compare(other, ours).settings) == ([], [])

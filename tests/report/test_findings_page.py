@@ -56,7 +56,7 @@ def test_experiments_are_on_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"), [({"watched": {"output": "recorded"}}, "watched"), ({"measured": True}, "measured")]
+    ("told", "words"), [({"coverage": {"output": "recorded"}}, "watched"), ({"measured": True}, "measured")]
 )
 def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
     tmp_path: Path, told: dict[str, object], words: str

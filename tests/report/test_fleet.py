@@ -42,9 +42,9 @@ def only(seen: RunRecords) -> list[Finding]:
 
 def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rules, "judge", only)
+    monkeypatch.setattr(rules, "run_rules", only)
     waits = {"compute": 1350.0, "input_wait": 450.0}
-    write_run(Path("runs/a"), phases=waits, environment=T4, settings="[run]\nprice = 2.0\n")
+    write_run(Path("runs/a"), phases=waits, environment=T4, settings="[run]\nprice_per_device_hour = 2.0\n")
     write_run(Path("runs/team/x/b"), phases={"compute": 1800.0}, start_t=START_T + 40 * 86400, environment=T4)
     write_run(Path("runs/c"), phases={"compute": 900.0, "eval": 900.0}, end=None)
     write_run(Path("runs/d"), windows=0, end="failed", said="CUDA out of memory. Tried to allocate 2 GiB")
@@ -116,7 +116,7 @@ def test_the_sums_are_those_of_the_runs(
     folder = tmp_path_factory.mktemp("runs")
     for number, (phases, windows, devices, price, day) in enumerate(runs):
         write_run(folder / ("deep/" * number) / str(number), phases=phases, windows=windows, devices=devices,
-                  start_t=START_T + day * 86400, settings=f"[run]\nprice = {price}\n")  # fmt: skip
+                  start_t=START_T + day * 86400, settings=f"[run]\nprice_per_device_hour = {price}\n")  # fmt: skip
     whys = [explain_run(path.parent) for path in folder.rglob(EVENTS)]
     fleet = summarize_runs(folder)
     assert fleet.runs == len(whys) == len(runs)
@@ -154,9 +154,9 @@ DAMAGE = {
     "torn.steps": (STEPS, b'{"t": 1.0, "attempt": 1, "st'),
     "empty.events": (EVENTS, b""),
     "wrong.steps": (STEPS, b'{"t": 1.0}\n'),
-    "settings": ("config.toml", b"[run\nprice = "),
+    "settings": ("config.toml", b"[run\nprice_per_device_hour = "),
     "settings.wrong": ("config.toml", b'run = 3\ndata = "x"\n'),
-    "price.wrong": ("config.toml", b"[run]\nprice = []\n"),
+    "price.wrong": ("config.toml", b"[run]\nprice_per_device_hour = []\n"),
     "environment": ("environment.json", b"{"),
     "environment.wrong": ("environment.json", b"[1, 2]"),
 }
@@ -200,7 +200,7 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     write_run(tmp_path / "own", phases={"compute": 100.0})
     run = write_run(tmp_path / "watched", phases={"unattributed": 500.0}, end=None)
     folder = RunFolder(run, 1)
-    folder.event("finished", "exit code 0", watched={"output": "read"})
+    folder.event("finished", "exit code 0", coverage={"output": "read"})
     folder.close()
     fleet = summarize_runs(tmp_path)
     assert (fleet.device_s, fleet.measured_s, fleet.compute_s) == (1200.0, 200.0, 200.0)

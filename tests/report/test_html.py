@@ -46,17 +46,17 @@ EVIL = '<script>alert("1")</script>'
 CONFIG_TEXT = """\
 [data]
 data = "/somewhere/cars & co"
-canvas = [288, 384]
+image_size = [288, 384]
 
 [model]
 model = "retinanet_tiny_fpn"
 
 [run]
-for = "100"
-price = 3.6
+max_duration = "100"
+price_per_device_hour = 3.6
 
 [reasons]
-canvas = "320² pixels, <b>in the aspect</b> of the data"
+image_size = "320² pixels, <b>in the aspect</b> of the data"
 """
 
 
@@ -205,7 +205,7 @@ def test_what_the_screen_warned_of_is_among_the_warnings(tmp_path: Path, kind: s
 
 def test_settings_have_reasons_and_those_of_the_user_stand_out(page: str) -> None:
     assert (
-        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, for = 100, price = 3.6</b>" in page
+        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, max_duration = 100, price_per_device_hour = 3.6</b>" in page
     )
     assert "320² pixels, &lt;b&gt;in the aspect&lt;/b&gt; of the data" in page
 
@@ -275,7 +275,7 @@ def test_texts_can_be_read_in_light_and_dark(page: str) -> None:
     light, dark = (dict(re.findall(r"(--\w+): (#\w{6})", part)) for part in parts)
     assert set(light) == set(dark)
     for colours in (light, dark):
-        texts = ("--text", "--muted", "--hardlink", "--good", "--bad", "--warn")
+        texts = ("--text", "--muted", "--link", "--good", "--bad", "--warn")
         pairs = [(name, back) for name in texts for back in ("--panel", "--back")]
         pairs += [("--on", f"--c{n}") for n in range(charts_module.NUM_COLORS)]
         for front, back in pairs:
@@ -360,7 +360,7 @@ def test_an_environment_that_is_damaged_is_left_out_and_said(tmp_path: Path, eva
         assert "device unknown" in render(report)
 
 
-@pytest.mark.parametrize("content", ['[run]\nprice = "3', "\xff"])
+@pytest.mark.parametrize("content", ['[run]\nprice_per_device_hour = "3', "\xff"])
 def test_settings_that_are_damaged_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
     path = make_run(tmp_path / "a")
     (path / CONFIG).write_text(content, encoding="latin-1")
@@ -449,7 +449,7 @@ def test_the_command_writes_the_page_and_prints_its_place(
     report = msgspec.json.decode(command("--json", "--price-per-device-hour", "36"), type=RunReport)
     assert report.explanation.price_per_device_hour == 36
     assert report.evaluation is not None
-    assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "for", "price"]
+    assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "max_duration", "price_per_device_hour"]
 
 
 def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None:

@@ -9,22 +9,22 @@ from stoker.report.explain import explain_run
 from stoker.report.sizing import RULES, ResourceUsage, advise_sizing, read_resource_usage
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 from tests.report.runs import GIB, write_run
 
 BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
 SPEAKS: dict[str, ResourceUsage] = {
     "more_cores": dataclasses.replace(
-        BASE, shares={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch=0.1
+        BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch_fraction=0.1
     ),
-    "local_disk": dataclasses.replace(BASE, shares={"compute": 0.5, "input_wait": 0.5}, fetch=0.9, from_bucket=True),
+    "local_disk": dataclasses.replace(BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, fetch_fraction=0.9, from_bucket=True),
     "smaller_gpu": dataclasses.replace(
-        BASE, shares={"compute": 0.4, "input_wait": 0.6}, cores=4.0, used_cores=3.9, memory=0.2, fetch=0.9
+        BASE, phase_fractions={"compute": 0.4, "input_wait": 0.6}, cores=4.0, used_cores=3.9, gpu_memory_fraction=0.2, fetch_fraction=0.9
     ),
-    "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, memory=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
+    "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, gpu_memory_fraction=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
     "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
-    "fewer_gpus": dataclasses.replace(BASE, devices=8, shares={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
-    "spot": dataclasses.replace(BASE, checkpoint_interval_s=300.0, start_s=60.0),
+    "fewer_gpus": dataclasses.replace(BASE, devices=8, phase_fractions={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
+    "spot": dataclasses.replace(BASE, checkpoint_interval_s=300.0, startup_s=60.0),
 }
 """Kind → numbers at which its rule speaks."""
 
@@ -46,11 +46,11 @@ def test_a_rule_speaks_with_numbers_that_can_be_looked_up(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SPEAKS)
-@pytest.mark.parametrize("field", ["cores", "used_cores", "fetch", "memory", "sm_active", "save_every_s", "start_s"])
+@pytest.mark.parametrize("field", ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active", "checkpoint_interval_s", "startup_s"])
 def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str) -> None:
     load = SPEAKS[kind]
     if getattr(load, field) is None or (kind, field) in {
-        ("more_cores", "fetch"), ("smaller_gpu", "fetch"),  # what is not known to be bytes may be decoding
+        ("more_cores", "fetch_fraction"), ("smaller_gpu", "fetch_fraction"),  # what is not known to be bytes may be decoding
     }:  # fmt: skip
         return
     assert kind not in kinds(dataclasses.replace(load, **{field: None}))
@@ -59,7 +59,7 @@ def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str
 def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> None:
     assert kinds(BASE) == set()
     assert kinds(ResourceUsage(devices=0, phase_fractions={})) == set()
-    well = dataclasses.replace(BASE, sm_active=0.7, memory=0.8, cores=16.0, used_cores=6.0, fetch=0.2)
+    well = dataclasses.replace(BASE, sm_active=0.7, gpu_memory_fraction=0.8, cores=16.0, used_cores=6.0, fetch_fraction=0.2)
     assert kinds(well) == set()
 
 
@@ -80,7 +80,7 @@ def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
     ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First a larger --batch-size"),
 ])  # fmt: skip
 def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
-    load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, memory=memory)
+    load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, gpu_memory_fraction=memory)
     (said,) = advise_sizing(load)
     assert slice_ in said.fix
     assert ("MIG" in said.fix) == ("MIG" in slice_)
@@ -89,27 +89,27 @@ def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: fl
 def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     """Samples before the first window, as a start writes them, do not count in the means."""
     run = write_run(tmp_path / "run", phases={"compute": 60.0, "input_wait": 40.0}, windows=1, samples=80, start_t=1e9,
-                    stages={"decode": 30.0, "queue": 10.0}, sample={"process_cpu": 3.9, "cores": 4.0},
+                    stages={"decode": 30.0, "queue": 10.0}, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0},
                     gpu={"sm_active": 0.3, "memory_used_bytes": 3 * GIB, "memory_total_bytes": 15 * GIB})  # fmt: skip
     folder = RunFolder(run, 1)
     for t in (1e9 - 5.0, 1e9 + 500.0):  # before the first step and after the last
         folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=0.0, gpus=[GpuSample(index=0, sm_active=0.0)]))
     folder.close()
-    load = read_resource_usage(run, totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
+    load = read_resource_usage(run, compute_totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (load.used_cores, load.cores, load.sm_active) == pytest.approx((3.9, 4.0, 0.3))
     assert (load.gpu_memory_fraction, load.fetch_fraction, load.gpu_name) == (0.2, 0.0, "Tesla T4")
     assert [one.kind for one in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
 
 
 def test_few_samples_say_nothing(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cores": 4.0}, gpu={"sm_active": 0.1})
-    load = read_resource_usage(run, totals(run), {})
+    run = write_run(tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0}, gpu={"sm_active": 0.1})
+    load = read_resource_usage(run, compute_totals(run), {})
     assert (load.used_cores, load.sm_active, load.cores) == (None, None, None)
 
 
 def test_devices_that_do_not_train_are_not_counted(tmp_path: Path) -> None:
     """A sample shows all GPUs of a machine where the run uses one."""
     run = write_run(tmp_path / "run", samples=60, devices=2, gpu={"sm_active": 0.1})
-    one = dataclasses.replace(totals(run), devices=1)
+    one = dataclasses.replace(compute_totals(run), devices=1)
     assert read_resource_usage(run, one, {}).sm_active is None
-    assert read_resource_usage(run, totals(run), {}).sm_active == pytest.approx(0.1)
+    assert read_resource_usage(run, compute_totals(run), {}).sm_active == pytest.approx(0.1)

@@ -8,7 +8,7 @@ from stoker.report.explain import explain_run
 from stoker.report.idle_estimate import estimate_idle
 from stoker.runs.records import STEPS, TRACES, RunFolder
 from stoker.runs.schemas import StepWindow, TraceWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 
 
 def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float = 0.0) -> Path:
@@ -28,13 +28,13 @@ def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float =
 
 def test_without_a_trace_nothing_is_estimated(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [])
-    assert estimate_idle(run, totals(run)) is None
+    assert estimate_idle(run, compute_totals(run)) is None
     assert explain_run(run).idle_estimate is None
 
 
 def test_the_estimate_is_what_is_left_of_compute(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(25.0, 2.0, 1.5), (75.0, 2.0, 1.5)])
-    found = estimate_idle(run, totals(run))
+    found = estimate_idle(run, compute_totals(run))
     assert found is not None
     assert (found.compute_fraction, found.device_s) == pytest.approx((0.25, 25.0))
     assert (found.windows, found.steps) == (2, 8)
@@ -43,7 +43,7 @@ def test_the_estimate_is_what_is_left_of_compute(tmp_path: Path) -> None:
 def test_what_the_ledger_has_charged_already_is_not_counted_again(tmp_path: Path) -> None:
     """A device that waits 40 % for input and works the rest did not stand still inside its steps."""
     run = write(tmp_path / "run", [(25.0, 2.0, 1.2)], wait=0.4)
-    found = estimate_idle(run, totals(run))
+    found = estimate_idle(run, compute_totals(run))
     assert found is not None
     assert found.device_s == pytest.approx(0.0, abs=1e-9)
 
@@ -57,14 +57,14 @@ def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: P
     folder.close()
     half = write(tmp_path / "half", [(25.0, 2.0, 1.0)], wait=0.0)
     for path, wanted in ((run, 0.0), (half, 0.5)):
-        found = estimate_idle(path, totals(path))
+        found = estimate_idle(path, compute_totals(path))
         assert found is not None
         assert found.compute_fraction == pytest.approx(wanted)
     slow = RunFolder(half, 1)
     slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, window_steps=1, num_images=8, wall_s=900.0, devices=1,
                                   phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
     slow.close()
-    again = estimate_idle(half, totals(half))
+    again = estimate_idle(half, compute_totals(half))
     assert again is not None
     assert again.compute_fraction == pytest.approx(0.5)
 
@@ -72,14 +72,14 @@ def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: P
 def test_it_is_between_nothing_and_all_of_compute(tmp_path: Path) -> None:
     for number, (busy_s, wanted) in enumerate(((0.0, 1.0), (9.0, 0.0))):
         run = write(tmp_path / str(number), [(25.0, 2.0, busy_s)], wait=0.5)
-        found = estimate_idle(run, totals(run))
+        found = estimate_idle(run, compute_totals(run))
         assert found is not None
         assert found.compute_fraction == wanted
 
 
 def test_a_trace_of_a_window_that_was_never_written_is_compared_with_the_whole(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(500.0, 2.0, 1.0)], wait=0.25)
-    found = estimate_idle(run, totals(run))
+    found = estimate_idle(run, compute_totals(run))
     assert found is not None
     assert found.compute_fraction == pytest.approx(1 - 0.5 / 0.75)
 

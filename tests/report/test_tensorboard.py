@@ -165,7 +165,7 @@ def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path)
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writing thread hangs in a file (a pipe that nobody has opened): lines beyond the backlog are dropped."""
-    monkeypatch.setattr("stoker.report.tensorboard._BACKLOG", 10)
+    monkeypatch.setattr("stoker.report.tensorboard._MAX_QUEUED", 10)
     pipe = tmp_path / "hangs.png"
     os.mkfifo(pipe)
     board = Board(tmp_path, on_error=lambda _: None)
@@ -183,7 +183,7 @@ def test_a_disk_that_fills_up_ends_the_board_not_the_training(tmp_path: Path, mo
     import resource
     import signal
 
-    monkeypatch.setattr("stoker.report.tensorboard.FLUSH_S", -1.0)
+    monkeypatch.setattr("stoker.report.tensorboard.FLUSH_INTERVAL_S", -1.0)
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said: list[str] = []
     try:

@@ -18,7 +18,7 @@ from stoker.runs.schemas import StepWindow
 
 def window(**changes: object) -> StepWindow:
     fields: dict[str, object] = {
-        "t": 0.0, "attempt": 1, "step": 1200, "steps": 20, "pictures": 320, "wall_s": 2.0, "devices": 2,
+        "t": 0.0, "attempt": 1, "step": 1200, "window_steps": 20, "num_images": 320, "wall_s": 2.0, "devices": 2,
         "phases": {"compute": 3.7, "input_wait": 0.3}, "losses": {"total": 1.2341, "class": 0.8, "box": 0.4341},
         "lr": 0.0021, **changes,
     }  # fmt: skip
@@ -211,8 +211,8 @@ def test_settings_that_a_person_set_are_marked(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
 @pytest.mark.parametrize("act", [
     'screen.note("x" * 100000)',
-    'screen.progress(StepWindow(t=0, attempt=1, step=1, steps=1, pictures=1, wall_s=1, devices=1, phases={}), '
-    'done=0, total_steps=1, eta_s=None, memory=None)',
+    'screen.progress(StepWindow(t=0, attempt=1, step=1, window_steps=1, num_images=1, wall_s=1, devices=1, phases={}), '
+    'fraction_done=0, total_steps=1, eta_s=None, memory=None)',
 ])  # fmt: skip
 def test_a_screen_that_cannot_be_written_to_does_not_end_the_process(act: str) -> None:
     """The log's disk is full: the process goes on, says so to its caller, and exits with 0."""
@@ -223,7 +223,7 @@ from stoker.report.terminal import Screen
 with Screen() as screen:
     {act}
     {act}
-assert screen.lost is not None
+assert screen.last_error is not None
 sys.stderr.write("went on")
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -89,7 +89,7 @@ def run(tmp_path: Path) -> Path:
     for n in range(120):
         waits = 0.6 if 40 <= n < 70 else 0.02
         phases = {"compute": 1 - waits, "input_wait": waits}
-        told = {"attempt": 1, "step": n, "steps": 1, "pictures": 8, "wall_s": 1.0, "devices": 1, "phases": phases}
+        told = {"attempt": 1, "step": n, "window_steps": 1, "num_images": 8, "wall_s": 1.0, "devices": 1, "phases": phases}
         folder.append(STEPS, StepWindow(t=start_t + n + 1, **told))
         gpu = GpuSample(index=0, utilization=1 - waits, sm_active=0.5)
         folder.append(

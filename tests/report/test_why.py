@@ -46,7 +46,7 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
     if end is not None:
         folder.event(end, "what was said\n  fix: more")
         folder.close()
-    (path / CONFIG).write_text(f"[run]\nprice = {price}\n")
+    (path / CONFIG).write_text(f"[run]\nprice_per_device_hour = {price}\n")
     return path
 
 
@@ -118,7 +118,7 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
     ]
     assert table[1].startswith("  fetch")
     waited = next(row for row in explanation_as_dict(explain_run(tmp_path))["phases"] if row["phase"] == "input_wait")
-    assert sum(part["device_s"] for part in waited["parts"]) == waited["device_s"]
+    assert sum(part["device_s"] for part in waited["stages"]) == waited["device_s"]
     assert set(STAGE_MEANINGS) == set(INPUT_STAGES)
 
 
@@ -131,7 +131,7 @@ def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tm
 def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     folder = RunFolder(tmp_path / "a", 1)
-    folder.event("started", measured=True, price=7.2)
+    folder.event("started", measured=True, price_per_device_hour=7.2)
     folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, window_steps=1, num_images=0, wall_s=1000.0, devices=2,
                                     phases={"compute": 1000.0, "input_wait": 1000.0}))  # fmt: skip
     folder.event("finished", "done")
@@ -194,13 +194,13 @@ def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
         explain_run(make_run(tmp_path / "run", end="finished", attempts=2), price_per_device_hour=1.0)
     )
     assert json.loads(json.dumps(why)) == why
-    assert sum(row["share"] for row in why["phases"]) == pytest.approx(1.0)
+    assert sum(row["fraction"] for row in why["phases"]) == pytest.approx(1.0)
     assert sum(row["device_s"] for row in why["phases"]) == pytest.approx(why["device_s"]) == pytest.approx(4000.0)
     assert why["largest_loss"]["phase"] == "input_wait"
-    assert (why["steps"], why["steps_lost"], why["attempts"]) == (190, 10, 2)
+    assert (why["steps"], why["lost_steps"], why["attempts"]) == (190, 10, 2)
     assert why["findings"][0]["cause"] == "input_bound"
     assert why["last_event"]["kind"] == "finished"
-    assert set(why["places"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
+    assert set(why["evidence_paths"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
 
 
 def test_every_phase_of_the_ledger_has_its_words() -> None:
@@ -249,7 +249,7 @@ def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch
     assert f" lost, cost {fmt.cost(low)}–{fmt.cost(high)})" in shown(run)
     assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
     assert "price  " not in shown(run, price=5.0)
-    (run / CONFIG).write_text("[run]\nprice = 1.5\n")
+    (run / CONFIG).write_text("[run]\nprice_per_device_hour = 1.5\n")
     assert explain_run(run).price_per_device_hour == 1.5
 
 
@@ -259,22 +259,22 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     numbers = {"before_img_per_s": 10.0, "after_img_per_s": 18.0, "ratio": 1.8, "ratio_low": 1.7, "ratio_high": 1.9}
     folder.append(PROBES, Probe(t=1.0, attempt=1, probe="cached_batch", steps=40, automatic=True, **numbers))
     noisy = {**numbers, "ratio": 1.1, "ratio_low": 0.8}
-    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="more_threads", steps=1, **noisy))
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="more_workers", steps=1, **noisy))
     nothing = dict.fromkeys(numbers, 0.0)
-    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="no_exchange", steps=0, reason="one device", **nothing))
+    folder.append(PROBES, Probe(t=1.0, attempt=1, probe="no_allreduce", steps=0, reason="one device", **nothing))
     folder.close()
     lines = shown(run).splitlines()
     at = lines.index("Experiments")
     assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
         "changed img/s before after ratio 90 % interval",
         "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, by itself",
-        "more threads 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
+        "more workers 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no exchange of gradients not measured: one device",
     ]
-    assert [one["what"] for one in explanation_as_dict(explain_run(run))["probes"]] == [
+    assert [one["probe"] for one in explanation_as_dict(explain_run(run))["probes"]] == [
         "cached_batch",
-        "more_threads",
-        "no_exchange",
+        "more_workers",
+        "no_allreduce",
     ]
     assert set(PROBE_LABELS) == set(PROBE_KINDS)
 

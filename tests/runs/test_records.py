@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.runs import records, schemas
 from stoker.errors import UsageError
-from stoker.storage.local_files import write_atomic
 from stoker.profiling.telemetry.environment import describe
+from stoker.runs import records, schemas
 from stoker.runs.records import (
     EVENTS,
     STEPS,
@@ -33,7 +32,8 @@ from stoker.runs.records import (
     runs_named,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
+from stoker.storage.local_files import write_atomic
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/run-folder.md").read_text()
 STRUCTS = [
@@ -336,7 +336,7 @@ def test_attempts_and_the_end_are_read_from_the_events(tmp_path: Path) -> None:
 
 
 def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
-    nothing = totals(tmp_path)
+    nothing = compute_totals(tmp_path)
     assert (nothing.phases, nothing.device_s, nothing.attempts) == ({}, 0.0, 0)
     with run_folder(tmp_path) as folder:
         folder.event("started")
@@ -346,7 +346,7 @@ def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
         folder.event("resumed")
         again = {"recovery": 4.0, "eval": 2.0}
         folder.append(STEPS, window(attempt=2, step=15, steps=5, pictures=40, wall_s=3.0, devices=2, phases=again))
-    found = totals(tmp_path)
+    found = compute_totals(tmp_path)
     assert found.phases == {"compute": 3.0, "input_wait": 1.0, "recovery": 4.0, "eval": 2.0}
     assert sum(found.phases.values()) == found.device_s == 2.0 + 2.0 + 6.0
     assert (found.wall_s, found.devices, found.attempts) == (7.0, 2, 2)

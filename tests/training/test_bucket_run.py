@@ -347,7 +347,7 @@ def test_the_working_copy_named_is_the_run_in_the_bucket(address: StorageUri, ot
     with contextlib.ExitStack() as stack:
         run = join_bucket_run(None, str(folder), stop_request=StopRequest(), stack=stack, note=print)
         assert run is not None
-        assert run.address == address
+        assert run.uri == address
         assert not msgspec.json.decode(content(address, LEASE_FILE), type=LeaseHolder).released
 
 

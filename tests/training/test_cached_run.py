@@ -53,7 +53,7 @@ def train(data: Path, folder: Path, cache: str = "disk", length: str = "20") -> 
 
 @pytest.mark.slow
 def test_the_weights_do_not_depend_on_what_the_cache_holds(data: Path, tmp_path: Path) -> None:
-    for name in ("empty", "full", "half", "none", "memory"):
+    for name in ("empty", "full", "half", "none", "ram"):
         (tmp_path / name).mkdir()
     run = train(data, tmp_path / "empty")
     kept = cache_file(data, run)
@@ -61,7 +61,7 @@ def test_the_weights_do_not_depend_on_what_the_cache_holds(data: Path, tmp_path:
     assert weights(train(data, tmp_path / "full")) == weights(run)
     os.truncate(kept, kept.stat().st_size // 2)
     assert weights(train(data, tmp_path / "half")) == weights(run)
-    assert weights(train(data, tmp_path / "memory", "memory")) == weights(run)
+    assert weights(train(data, tmp_path / "memory", "ram")) == weights(run)
     assert weights(train(data, tmp_path / "none", "none")) != weights(run)
 
 

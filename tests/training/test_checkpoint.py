@@ -20,7 +20,7 @@ STREAM = Device(torch.device("cpu")).make_stream()
 
 def make_snapshot(step: int, size: int = 1000) -> HostSnapshot:
     weights: dict[str, Tensor] = {"w": torch.full((size,), float(step))}
-    state = {"moments": [torch.full((3,), float(-step))], "nested": {"n": step, "text": "x"}, "pair": (1, 2)}
+    state = {"moments": [torch.full((3,), float(-step))], "nested": {"n": step, "text": "x"}, "pair": (1, 2), "skipped_streak": (0, -1)}
     return snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state)
 
 
@@ -44,7 +44,7 @@ def newest(run: Path) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
 
 def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):
     said = save(tmp_path, 1, 20, 300)
-    assert [kind for kind, _ in said] == ["checkpoint"] * 3
+    assert [kind for kind, _ in said] == ["checkpoint_saved"] * 3
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000020", "step-00000300"]
     loaded, said = newest(tmp_path)
     assert loaded is not None
@@ -106,8 +106,8 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.checkpoint import Writer
-writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
+from stoker.training.checkpoint import CheckpointWriter
+writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 writer.save(make_snapshot(2, size=1_000_000))
 writer.save_weights(make_snapshot(2, size=1_000_000), ["best.safetensors"])
@@ -117,7 +117,7 @@ writer.wait()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
+    assert [line.split()[0] for line in lines] == ["checkpoint_failed", "checkpoint_failed", "checkpoint_saved"]
     assert "File too large" in lines[0]
     assert not (tmp_path / "best.safetensors").exists()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000003"]
@@ -131,8 +131,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.checkpoint import Writer
-writer = Writer(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
+from stoker.training.checkpoint import CheckpointWriter
+writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
 step = 0
 while True:
     step += 1

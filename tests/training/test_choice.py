@@ -53,10 +53,10 @@ def test_the_median_picture_decides(tmp_path: Path) -> None:
     index = open_index(draw(tmp_path / "data", train=3, val=1, side=SMALL_IMAGE_SIDE))
     size = index.original_size.copy()
     size[index.image_indices("train")[0]] = 4000
-    chosen, why = choose_model(dataclasses.replace(index, size=size), CPU, None)
+    chosen, why = choose_model(dataclasses.replace(index, original_size=size), CPU, None)
     assert chosen == "retinanet_tiny_fpn"
     assert f"{SMALL_IMAGE_SIDE}²" in why
-    unknown = dataclasses.replace(index, size=size * 0)  # as where no source states them
+    unknown = dataclasses.replace(index, original_size=size * 0)  # as where no source states them
     assert choose_model(unknown, CPU, None)[0] == "ember_n"
 
 

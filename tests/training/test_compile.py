@@ -30,12 +30,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_compiled_training_is_the_eager_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch.compile captures, and its plain backend runs what was captured: every last bit is the same."""
-    monkeypatch.setattr(forward, "BACKEND", "aot_eager")
+    monkeypatch.setattr(forward, "COMPILE_BACKEND", "aot_eager")
     runs = {}
     for eager in (True, False):
         torch._dynamo.reset()
         run = tmp_path / str(eager)
-        train(settings(data, for_="3", eager=eager, norm="train"), run_dir=str(run))
+        train(settings(data, max_duration="3", eager=eager, backbone_norm="bn"), run_dir=str(run))
         runs[eager] = load_file(run / FINAL)
         compile_s = sum(window.phases.get("compile", 0.0) for window in read_lines(run, STEPS, StepWindow))
         assert (compile_s == 0) == eager
@@ -51,7 +51,7 @@ def test_a_compiled_training_that_goes_back_is_the_eager_one(
 ):
     """To a checkpoint, and to the first step: the program that is there steps with the weights that are loaded."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    monkeypatch.setattr(forward, "BACKEND", "eager")
+    monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
     poison(monkeypatch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
     ends = []
     for eager in (True, False):
@@ -72,9 +72,9 @@ def test_a_compiled_training_that_goes_back_is_the_eager_one(
 
 
 def test_compiling_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forward, "BACKEND", "eager")
+    monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
     torch._dynamo.reset()
-    model = build(settings_of("retinanet_tiny_fpn", norm="train"), 3).train()
+    model = build(settings_of("retinanet_tiny_fpn", backbone_norm="bn"), 3).train()
     stepper: OptimizerStep = make_stepper(model, "sgd")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     case = make_batch((3, 1), (64, 64), 3)

@@ -55,7 +55,7 @@ def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
     config, reasons = derive(from_fields({"weights": str(weights)}), index, CPU)
     assert config.model.model == "ember_mobilenet_v2"
     assert "weights file" in reasons["model"]
-    assert config.model.backbone_norm == "frozen"
+    assert config.model.backbone_norm == "frozen_bn"
 
 
 def test_unknown_model_names_the_nearest(index: Index):
@@ -123,21 +123,21 @@ def test_a_larger_batch_has_a_higher_rate_and_a_longer_warm_up_and_says_so(index
     found = {n: derive(from_fields(usual | {"batch_size": n}), index, CPU) for n in (4, 16, 64, 256)}
     assert [config.optim.lr for config, _ in found.values()] == [0.0025, 0.01, 0.04, 0.16]
     assert [config.optim.warmup_steps for config, _ in found.values()] == [500, 500, 1000, 2000]
-    assert found[64][1]["rate"] == "recipe standard: 0.01 at 16 pictures, linear rule (Goyal et al. 2017)"
-    assert found[64][1]["warmup"] == (
+    assert found[64][1]["lr"] == "recipe standard: 0.01 at 16 pictures, linear rule (Goyal et al. 2017)"
+    assert found[64][1]["warmup_steps"] == (
         "10 % of the length, at most 1,000 steps; longer, as the batch is 4 times the usual one (Goyal et al. 2017)"
     )
-    assert found[16][1]["warmup"] == "5 % of the length, at most 500 steps"
-    tiny = derive(from_fields({"batch_size": 64}), index, CPU)[1]["rate"]
+    assert found[16][1]["warmup_steps"] == "5 % of the length, at most 500 steps"
+    tiny = derive(from_fields({"batch_size": 64}), index, CPU)[1]["lr"]
     assert tiny == "recipe tiny: 0.003 at 16 pictures, root rule (Malladi et al. 2022)"
 
 
 def test_a_batch_that_a_trial_chose_moves_the_rate_and_the_users_own_rate_never_moves(index: Index, monkeypatch):
-    monkeypatch.setattr(auto_batch, "batch", lambda *_, **__: (64, 1, "tried"))
+    monkeypatch.setattr(auto_batch, "choose_batch_size", lambda *_, **__: (64, 1, "tried"))
     assert derive(Config(), index, CPU)[0].optim.lr == pytest.approx(2 * 3e-3)
     config, reasons = derive(from_fields({"lr": 0.123, "warmup_steps": 7}), index, CPU)
     assert (config.optim.lr, config.optim.warmup_steps) == (0.123, 7)
-    assert not {"rate", "warmup"} & set(reasons)
+    assert not {"lr", "warmup_steps"} & set(reasons)
 
 
 def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_path: Path, index: Index):
@@ -153,15 +153,15 @@ def test_decoded_pictures_are_kept_where_that_pays_and_where_the_user_says(tmp_p
         "zoom in up to 3 times"
         in derive(from_fields({"scale_jitter_prob": 0.5, "scale_range": (1.0, 3.0)}), large, CPU)[1]["cache"]
     )
-    assert "cache" not in derive(from_fields({"cache": "memory"}), index, CPU)[1]
+    assert "cache" not in derive(from_fields({"cache": "ram"}), index, CPU)[1]
 
 
 def test_the_host_decodes_on_a_cpu_and_beside_a_cache(index: Index):
     config, reasons = derive(Config(), index, CPU)
-    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("host", "training is on the CPU")
-    reasons = derive(from_fields({"cache": "memory"}), index, CPU)[1]
+    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("cpu", "training is on the CPU")
+    reasons = derive(from_fields({"cache": "ram"}), index, CPU)[1]
     assert reasons["jpeg_decoder"] == "decoded pictures are kept, and the host decodes them once"
-    assert "decoder" not in derive(from_fields({"jpeg_decoder": "host"}), index, CPU)[1]
+    assert "jpeg_decoder" not in derive(from_fields({"jpeg_decoder": "cpu"}), index, CPU)[1]
 
 
 def test_the_device_decodes_without_a_cache_only(tmp_path: Path):
@@ -186,11 +186,11 @@ def test_who_decodes_is_measured_with_a_step_of_the_batch_that_was_chosen(
 
     steps: list[float] = []
 
-    def decide(*_, batch: int, step_s, **__) -> tuple[str, str]:
-        steps.append(step_s())
-        return "nvjpeg", f"measured with {batch}"
+    def decide(*_, batch_size: int, measure_step_s, **__) -> tuple[str, str]:
+        steps.append(measure_step_s())
+        return "nvjpeg", f"measured with {batch_size}"
 
-    monkeypatch.setattr(decoder_choice, "decide", decide)
+    monkeypatch.setattr(decoder_choice, "measure_and_choose_decoder", decide)
     asked = {"model": "retinanet_tiny_fpn", "batch_size": 4, "grad_accum_steps": 2, "cache": "none"}
     config, reasons = derive_with_trial(from_fields(asked), index, Other(CPU.torch_device))
     assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("nvjpeg", "measured with 4")
@@ -202,12 +202,12 @@ def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Conf
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             auto_batch,
-            "batch",
-            lambda config, *_, **__: (config.run.batch or 4, config.optim.grad_accum_steps or 1, ""),
+            "choose_batch_size",
+            lambda config, *_, **__: (config.run.batch_size or 4, config.optim.grad_accum_steps or 1, ""),
         )
-        patch.setattr(dry_run, "STEPS", 1)
+        patch.setattr(dry_run, "STEPS_PER_ROUND", 1)
         patch.setattr(dry_run, "ROUNDS", 1)
-        patch.setattr(Device, "wait", lambda _: None)
+        patch.setattr(Device, "synchronize", lambda _: None)
         patch.setattr(Device, "memory", lambda _: DeviceMemory(2**32, 2**32, 0))
         return derive(asked, index, device)
 
@@ -230,7 +230,7 @@ def test_rate_follows_the_batch(index: Index):
 
 
 def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, monkeypatch):
-    monkeypatch.setattr("stoker.training.defaults.derive.LEAST_STEPS", 1)
+    monkeypatch.setattr("stoker.training.defaults.derive.MIN_STEPS", 1)
 
     def found(model: str, **asked: Any) -> tuple[float, str]:
         config, reasons = derive(from_fields({"model": model, "batch_size": 6, **asked}), index, CPU)
@@ -241,7 +241,7 @@ def test_random_weights_are_trained_for_longer_and_it_is_said_why(index: Index, 
     assert found("retinanet_tiny_fpn") == (12, "12 epochs of 60 pictures")
     pretrained, _ = derive_data(from_fields({"model": "ember_mobilenet_v2"}), index, CPU)
     assert pretrained.model.weights == "imagenet"
-    monkeypatch.setattr("stoker.training.defaults.derive.MOST_PICTURES", 60 * 6)
+    monkeypatch.setattr("stoker.training.defaults.derive.MAX_IMAGES_SEEN", 60 * 6)
     steps, why = found("ember_n")
     assert (steps * 60 / 6, why) == (
         180,
@@ -256,24 +256,24 @@ def test_pictures_that_ember_sees_often_are_varied_more(index: Index):
 
     pictures = len(index.image_indices("train"))
     usual, more = (0.5, (0.7, 1.5)), (0.8, (0.5, 2.0))
-    assert found(for_=f"{MANY_VIEWS - 1:g}ep")[:2] == usual
-    crop, zoom, why = found(for_=f"{MANY_VIEWS:g}ep")
+    assert found(max_duration=f"{MANY_VIEWS - 1:g}ep")[:2] == usual
+    crop, zoom, why = found(max_duration=f"{MANY_VIEWS:g}ep")
     assert (crop, zoom) == more
     assert f"seen about {MANY_VIEWS:.0f} times" in why
     assert found()[:2] == more  # the least steps, of few pictures
-    assert found(for_=str(math.ceil(MANY_VIEWS * pictures / 8)))[:2] == more
+    assert found(max_duration=str(math.ceil(MANY_VIEWS * pictures / 8)))[:2] == more
     a_second = estimate_images_per_second(MODELS["ember_n"], (64, 64))
     minutes = MANY_VIEWS * pictures / a_second / 60
-    assert found(for_=f"{0.9 * minutes:.4f}min")[:2] == usual
-    assert found(for_=f"{1.1 * minutes:.4f}min")[:2] == more
-    assert found(for_="100ep", model="retinanet_mobilenet_v2_fpn")[:2] == usual
-    assert found(for_="100ep", zoom=(1.0, 1.2))[1] == (1.0, 1.2)
-    assert found(for_="100ep", augment="none") == (
+    assert found(max_duration=f"{0.9 * minutes:.4f}min")[:2] == usual
+    assert found(max_duration=f"{1.1 * minutes:.4f}min")[:2] == more
+    assert found(max_duration="100ep", model="retinanet_mobilenet_v2_fpn")[:2] == usual
+    assert found(max_duration="100ep", scale_range=(1.0, 1.2))[1] == (1.0, 1.2)
+    assert found(max_duration="100ep", augment="none") == (
         0.0,
         (0.7, 1.5),
         "mild: sizes of objects stay like those of the data",
     )
-    assert found(for_="100ep", crop=0.0)[1] == (0.7, 1.5)
+    assert found(max_duration="100ep", scale_jitter_prob=0.0)[1] == (0.7, 1.5)
 
 
 def test_a_batch_of_more_pictures_than_there_are_counts_where_it_is_asked_for(tmp_path: Path):
@@ -286,20 +286,20 @@ def test_a_batch_of_more_pictures_than_there_are_counts_where_it_is_asked_for(tm
 
 @pytest.mark.parametrize(("side", "why"), [(0, "the sizes"), (200, "no more pixels"), (700, "on a CPU 320² pixels")])
 def test_the_canvas_names_the_cpu_where_it_is_the_reason(index: Index, side: int, why: str):
-    sized = dataclasses.replace(index, size=np.full_like(index.original_size, side), boxes=index.boxes * 10)
+    sized = dataclasses.replace(index, original_size=np.full_like(index.original_size, side), boxes=index.boxes * 10)
     _, reasons = derive_data(from_fields({"model": "ember_n"}), sized, CPU)
     assert reasons["image_size"].startswith(why)
 
 
 @pytest.mark.parametrize(
-    ("model", "weights", "rate"),
+    ("model", "weights", "lr_mult"),
     [("ember_mobilenet_v2", "imagenet", BACKBONE_LR_MULT), ("ember_mobilenet_v2", "none", 1.0), ("ember_n", "none", 1.0),
      ("retinanet_mobilenet_v2_fpn", "imagenet", 1.0)],
 )  # fmt: skip
-def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, rate: float):
+def test_a_pretrained_body_under_ember_learns_slower(index: Index, model: str, weights: str, lr_mult: float):
     config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
-    assert config.optim.backbone_lr_mult == rate
-    config, _ = derive_data(from_fields({"model": model, "weights": weights, "backbone_norm": "train"}), index, CPU)
+    assert config.optim.backbone_lr_mult == lr_mult
+    config, _ = derive_data(from_fields({"model": model, "weights": weights, "backbone_norm": "bn"}), index, CPU)
     assert config.optim.backbone_lr_mult == 1.0
 
 

@@ -37,9 +37,9 @@ def index(folder: Path) -> Index:
 @pytest.fixture(scope="module")
 def settled(index: Index) -> Config:
     """Everything but the batch, of a model without norms that learn."""
-    asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen"})
-    config, _ = derive(asked.replace(canvas=(64, 64), precision="fp32"), index, CPU)
-    return config.replace(batch=None, grad_accum_steps=None)
+    asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen_bn"})
+    config, _ = derive(asked.replace(image_size=(64, 64), precision="fp32"), index, CPU)
+    return config.replace(batch_size=None, grad_accum_steps=None)
 
 
 class SmallDevice(Device):
@@ -67,8 +67,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambd
             raise torch.OutOfMemoryError("out of memory")
         return int(gib(count) * GIB)
 
-    monkeypatch.setattr(DryRun, "peak", peak)
-    monkeypatch.setattr(DryRun, "seconds", lambda _, count: seconds(count))
+    monkeypatch.setattr(DryRun, "measure_peak_bytes", peak)
+    monkeypatch.setattr(DryRun, "measure_step_s", lambda _, count: seconds(count))
     return tried
 
 
@@ -126,7 +126,7 @@ def test_fit_takes_the_smallest_batch_near_the_best_time(
 ):  # fmt: skip
     pretend(monkeypatch, gib=gib, seconds=seconds)
     chosen, parts, reason = auto_batch.choose_batch_size(
-        settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60
+        settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert (chosen, parts) == (batch, 1)
     for word in words:
@@ -140,16 +140,16 @@ def test_what_was_timed_is_said_where_it_is_not_what_trains(
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
         auto_batch.choose_batch_size(
-            settled.replace(fit=True, compile=eager), index, SMALL, recipe_batch_size=16, num_images=60
+            settled.replace(auto_batch=True, compile=compiled), index, SMALL, recipe_batch_size=16, num_images=60
         )[2]
-        for eager in (True, False)
+        for compiled in (True, False)
     ]
-    assert ["not compiled" in reason for reason in reasons] == [False, True]
+    assert ["not compiled" in reason for reason in reasons] == [True, False]
 
 
 def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
     tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
-    auto_batch.choose_batch_size(settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60)
+    auto_batch.choose_batch_size(settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
     assert max(tried) == 8
 
 
@@ -164,7 +164,7 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
     pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
     _, _, reason = auto_batch.choose_batch_size(
-        settled.replace(fit=True), index, SMALL, recipe_batch_size=16, num_images=60
+        settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert now[0] == 7 + 14 + 28
     assert "trials end after 60 s" in reason
@@ -172,12 +172,12 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("changes", "least"),
-    [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "grad_accum_steps": 2}, 4), ({"backbone_norm": "train"}, 2)],
+    [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "grad_accum_steps": 2}, 4), ({"backbone_norm": "bn"}, 2)],
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
     """least: pictures of the smallest batch."""
     rehearsal = auto_batch.make_dry_run(settled.replace(**changes), index, CPU)
-    parts = changes.get("accumulate", 1)
+    parts = changes.get("grad_accum_steps", 1)
     found = [size * parts for size in auto_batch.candidate_sizes(rehearsal, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
 
@@ -186,7 +186,7 @@ def test_norms_that_learn_are_never_tried_on_one_value(index: Index):
     """The coarsest map of SSDlite is 1 × 1 at its usual canvas, the tiny model's at 32 × 32."""
     asked = from_fields({"model": "retinanet_tiny_fpn", "image_size": (32, 32), "precision": "fp32"})
     assert derive(asked, index, CPU)[0].run.batch_size == 16
-    assert derive(asked.replace(fit=True), index, CPU)[0].run.batch_size >= 2
+    assert derive(asked.replace(auto_batch=True), index, CPU)[0].run.batch_size >= 2
 
 
 def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: pytest.MonkeyPatch):
@@ -195,7 +195,7 @@ def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: 
     chosen, reasons = derive(asked, index, SMALL)
     assert chosen.run.batch_size == 8
     assert "8: 2 ms" in reasons["batch_size"]
-    assert chosen.optim.lr == derive(asked.replace(fit=None, batch=8), index, SMALL)[0].optim.lr
+    assert chosen.optim.lr == derive(asked.replace(auto_batch=None, batch_size=8), index, SMALL)[0].optim.lr
 
 
 def test_fit_and_batch_contradict_each_other(index: Index):
@@ -205,7 +205,7 @@ def test_fit_and_batch_contradict_each_other(index: Index):
 
 def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
-    monkeypatch.setattr(dry_run, "LIMIT_S", 3.0)
+    monkeypatch.setattr(dry_run, "MAX_TRIALS_S", 3.0)
     config, reasons = derive(from_fields({"auto_batch": True, "image_size": (32, 32)}), index, CPU)
     assert config.run.batch_size in (1, 2, 4, 8, 16, 32)
     assert f"{config.run.batch_size}: " in reasons["batch_size"]
@@ -229,7 +229,7 @@ def test_less_is_kept_with_checkpointing_on_a_cpu(index: Index, settled: Config)
     kept = []
     for less in (False, True):
         rehearsal = auto_batch.make_dry_run(
-            settled.replace(activation_checkpointing=less, canvas=(256, 256)), index, CPU
+            settled.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU
         )
         kept.append(auto_batch._max_size_on_cpu(rehearsal, 1)[0])
     assert kept[1] > 1.2 * kept[0]
@@ -264,11 +264,11 @@ def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
     auto_batch.program(str(folder), config=asked)
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "retinanet_tiny_fpn"
-    assert found["canvas"] == [32, 32]
+    assert found["image_size"] == [32, 32]
     (tried,) = found["tried"]
-    assert tried["pictures"] == found["fastest_batch"] == 4
+    assert tried["micro_batch_size"] == found["fastest_batch"] == 4
     assert tried["peak_bytes"] > 0
-    assert tried["seconds_per_picture"] > 0
+    assert tried["seconds_per_image"] > 0
 
 
 @pytest.mark.slow
@@ -282,8 +282,8 @@ def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
     done = as_program("--config", tmp_path / "config.toml")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["canvas"] == [64, 32]
-    assert [some["pictures"] for some in found["tried"]][:3] == [2, 4, 8]  # norms that learn want two
+    assert found["image_size"] == [64, 32]
+    assert [some["micro_batch_size"] for some in found["tried"]][:3] == [2, 4, 8]  # norms that learn want two
 
 
 @pytest.mark.slow

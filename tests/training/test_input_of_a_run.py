@@ -11,7 +11,7 @@ from stoker.diagnosis.causes.cause import Threshold
 from stoker.report.explain import explain_run
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 from stoker.training import loop
 from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings
@@ -31,11 +31,11 @@ def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Index, "read", slowly)
     result = loop.train(
-        settings(data).replace(max_duration="3", eval_every="0", threads=1), run_dir=str(tmp_path / "run")
+        settings(data).replace(max_duration="3", eval_every="0", workers=1), run_dir=str(tmp_path / "run")
     )
     for window in read_lines(result.run, STEPS, StepWindow):
         assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
-    summed = totals(result.run)
+    summed = compute_totals(result.run)
     assert summed.phases["input_wait"] > 4 * DELAY_S
     assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
     monkeypatch.setitem(

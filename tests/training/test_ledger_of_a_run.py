@@ -20,7 +20,7 @@ from stoker.data.loading.loader import Loader
 from stoker.profiling import trace
 from stoker.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import totals
+from stoker.runs.totals import compute_totals
 from stoker.training import async_eval, checkpoint, loop, start
 from tests.drawn import draw
 
@@ -83,7 +83,7 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
         checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)
     )
     result = loop.train(settings(data), run_dir=str(tmp_path / "run"))
-    summed = totals(result.run)
+    summed = compute_totals(result.run)
     for phase, seconds in spent.items():
         assert seconds >= {"input_wait": 60, "eval": 3, "checkpoint": 3}[phase] * DELAYS[phase]
         assert summed.phases[phase] == pytest.approx(seconds, rel=0.05), phase
@@ -104,7 +104,7 @@ def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: 
     """One save in the middle takes a second to write; the training thread only waits for it at the next save."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
-    monkeypatch.setattr(checkpoint, "write_whole", delayed(spent, "checkpoint", checkpoint.write_atomic))
+    monkeypatch.setattr(checkpoint, "write_atomic", delayed(spent, "checkpoint", checkpoint.write_atomic))
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="15")
     result = loop.train(config, run_dir=str(tmp_path / "run"))
     middle = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 <= w.step < 15]
@@ -129,7 +129,7 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
         if self.state.step == 15:
             gate.set()
 
-    monkeypatch.setattr(async_eval, "score_with_matches", after_five_steps)
+    monkeypatch.setattr(async_eval, "compute_coco_result", after_five_steps)
     monkeypatch.setattr(loop.Training, "step", step_and_open)
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     config = settings(data).replace(checkpoint_every="0", eval_every="10", max_duration="18")
@@ -166,9 +166,9 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
 
     monkeypatch.setattr(trace, "profile", SlowProfile)
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
-    monkeypatch.setattr(loop, "compile_now", delayed(spent, "compile", lambda *_: None))
+    monkeypatch.setattr(loop, "compile_forward_backward", delayed(spent, "compile", lambda *_: None))
     losses_of = loop.make_loss_fn
-    monkeypatch.setattr(loop, "losses_of", lambda model, *, eager: losses_of(model, eager=eager or True))
+    monkeypatch.setattr(loop, "make_loss_fn", lambda model, *, eager: losses_of(model, eager=eager or True))
     monkeypatch.setattr(loop.Training, "step", dying)
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="24", compile=False)
     with pytest.raises(RuntimeError, match="dies here"):
@@ -179,7 +179,7 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
         loop, "augment_batch", lambda *args: (slow if spent.get("recovery", 0) < 1.3 else augment)(*args)
     )
     result = loop.train(config, run_dir=str(tmp_path / "run"))
-    summed = totals(result.run)
+    summed = compute_totals(result.run)
     assert summed.attempts == 2
     assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
     for phase in ("compile", "idle"):

@@ -40,7 +40,7 @@ def pictures(step: int, *, bad: bool) -> Tensor:
 )
 def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float):
     """20 steps of which three are not finite, the first among them, equal a reference that leaves those out."""
-    ours = OptimizerStep(make_model(), settings(optimizer=optimizer, clip=clip), CPU, precision=precision)
+    ours = OptimizerStep(make_model(), settings(optimizer=optimizer, clip_grad_norm=clip), CPU, precision=precision)
     theirs = make_model()
     weights = [
         p for m in theirs for n, p in m.named_parameters() if n == "weight" and not isinstance(m, nn.BatchNorm2d)
@@ -71,7 +71,7 @@ def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float)
 
 
 def test_average_follows_the_good_weights():
-    stepper = OptimizerStep(make_model(), settings(ema=0.5), CPU, precision="fp32")
+    stepper = OptimizerStep(make_model(), settings(ema_decay=0.5), CPU, precision="fp32")
     expected = copy.deepcopy(stepper.model)
     for step in range(30):
         stepper.backward(stepper.model(pictures(step, bad=step == 4)).square().mean())
@@ -88,12 +88,12 @@ def test_average_follows_the_good_weights():
 
 
 def test_state_continues_exactly():
-    one = OptimizerStep(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    one = OptimizerStep(make_model(), settings(optimizer="adamw", ema_decay=0.9), CPU, precision="fp16")
     for step in range(5):
         one.backward(one.model(pictures(step, bad=False)).square().mean())
         one.step(0.01, step)
     state, averaged = copy.deepcopy(one.state_dict()), copy.deepcopy(one.ema_model.state_dict())
-    two = OptimizerStep(make_model(), settings(optimizer="adamw", ema=0.9), CPU, precision="fp16")
+    two = OptimizerStep(make_model(), settings(optimizer="adamw", ema_decay=0.9), CPU, precision="fp16")
     two.load_state_dict(state, averaged)
     for stepper in (one, two):
         for step in range(5, 12):
@@ -111,8 +111,8 @@ def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
 
     def moved(factor: float) -> tuple[OptimizerStep[Detector], dict[str, Tensor]]:
         torch.manual_seed(0)
-        model = build(settings_of("retinanet_tiny_fpn", norm="train"), 3).train()
-        stepper = OptimizerStep(model, settings(optimizer=optimizer, backbone_rate=factor), CPU, precision="fp32")
+        model = build(settings_of("retinanet_tiny_fpn", backbone_norm="bn"), 3).train()
+        stepper = OptimizerStep(model, settings(optimizer=optimizer, backbone_lr_mult=factor), CPU, precision="fp32")
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         batch = make_batch((3, 2), (64, 64), classes=3)
         stepper.backward(torch.stack(list(model.loss(model(batch.images), batch).values())).sum())
@@ -149,7 +149,7 @@ def test_the_streak_goes_on_where_it_was_saved():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_step_and_meter_never_wait_for_the_device(optimizer: str):
-    stepper = OptimizerStep(make_model(), settings(optimizer=optimizer, ema=0.9), CPU, precision="fp16")
+    stepper = OptimizerStep(make_model(), settings(optimizer=optimizer, ema_decay=0.9), CPU, precision="fp16")
     meter = LossAccumulator(CPU, max_skipped_steps=3)
     x = pictures(0, bad=False)
     for step in range(2):
@@ -161,7 +161,7 @@ def test_step_and_meter_never_wait_for_the_device(optimizer: str):
 
 
 def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stoker.training.optim.FUSED_KINDS", FUSED_DEVICE_TYPES - {"cpu"})
+    monkeypatch.setattr("stoker.training.optim.FUSED_DEVICE_TYPES", FUSED_DEVICE_TYPES - {"cpu"})
     stepper = OptimizerStep(make_model(), settings(), CPU, precision="fp32")
     for step, bad in enumerate([False, True, False]):
         before = copy.deepcopy(stepper.model.state_dict())
@@ -186,23 +186,23 @@ def test_meter_counts_good_steps_only_and_remembers_where_hope_ended():
 
 def test_schedules():
     shape = {
-        name: [lr_at(settings(schedule=name, warmup=0), 100, progress / 10) / 0.1 for progress in range(11)]
-        for name in ("cosine", "step", "exponential", "constant")
+        name: [lr_at(settings(lr_scheduler=name, warmup_steps=0), 100, progress / 10) / 0.1 for progress in range(11)]
+        for name in ("cosine", "multistep", "exponential", "constant")
     }
     assert shape["constant"] == [1.0] * 11
-    assert shape["step"] == pytest.approx([1] * 7 + [0.1] * 2 + [0.01] * 2)
+    assert shape["multistep"] == pytest.approx([1] * 7 + [0.1] * 2 + [0.01] * 2)
     assert shape["exponential"] == pytest.approx([100 ** (-n / 10) for n in range(11)])
     assert shape["cosine"][0] == pytest.approx(1)
     assert shape["cosine"][5] == pytest.approx(0.505)
     assert shape["cosine"][10] == pytest.approx(0.01)
-    warm = [lr_at(settings(warmup=10), step, 0.0) for step in range(11)]
+    warm = [lr_at(settings(warmup_steps=10), step, 0.0) for step in range(11)]
     assert warm == sorted(warm)
     assert warm[9] == pytest.approx(0.1)
 
 
 def test_the_averages_keep_no_history():
     """A graph of all steps so far would grow by a third of a MiB a step for the smallest model."""
-    ours = OptimizerStep(make_model(), settings(ema=0.9), CPU, precision="fp32")
+    ours = OptimizerStep(make_model(), settings(ema_decay=0.9), CPU, precision="fp32")
     for step in range(3):
         ours.backward(ours.model(pictures(step, bad=False)).square().mean())
         ours.step(0.05, step)

@@ -49,11 +49,11 @@ class Machine:
     ) -> PrefetchedInputProbe:
         folder = RunFolder(path, attempt=1)
         path.mkdir(exist_ok=True)
-        stats = lambda: SimpleNamespace(depth=self.depth, ready=8 * self.ready)  # noqa: E731
+        stats = lambda: SimpleNamespace(prefetch_depth=self.depth, ready=8 * self.ready)  # noqa: E731
         job: Any = SimpleNamespace(
-            step=0, trained_s=0.0, evaluated_step=-1, slowed=0, writer=SimpleNamespace(saved_step=None),
-            folder=folder, device=SimpleNamespace(wait=lambda: None),
-            config=SimpleNamespace(run=SimpleNamespace(batch=8)), loader=SimpleNamespace(stats=stats),
+            step=0, trained_s=0.0, evaluated_step=-1, rollback_count=0, writer=SimpleNamespace(saved_step=None),
+            folder=folder, device=SimpleNamespace(synchronize=lambda: None),
+            config=SimpleNamespace(run=SimpleNamespace(batch_size=8)), loader=SimpleNamespace(stats=stats),
         )  # fmt: skip
         clock: Any = SimpleNamespace(on_host=True)
         ledger = Ledger(clock, start_s=0.0, now=self.now)
@@ -84,7 +84,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(input_probe, "time", SimpleNamespace(time=time.time, perf_counter=made.now, sleep=made.sleep))
-    monkeypatch.setattr(input_probe, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(input_probe, "MAX_PAUSE_S", 60.0)
     return made
 
 
@@ -138,18 +138,18 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
         return decode_into(*arguments, **named)
 
     monkeypatch.setattr(decode, "decode_into", slowly)
-    monkeypatch.setattr(input_probe, "PAIRS", 3)
-    monkeypatch.setattr(input_probe, "BUDGET", 1.0)
+    monkeypatch.setattr(input_probe, "MAX_PAIRS", 3)
+    monkeypatch.setattr(input_probe, "MAX_PAUSE_FRACTION", 1.0)
     ends: list[bytes] = []
     for name, after_s in (("with", 0.5), ("without", 1e9)):
-        monkeypatch.setattr(input_probe, "AFTER_S", after_s)
+        monkeypatch.setattr(input_probe, "WARMUP_S", after_s)
         settings: dict[str, Any] = {
             "batch_size": 4,
             "image_size": (64, 64),
             "model": "retinanet_tiny_fpn",
             "workers": 1,
         }
-        run = stoker.train(str(data), for_="80", eval_every="0", mosaic=0.4, run=str(tmp_path / name), **settings).run
+        run = stoker.train(str(data), max_duration="80", eval_every="0", mosaic=0.4, run_dir=str(tmp_path / name), **settings).run
         ends.append((run / "final.safetensors").read_bytes())
     (found,) = read_lines(tmp_path / "with", PROBES, Probe)
     assert found.ratio > 1.2, "it saw that pictures come slowly"
@@ -160,13 +160,13 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = stoker.train("demo", for_="3", batch_size=4, image_size=(64, 64), eval_every="0", workers=2, run="run").run
+    run = stoker.train("demo", max_duration="3", batch_size=4, image_size=(64, 64), eval_every="0", workers=2, run_dir="run").run
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     said: list[str] = []
     run_probes("run", said.append)
     found = list(read_lines(run, PROBES, Probe))
     assert [one.probe for one in found] == list(PROBE_KINDS)
-    assert [one.probe for one in found if one.reason] == ["no_exchange", "compiled"]
+    assert [one.probe for one in found if one.reason] == ["no_allreduce", "compiled"]
     assert all(one.before_img_per_s > 0 and one.steps >= 6 for one in found if not one.reason)
     assert said == [describe_probe(one) for one in found]
     assert all(path.read_bytes() == content for path, content in before.items())

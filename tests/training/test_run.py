@@ -75,8 +75,8 @@ def test_the_run_folder_is_complete(run: Path):
 
 
 def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(RetinaNet, "remark", lambda _: "a sentence")
-    run = train(settings(data, for_="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
+    monkeypatch.setattr(RetinaNet, "training_warning", lambda _: "a sentence")
+    run = train(settings(data, max_duration="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
     events = list(read_lines(run, EVENTS, Event))
     assert [event.kind for event in events].count("evaluated") == 3
     assert [(event.kind, event.step) for event in events if event.text == "a sentence"] == [("warning", 2)]
@@ -85,11 +85,11 @@ def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path
 def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, data: Path):
     config, reasons = from_toml(run / CONFIG)
     assert unset_fields(config) == []
-    assert set(SECTION_OF) - set(config.set_fields()) == {"tail", "nms_free", "depthwise"}, "of SSDlite, of ember"
+    assert set(SECTION_OF) - set(config.set_fields()) == {"reduced_tail", "nms_free", "depthwise"}, "of SSDlite, of ember"
     asked = set(settings(data, eval_every="6").set_fields())
     assert set(reasons) == set(config.set_fields()) - asked
     assert all(reason.strip() for reason in reasons.values())
-    assert tomllib.loads((run / CONFIG).read_text())["run"]["for"] == "12"
+    assert tomllib.loads((run / CONFIG).read_text())["run"]["max_duration"] == "12"
 
 
 def test_the_saved_model_stands_alone(run: Path):
@@ -103,11 +103,11 @@ def test_the_saved_model_stands_alone(run: Path):
 
 def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
     """RetinaNet's normaliser is per picture; with frozen norms nothing else depends on the micro-batch."""
-    model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen", "optimizer": "sgd",
+    model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen_bn", "optimizer": "sgd",
              "lr": 0.001, "ema_decay": 0.0, "max_duration": "3", "image_size": (64, 64)}  # fmt: skip
     ends = [
         load_file(
-            train(settings(data, accumulate=parts, **model), run_dir=str(tmp_path / str(parts))).run
+            train(settings(data, grad_accum_steps=parts, **model), run_dir=str(tmp_path / str(parts))).run
             / "final.safetensors"
         )
         for parts in (1, 4)
@@ -128,7 +128,7 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
         "warmup_steps": 0,
         "max_skipped_steps": 5,
     }
-    config = settings(data, for_="400", **changes)
+    config = settings(data, max_duration="400", **changes)
     with pytest.raises(DivergedError) as caught:
         train(config, run_dir=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
@@ -140,7 +140,7 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
     assert "--weights" not in text  # there is no checkpoint yet
     events = list(read_lines(tmp_path / "run", EVENTS, Event))
     setbacks = [event.data for event in events if event.kind == "rolled_back"]
-    assert [(one["count"], one["back_to"], one["rate"]) for one in setbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
+    assert [(one["count"], one["rollback_step"], one["lr"]) for one in setbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
     assert (events[-1].kind, events[-1].data["exit_code"]) == ("failed", 6)
 
 
@@ -165,7 +165,7 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     def stop(*_: object, **__: object) -> None:
         raise RuntimeError("killed here")
 
-    monkeypatch.setattr(loop.Training, "score", stop)
+    monkeypatch.setattr(loop.Training, "evaluate", stop)
     config = settings(data)
     with pytest.raises(RuntimeError, match="killed here"):
         train(config, run_dir=str(tmp_path / "run"))
@@ -185,10 +185,10 @@ def test_the_peak_of_memory_is_of_training_and_not_of_the_trials_before(
 ):
     """`--auto-batch` tries larger batches than the one it takes."""
     called: list[str] = []
-    monkeypatch.setattr(Device, "reset_peak", lambda _: called.append("reset"))
+    monkeypatch.setattr(Device, "reset_peak_memory", lambda _: called.append("reset"))
     monkeypatch.setattr(start, "derive", noted(called, "trials", start.derive))
     monkeypatch.setattr(loop.Training, "step", noted(called, "step", loop.Training.step))
-    train(settings(data, for_="1"), run_dir=str(tmp_path / "run"))
+    train(settings(data, max_duration="1"), run_dir=str(tmp_path / "run"))
     assert called[called.index("trials") :] == ["trials", "reset", "step"]
 
 
@@ -206,17 +206,17 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
     (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes().rsplit(b"\n", 2)[0] + b"\n")
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
-        train(settings(data, batch=2), run_dir=str(tmp_path))
+        train(settings(data, batch_size=2), run_dir=str(tmp_path))
 
 
 @pytest.mark.slow
 def test_length_in_minutes_and_epochs(data: Path, tmp_path: Path):
-    result = train(settings(data, for_="0.05min"), run_dir=str(tmp_path / "minutes"))
+    result = train(settings(data, max_duration="0.05min"), run_dir=str(tmp_path / "minutes"))
     seconds = sum(w.phases.get("compute", 0) + w.phases.get("input_wait", 0)
                   for w in read_lines(result.run, STEPS, StepWindow))  # fmt: skip
     assert result.steps > 1
     assert seconds >= 0.9 * 3.0
-    assert train(settings(data, for_="2ep"), run_dir=str(tmp_path / "epochs")).steps == 12
+    assert train(settings(data, max_duration="2ep"), run_dir=str(tmp_path / "epochs")).steps == 12
 
 
 class LateCopy(ReadyEvent):
@@ -241,7 +241,7 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
     monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
     monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    result = train(settings(data, for_="23", eval_every="10"), run_dir=str(tmp_path / "run"))
+    result = train(settings(data, max_duration="23", eval_every="10"), run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 23
     assert windows[-1].step == 23
@@ -261,7 +261,7 @@ def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, 
 
 def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", full_disk("final.safetensors", checkpoint.write_atomic))
+        patch.setattr(checkpoint, "write_atomic", full_disk("final.safetensors", checkpoint.write_atomic))
         with pytest.raises(StorageError, match="final weights") as caught:
             train(settings(data), run_dir=str(tmp_path / "run"))
     assert "No space left" in str(caught.value)
@@ -285,14 +285,14 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 def test_a_signal_whose_save_fails_does_not_say_that_all_is_saved(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", full_disk("state.pt", checkpoint.write_atomic))
+        patch.setattr(checkpoint, "write_atomic", full_disk("state.pt", checkpoint.write_atomic))
         patch.setattr(loop, "forward_backward", stopping(loop.forward_backward, 5))
         with pytest.raises(StorageError, match="could not be saved"):
             train(settings(data), run_dir=str(tmp_path / "run"))
 
 
 def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(start, "settle", stopping(start.resolve_run, 0))
+    monkeypatch.setattr(start, "resolve_run", stopping(start.resolve_run, 0))
     with pytest.raises(Preempted, match="before the first step"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -348,12 +348,12 @@ def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
         ap = left.pop(0) if len(left) > 1 else left[0]
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
 
-    monkeypatch.setattr(async_eval, "score_with_matches", score)
+    monkeypatch.setattr(async_eval, "compute_coco_result", score)
 
 
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_ap(monkeypatch, 0.2)
-    asked = settings(data, for_="40", eval_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
+    asked = settings(data, max_duration="40", eval_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
     result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
     events = list(read_lines(result.run, EVENTS, Event))
@@ -366,7 +366,7 @@ def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, mo
 
 def test_patience_counts_from_the_first_hit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
-    asked = settings(data, for_="40", eval_every="1", rate=1e-9, warmup=0, ema=0.0, patience=2)
+    asked = settings(data, max_duration="40", eval_every="1", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=2)
     result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8
     assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
@@ -374,7 +374,7 @@ def test_patience_counts_from_the_first_hit(data: Path, tmp_path: Path, monkeypa
 
 def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_ap(monkeypatch, 0.2)
-    asked = settings(data, for_="40", eval_every="2", checkpoint_every="2", rate=1e-9, warmup=0, ema=0.0, patience=3)
+    asked = settings(data, max_duration="40", eval_every="2", checkpoint_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
     taken = loop.Training.step
 
     def step_and_stop(self: loop.Training) -> None:

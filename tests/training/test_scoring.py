@@ -60,7 +60,7 @@ class Gate:
             self.opened.wait()
             return score(*arguments)
 
-        patch.setattr(async_eval, "score_with_matches", held)
+        patch.setattr(async_eval, "compute_coco_result", held)
 
 
 def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training], None]) -> None:
@@ -89,8 +89,8 @@ def as_late_as_possible(patch: pytest.MonkeyPatch) -> None:
             asked.set()
         take_in(self, meanwhile)
 
-    patch.setattr(async_eval, "score_with_matches", held)
-    patch.setattr(async_eval.AsyncEvaluator, "take_in", ask)
+    patch.setattr(async_eval, "compute_coco_result", held)
+    patch.setattr(async_eval.AsyncEvaluator, "collect", ask)
 
 
 def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
 
 def decided(run: Path) -> dict[str, dict[str, Any]]:
     """What the checkpoints of a run say about its evaluations."""
-    names = ("best_ap", "stale", "evaluated_step", "unscored")
+    names = ("best_ap", "evals_since_best", "evaluated_step", "pending_eval")
     states = {
         path.parent.name: torch.load(path, weights_only=True) for path in run.glob(f"{CHECKPOINTS}/step-*/state.pt")
     }
@@ -135,7 +135,7 @@ def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: P
             with_ap(patch, 0.2)
             when(patch)
             asked = settings(
-                data, eval_every="3", checkpoint_every="6", patience=patience, rate=1e-9, warmup=0, ema=0.0
+                data, eval_every="3", checkpoint_every="6", patience=patience, lr=1e-9, warmup_steps=0, ema_decay=0.0
             )
             ends.append(train(asked, run_dir=str(tmp_path / name)))
     assert [end.steps for end in ends] == [steps, steps]
@@ -156,8 +156,8 @@ def test_training_goes_on_while_an_evaluation_is_scored(undisturbed: Path, data:
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert seen == []
     assert_same(undisturbed, run)
-    order = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "checkpoint")]
-    assert order.index(("evaluated", 6)) < [text for text, _ in order].index("checkpoint", 1)
+    order = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "checkpoint_saved")]
+    assert order.index(("evaluated", 6)) < [text for text, _ in order].index("checkpoint_saved", 1)
 
 
 def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Path, data: Path, tmp_path: Path):
@@ -171,7 +171,7 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
     wait_for_scorers()
     assert scores(tmp_path / "run") == {}
     assert not (tmp_path / "run" / BEST).exists()
-    assert decided(tmp_path / "run")["step-00000007"]["unscored"]["step"] == 6
+    assert decided(tmp_path / "run")["step-00000007"]["pending_eval"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_eval, "detect", only_once_more(async_eval.detect))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
@@ -180,10 +180,10 @@ def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Pat
 
 def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_path: Path):
     """Back to the checkpoint of a signal, whose evaluation was the best: with patience 1 it would end the run there."""
-    asked = settings(data, patience=1, checkpoint_every="0", rate=RATE, warmup=0, max_skipped=3, schedule="constant")
+    asked = settings(data, patience=1, checkpoint_every="0", lr=RATE, warmup_steps=0, max_skipped_steps=3, lr_scheduler="constant")
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        patch.setattr(loop.Training, "take_in", lambda _: None)  # patience 1 waits for every score
+        patch.setattr(loop.Training, "collect_eval", lambda _: None)  # patience 1 waits for every score
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
             train(asked, run_dir=str(tmp_path / "run"))
@@ -192,8 +192,8 @@ def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_p
         poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         patch.setattr(loop, "WINDOW_S", 0.0)
         run = train(asked, run_dir=str(tmp_path / "run")).run
-    events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "slowed")]
-    assert events[:2] == [("evaluated", 6), ("slowed", 11)]
+    events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "rolled_back")]
+    assert events[:2] == [("evaluated", 6), ("rolled_back", 11)]
     assert ("evaluated", 6) not in events[2:]
     assert ("evaluated", 12) in events
 
@@ -205,13 +205,13 @@ def test_an_evaluation_begins_with_as_many_threads_as_the_last_one_ended_with(
     real = start.evaluation_loader
 
     def remembered(*arguments: Any, **named: Any) -> Loader:
-        begun.append(named["begin"])
+        begun.append(named["initial_workers"])
         loader = real(*arguments, **named)
         loader._autotuner.workers += 3
         return loader
 
     monkeypatch.setattr(start, "evaluation_loader", remembered)
-    train(settings(data, threads=0), run_dir=str(tmp_path / "run"))
+    train(settings(data, workers="auto"), run_dir=str(tmp_path / "run"))
     assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
 
 
@@ -242,7 +242,7 @@ def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Pa
                 os.kill(os.getpid(), signal.SIGTERM)
             take_in(self, meanwhile)
 
-        patch.setattr(async_eval.AsyncEvaluator, "take_in", stopped)
+        patch.setattr(async_eval.AsyncEvaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
             train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
     result = train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
@@ -256,16 +256,16 @@ from pathlib import Path
 from stoker.training import async_eval as scoring, loop
 from tests.training.test_scoring import settings
 
-scoring.score_with_matches = lambda *_: threading.Event().wait()
+scoring.compute_coco_result = lambda *_: threading.Event().wait()
 step = loop.Training.step
 
 def step_and_die(self):
     step(self)
-    if self.job.step == 7:
+    if self.state.step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 
 loop.Training.step = step_and_die
-loop.train(settings(Path(sys.argv[1])), run=sys.argv[2])
+loop.train(settings(Path(sys.argv[1])), run_dir=sys.argv[2])
 """
 
 
@@ -299,7 +299,7 @@ def test_a_score_that_fails_ends_the_run(data: Path, tmp_path: Path, monkeypatch
     def fail(*_: object) -> None:
         raise ArithmeticError("no score today")
 
-    monkeypatch.setattr(async_eval, "score_with_matches", fail)
+    monkeypatch.setattr(async_eval, "compute_coco_result", fail)
     with pytest.raises(ArithmeticError, match="no score today"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]

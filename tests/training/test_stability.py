@@ -100,10 +100,10 @@ def recovered(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path):
-    (setback,) = events_of(recovered, "slowed")
+    (setback,) = events_of(recovered, "rolled_back")
     assert setback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
-    assert setback.data["back_to"] == 18, "the checkpoint at 24 is of skipped steps"
-    assert setback.data["rate"] == pytest.approx(RATE / 3)
+    assert setback.data["rollback_step"] == 18, "the checkpoint at 24 is of skipped steps"
+    assert setback.data["lr"] == pytest.approx(RATE / 3)
     windows = [window for window in read_lines(recovered, STEPS, StepWindow) if window.window_steps]
     rates = {window.step: window.lr for window in windows}
     assert rates[18] == pytest.approx(RATE)
@@ -126,7 +126,7 @@ def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_pat
             if wait or self.state.step % 35 == 0:
                 read(self, wait=wait)
 
-        patch.setattr(loop.Training, "read", read_seldom)
+        patch.setattr(loop.Training, "read_stats", read_seldom)
         late = train(settings(data), run_dir=str(tmp_path / "late")).run
     assert_same_end(recovered, late)
 
@@ -136,7 +136,7 @@ def test_twice_from_the_same_checkpoint_is_back_to_the_one_before(data: Path, tm
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     poison(monkeypatch, above_a_ninth)
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
-    assert [event.data["back_to"] for event in events_of(run, "slowed")] == [18, 12]
+    assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [18, 12]
     last = [window for window in read_lines(run, STEPS, StepWindow) if window.window_steps][-1]
     assert last.lr == pytest.approx(RATE / 9)
 
@@ -151,10 +151,10 @@ def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Pat
     assert text.count("train-") == 4
     assert "also at a ninth of the rate" in text
     assert "step-00000018/weights.safetensors" in text, "sound, and of the last try"
-    assert [event.data["count"] for event in events_of(tmp_path / "run", "slowed")] == [1, 2]
+    assert [event.data["count"] for event in events_of(tmp_path / "run", "rolled_back")] == [1, 2]
     with pytest.raises(DivergedError):  # the same command again: its two tries are used up
         train(settings(data), run_dir=str(tmp_path / "run"))
-    assert len(events_of(tmp_path / "run", "slowed")) == 2
+    assert len(events_of(tmp_path / "run", "rolled_back")) == 2
 
 
 @pytest.mark.slow
@@ -162,11 +162,11 @@ def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path,
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "max_duration": "30"}
-    third = train(settings(data, **changes, rate=RATE / 3), run_dir=str(tmp_path / "third")).run
+    third = train(settings(data, **changes, lr=RATE / 3), run_dir=str(tmp_path / "third")).run
     with monkeypatch.context() as patch:
         poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         run = train(settings(data, **changes), run_dir=str(tmp_path / "run")).run
-    assert [event.data["back_to"] for event in events_of(run, "slowed")] == [0]
+    assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [0]
     assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
 
 
@@ -181,16 +181,16 @@ def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path
         found = scored(*args)
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
-    monkeypatch.setattr(async_eval, "score_with_matches", score)
+    monkeypatch.setattr(async_eval, "compute_coco_result", score)
     poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]
     assert steps[:5] == [6, 12, 18, 24, 24]
-    assert events_of(run, "slowed")[0].data["best_ap"] == 0.5
+    assert events_of(run, "rolled_back")[0].data["best_ap"] == 0.5
     state = checkpoint.load_newest(run, lambda *_: None)
     assert state is not None
     assert state.state["best_ap"] == 0.5
-    assert state.state["stale"] == len(steps[4:-1])  # the last is of the final weights, after the checkpoint
+    assert state.state["evals_since_best"] == len(steps[4:-1])  # the last is of the final weights, after the checkpoint
 
 
 class Killed(BaseException):
@@ -221,15 +221,15 @@ def test_interrupted_and_continued_it_ends_the_same(recovered: Path, data: Path,
             if moment == "in the streak":
                 kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 24))
             elif moment == "before the line":
-                kill.setattr(checkpoint, "sound_steps", killing(checkpoint.healthy_steps, 0))
+                kill.setattr(checkpoint, "healthy_steps", killing(checkpoint.healthy_steps, 0))
             elif moment == "after the line":
-                kill.setattr(checkpoint, "discard", killing(checkpoint.discard_checkpoints, 0))
+                kill.setattr(checkpoint, "discard_checkpoints", killing(checkpoint.discard_checkpoints, 0))
             else:
                 kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 25 + 4))
             with pytest.raises(Killed):
                 train(settings(data), run_dir=str(tmp_path / "run"))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
-    (setback,) = events_of(run, "slowed")
+    (setback,) = events_of(run, "rolled_back")
     assert setback.data["failed_at"] == 24, "skipped steps before the kill count too"
     assert_same_end(recovered, run)
 
@@ -249,7 +249,7 @@ with pytest.MonkeyPatch.context() as patch:
             time.sleep(float(sys.argv[3]))
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Thread(target=kill, daemon=True).start()
-    train(tests.settings(Path(sys.argv[1])), run=sys.argv[2])
+    train(tests.settings(Path(sys.argv[1])), run_dir=sys.argv[2])
 """
 
 
@@ -273,7 +273,7 @@ def test_sigkill_at_random_moments_while_it_goes_back(data: Path, tmp_path: Path
     assert kills
     if not events_of(tmp_path / "killed", "finished"):
         assert run_script(data, tmp_path / "killed", None) == 0
-    assert [event.data["back_to"] for event in events_of(tmp_path / "killed", "slowed")] == [18, 12]
+    assert [event.data["rollback_step"] for event in events_of(tmp_path / "killed", "rolled_back")] == [18, 12]
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -333,7 +333,7 @@ def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: in
     for n in range(at, min(at + 5, 100)):
         losses[n] = 200.0
     (alarm,) = [one for one in alarms(losses) if one.kind == "loss_spike"]
-    assert (alarm.data["at"], alarm.data["loss"], alarm.data["try"]) == (10 * (at + 1), 200.0, 0.0033)
+    assert (alarm.data["at"], alarm.data["loss"], alarm.data["suggested_lr"]) == (10 * (at + 1), 200.0, 0.0033)
     assert alarm.data["usual"] == pytest.approx(2, rel=1.5 * noise + 0.01)
     assert "--lr 0.0033" in alarm.text
 
@@ -341,7 +341,7 @@ def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: in
 def test_a_loss_that_rises_after_the_warm_up_is_a_rate_too_high_said_once():
     course = [3 - n / 10 for n in range(20)] + [1 + n / 10 for n in range(80)]
     found = alarms(course + [9.0] * 300, warmup=100)
-    assert [(one.kind, one.data["try"]) for one in found if one.kind != "loss_spike"] == [("lr_too_high", 0.0033)]
+    assert [(one.kind, one.data["suggested_lr"]) for one in found if one.kind != "loss_spike"] == [("lr_too_high", 0.0033)]
     assert not [one for one in alarms(course, warmup=10_000) if one.kind == "lr_too_high"], "the warm-up is not over"
     late = [3 - n / 500 for n in range(1000)] + [1 + n / 100 for n in range(300)]
     assert not [one for one in alarms(late) if one.kind == "lr_too_high"], "the rate is not what is new there"
@@ -354,7 +354,7 @@ DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
 def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
     """More of it would be the wrong advice."""
     (found,) = alarms(DEAD)
-    assert (found.kind, found.data["try"]) == ("lr_too_high", 0.0033)
+    assert (found.kind, found.data["suggested_lr"]) == ("lr_too_high", 0.0033)
     assert found.data["at"] == pytest.approx(0.2 * 4040, abs=10)
     assert (found.data["loss_from"], found.data["loss_highest"]) == (2.0, 900.0)
     assert alarms([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
@@ -392,7 +392,7 @@ def test_skipped_steps_are_said_when_they_have_doubled():
 def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
     flat = [2.0 - n / 4000 for n in range(200)]
     (found,) = alarms(flat)
-    assert (found.kind, found.data["try"]) == ("lr_too_low", 0.1)
+    assert (found.kind, found.data["suggested_lr"]) == ("lr_too_low", 0.1)
     assert found.data["at"] == pytest.approx(0.2 * 2000, abs=10)
     assert alarms(flat, warmup=1500) == [], "not before twice the warm-up"
     assert alarms(flat, rate=0.004) == [], "the rate has fallen by itself"
@@ -434,7 +434,7 @@ def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object)
 def test_real_trainings_are_judged_right(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
 ):
-    run = trained(data, tmp_path / "run", monkeypatch, rate=rate, warmup=8)
-    news = {"slowed", "loss_spike", "lr_too_high", "lr_too_low", "warning"}
+    run = trained(data, tmp_path / "run", monkeypatch, lr=rate, warmup_steps=8)
+    news = {"rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "warning"}
     assert {event.kind for event in read_lines(run, EVENTS, Event)} & news == kinds
     assert {found.command for found in diagnose(run) if found.cause in kinds} == ({"--lr 1e-07"} if kinds else set())

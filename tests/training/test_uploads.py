@@ -80,7 +80,7 @@ class Run:
         return [text for kind, text in self.said if kind == "warning"]
 
     def save(self, step: int) -> None:
-        state = {"moments": [torch.full((3,), float(step))]}
+        state = {"moments": [torch.full((3,), float(step))], "skipped_streak": (0, -1)}
         weights = {"w": torch.full((100,), float(step))}
         self.writer.save(snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state))
         self.writer.wait()
@@ -140,12 +140,12 @@ def test_what_has_not_changed_is_not_written_again(run: Run, place: tuple[Place,
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    before = len(place[1].observe)
+    before = len(place[1].seen)
     assert run.uploads.flush(LIMIT_S) is None
-    assert place[1].observe[before:] == []
+    assert place[1].seen[before:] == []
     run.records.event("info")
     assert run.uploads.flush(LIMIT_S) is None
-    assert [name_of(seen.path) for seen in place[1].observe[before:]] == [EVENTS]
+    assert [name_of(seen.path) for seen in place[1].seen[before:]] == [EVENTS]
 
 
 def test_the_manifest_is_last_and_what_the_state_speaks_of_is_before_it(run: Run, place: tuple[Place, Proxy]):
@@ -154,7 +154,7 @@ def test_the_manifest_is_last_and_what_the_state_speaks_of_is_before_it(run: Run
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    written = [name_of(seen.path) for seen in place[1].observe if seen.method == "PUT"]
+    written = [name_of(seen.path) for seen in place[1].seen if seen.method == "PUT"]
     for name in ("state.pt", "weights.safetensors", "best.safetensors", STEPS, EVENTS):
         assert written.index(name) < written.index("manifest.json"), written
 
@@ -181,7 +181,7 @@ def test_a_state_that_cannot_be_written_leaves_no_manifest(run: Run, place: tupl
     assert run.uploads.newest_checkpoint() == "step-00000001"
     place[1].conditions = Conditions()
     run.save(3)
-    run.wait(lambda: run.said[-1][0] == "note")
+    run.wait(lambda: run.said[-1][0] == "info")
     assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
     assert len(run.warnings()) == 1
@@ -202,13 +202,13 @@ def test_other_files_under_the_same_step_replace_those_there(run: Run, place: tu
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    before = len(place[1].observe)
-    state = {"moments": [torch.full((3,), 7.0)]}
+    before = len(place[1].seen)
+    state = {"moments": [torch.full((3,), 7.0)], "skipped_streak": (0, -1)}
     run.writer.save(snapshot(STREAM, step=1, metadata={}, weights={"w": torch.ones(1)}, state=state))
     run.writer.wait()
     assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
-    order = [(seen.method, name_of(seen.path)) for seen in place[1].observe[before:]]
+    order = [(seen.method, name_of(seen.path)) for seen in place[1].seen[before:]]
     removed = [
         n for n, (method, name) in enumerate(order) if method == "POST" or (method, name) == ("DELETE", MANIFEST)
     ]
@@ -246,7 +246,7 @@ def test_a_bug_is_raised_where_it_is_waited_for(run: Run, monkeypatch: pytest.Mo
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(run.uploads, "_put", broken)
+    monkeypatch.setattr(run.uploads, "_upload_file", broken)
     run.uploads.start()
     with pytest.raises(ZeroDivisionError):
         run.uploads.flush(LIMIT_S)

@@ -83,8 +83,8 @@ for x, y in waiting(DataLoader(Slow(32), 4)):  # evaluation, by batches without 
     with torch.no_grad():
         model(x)
 known["eval"], known["wait"] = known["wait"], known["train"]
-for pictures, labels in waiting(DataLoader(Slow(8), 4, num_workers=1, collate_fn=detections)):
-    measure(model(torch.stack(pictures)), torch.tensor(labels)).backward()
+for images, labels in waiting(DataLoader(Slow(8), 4, num_workers=1, collate_fn=detections)):
+    measure(model(torch.stack(images)), torch.tensor(labels)).backward()
     optimizer.step()
 torch.save(model.state_dict(), "model.pt")
 tell()

@@ -85,7 +85,7 @@ def test_the_end_of_a_process_that_somebody_else_started(
         assert attach(pid, str(run)) == code
     first, *_, last = events(run)
     assert first.data["job"]["pid"] == pid
-    assert first.data["watched"]["output"].startswith("not recorded: its stdout is a pipe")
+    assert first.data["coverage"]["output"].startswith("not recorded: its stdout is a pipe")
     assert last.kind == kind
     assert {name: last.data[name] for name in data} == data
     assert not (run / OUTPUT).exists()
@@ -98,7 +98,7 @@ def test_who_tells_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = read_status(child.pid)
     assert seen is not None
     ended = attach_module.AttachedProcess(Process(child.pid, seen.start_ticks), os.pidfd_open(child.pid), ["sh"], "/")
-    monkeypatch.setattr(attach_module, "REAPED_S", 0.0)
+    monkeypatch.setattr(attach_module, "EXIT_CODE_TIMEOUT_S", 0.0)
     told = attach_module._GET_INFO
     assert read_exit_code(ended) == 9, "it has not been waited for: /proc says so"
     child.wait()
@@ -137,7 +137,7 @@ def test_an_output_that_is_a_file_is_read_from_now_on_and_keeps_its_context(tmp_
     windows = list(read_lines(run, STEPS, StepWindow))
     assert (sum(window.window_steps for window in windows), windows[-1].step) == (5, 5)
     assert (run / OUTPUT).read_bytes() == log.read_bytes()
-    assert str(log) in events(run)[0].data["watched"]["output"]
+    assert str(log) in events(run)[0].data["coverage"]["output"]
     ended = read_termination(run)
     assert ended is not None
     assert ended.output[0].text == "step 900 loss: 9.0"
@@ -181,8 +181,8 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
 
 
 def test_a_living_job_that_spins_on_an_empty_file_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "SPINS_S", 0.1)
-    monkeypatch.setattr(recorder, "LOOK_S", 0.02)
+    monkeypatch.setattr(recorder, "EMPTY_INPUT_WARNING_S", 0.1)
+    monkeypatch.setattr(recorder, "PROCESS_POLL_S", 0.02)
     empty = tmp_path / "train-00003.tfrecord"
     empty.touch()
     parent, pid = stranger("exit 0", tmp_path, output=f"5<{empty}")
@@ -208,9 +208,9 @@ def test_a_number_that_was_given_again_is_another_process(tmp_path: Path) -> Non
     (tmp_path / ".lock").touch()
     own = read_status(os.getpid())
     assert own is not None
-    job = {"pid": os.getpid(), "began": own.start_ticks, "boot": boot_id()}
+    job = {"pid": os.getpid(), "start_ticks": own.start_ticks, "boot": boot_id()}
     folder = RunFolder(tmp_path, 1)
-    for changed, lives in (({}, True), ({"began": own.start_ticks + 1}, False), ({"boot": "another"}, False)):
+    for changed, lives in (({}, True), ({"start_ticks": own.start_ticks + 1}, False), ({"boot": "another"}, False)):
         folder.event("resumed", job={**job, **changed})
         assert is_held(tmp_path) is lives
     folder.close()

@@ -49,7 +49,7 @@ class Timed:
     def seconds(self) -> dict[str, float]:
         """All that are not zero, as the watcher reads them; they add up to the time."""
         self.clock.update()
-        (path,) = self._folder.glob("*.cell")
+        (path,) = self._folder.glob("*.state")
         cell = read_hook_state(path)
         assert cell is not None
         found = {slot: cell.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
@@ -59,7 +59,7 @@ class Timed:
     def computed(self) -> dict[str, float]:
         """Those of the thread's own processor time."""
         self.clock.update()
-        (path,) = self._folder.glob("*.cell")
+        (path,) = self._folder.glob("*.state")
         cell = read_hook_state(path)
         assert cell is not None
         assert sum(cell.cpu.values()) == pytest.approx(self._cpu_s)
@@ -117,7 +117,7 @@ def test_another_thread_s_clock_is_no_measure(timed: Timed, monkeypatch: pytest.
     monkeypatch.setattr(hook, "get_ident", lambda: -1)  # the first to step is another thread
     monkeypatch.setattr(hook, "thread_time", lambda: 100.0)
     timed.step()
-    (path,) = timed._folder.glob("*.cell")
+    (path,) = timed._folder.glob("*.state")
     cell = read_hook_state(path)
     assert cell is not None
     assert sum(cell.cpu.values()) == 0.0

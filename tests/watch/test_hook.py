@@ -34,8 +34,8 @@ def ran(words: list[str], folder: Path, **variables: str) -> str:
 
 
 def the_cell(folder: Path) -> HookState:
-    assert not list((folder / "cells").glob("said-*"))
-    cells = [cell for path in (folder / "cells").glob("*.cell") if (cell := read_hook_state(path)) is not None]
+    assert not list((folder / "cells").glob("errors-*"))
+    cells = [cell for path in (folder / "cells").glob("*.state") if (cell := read_hook_state(path)) is not None]
     (only,) = [cell for cell in cells if cell.values["steps"]]
     return only
 
@@ -84,7 +84,7 @@ def test_a_process_that_does_not_train_is_as_without_it(tmp_path: Path) -> None:
     out = ran([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(own))
     assert out.startswith("mine 1 ")
     assert str(HOOK_DIR) not in out
-    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["seen"]
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["loaded"]
     (own / "sitecustomize.py").write_text("import no_such_module_of_mine")
     broken = subprocess.run(
         [sys.executable, "-c", ""],
@@ -104,16 +104,16 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     out = ran([sys.executable, "-c", hook_jobs.LOOP], tmp_path)
     assert out.startswith("loss ")
     cell = the_cell(tmp_path)
-    counts = {name: cell.values[name] for name in ("steps", "batches", "pictures", "epochs")}
-    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "pictures": 4 + 64 + 8, "epochs": 4}
-    assert cell.values["rate"] == 0.05
+    counts = {name: cell.values[name] for name in ("steps", "batches", "num_images", "epochs")}
+    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "num_images": 4 + 64 + 8, "epochs": 4}
+    assert cell.values["lr"] == 0.05
     assert cell.values["workers"] == 1  # of the last loader
     phases = phase_seconds(cell, None)
     itself = known(tmp_path)
     assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)  # the end of workers
     assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
     assert phases["checkpoint"] > 0
-    assert sum(phases.values()) == pytest.approx(cell.values["mark"] - cell.values["begin"])
+    assert sum(phases.values()) == pytest.approx(cell.values["last_update"] - cell.values["begin"])
 
 
 BUSY = """
@@ -155,7 +155,7 @@ def test_what_fails_in_it_is_said_and_the_job_goes_on(tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").touch()
     (tmp_path / "keras/src/models/model.py").write_text("done = 1\n")  # no Model in it
     assert ran([sys.executable, "-c", "import torch; print('on')"], tmp_path) == "on\n"
-    (said,) = (tmp_path / "cells").glob("said-*")
+    (said,) = (tmp_path / "cells").glob("errors-*")
     assert said.read_text().startswith("keras.src.models.model: AttributeError")
 
 
@@ -187,7 +187,7 @@ def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) 
     done = subprocess.run([*words, "env"], cwd=tmp_path, capture_output=True, check=True)
     assert b"STOKER_HOOK" not in done.stdout
     event = next(iter(read_lines(tmp_path / "off", EVENTS, Event)))
-    assert event.data["watched"]["inside the job"] == "not recorded: --no-hook"
+    assert event.data["coverage"]["inside the job"] == "not recorded: --no-hook"
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"steps {steps}".encode()
     assert b"stoker" not in done.stderr
     cell = the_cell(tmp_path)
-    assert (cell.values["steps"], cell.values["batches"], cell.values["pictures"]) == (steps, 16, 128)
+    assert (cell.values["steps"], cell.values["batches"], cell.values["num_images"]) == (steps, 16, 128)
     phases = phase_seconds(cell, None)
     assert phases["input_wait"] == pytest.approx(known(tmp_path)["naps"] * 15 / 16, rel=0.3)  # less the first batch
     assert 0 < phases["eval"] < phases["input_wait"]

@@ -19,7 +19,7 @@ BEGIN_S = 1000.0
 
 
 def cell(
-    name: str = "1.cell",
+    name: str = "1.state",
     *,
     running: str = "compute",
     begin_s: float = BEGIN_S,
@@ -27,10 +27,10 @@ def cell(
     **values: float,
 ) -> HookState:
     """A process of which `values` are known; its last mark follows from them."""
-    unknown = {"rank": -1.0, "rate": -1.0, "workers": -1.0}
+    unknown = {"rank": -1.0, "lr": -1.0, "workers": -1.0}
     filled = dict.fromkeys(hook.SLOTS, 0.0) | unknown | {"begin": begin_s} | values
     seconds = sum(filled[slot] for slot in (*SLOT_PHASES, "graph"))
-    filled |= {"mark": begin_s + seconds, "now_in": float(hook.SLOTS.index(running))}
+    filled |= {"last_update": begin_s + seconds, "current_slot": float(hook.SLOTS.index(running))}
     share = filled.pop("share", None)
     computed = dict.fromkeys(hook.SLOTS[hook.STARTUP :], 0.0) | (cpu or {})
     return HookState(
@@ -106,7 +106,7 @@ seconds = st.floats(0.0, 100.0)
 @given(st.dictionaries(st.sampled_from([*SLOT_PHASES, "graph"]), seconds), seconds, seconds, st.booleans(), seconds)
 def test_phases_add_up_to_the_time(slots: dict[str, float], busy: float, comm: float, device: bool, on: float) -> None:
     one = cell(**slots, busy=busy, device_comm=comm, device=float(device), batches=1.0)
-    now_s = one.values["mark"] + on
+    now_s = one.values["last_update"] + on
     phases = phase_seconds(one, now_s)
     assert min(phases.values()) >= 0
     assert sum(phases.values()) == pytest.approx(now_s - BEGIN_S)
@@ -141,7 +141,7 @@ def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[st
 
 def test_a_second_training_is_followed_and_a_helper_is_not() -> None:
     account = RankTimeBreakdown(BEGIN_S)
-    first = cell("a", compute=4.0, batches=1.0, steps=4.0, pictures=8.0)
+    first = cell("a", compute=4.0, batches=1.0, steps=4.0, num_images=8.0)
     helper = cell("h", startup=9.0, begin_s=BEGIN_S - 5.0)
     account.update([helper, first], [], BEGIN_S + 4.0)
     assert account.next_window(BEGIN_S + 4.0, 4.0, rank=0, devices=1).phases == {"compute": 4.0}
@@ -167,13 +167,13 @@ def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> Non
     now_s = time.monotonic()
     inside = HookReader(tmp_path, devices=4, now_s=now_s)
     for rank in (0, 1):
-        starts = cell(f"{rank}.cell", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
+        starts = cell(f"{rank}.state", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
         written(tmp_path, starts, pid=os.getpid())
     inside.poll()
     (alone,) = inside.next_windows(now_s + 2.0, 2.0)
     assert (alone.rank, alone.devices, alone.phases) == (0, 4, {"startup": 8.0})
     for rank in (0, 1):
-        steps = cell(f"{rank}.cell", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0)
+        steps = cell(f"{rank}.state", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0)
         written(tmp_path, steps, pid=os.getpid())
     inside.poll()
     assert [(one.rank, one.devices, one.steps) for one in inside.next_windows(now_s + 3.0, 1.0)] == [
@@ -186,15 +186,15 @@ def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> Non
 def test_what_is_missing_is_said_with_its_reason(tmp_path: Path) -> None:
     inside = HookReader(tmp_path, devices=1, now_s=0.0)
     assert "no Python of the job" in inside.status()
-    (tmp_path / "seen").touch()
+    (tmp_path / "loaded").touch()
     assert "has loaded torch or Keras" in inside.status()
     written(tmp_path, cell(), pid=os.getpid())
     inside.poll()
     assert inside.status() == "not recorded: torch 2 was loaded, and no optimizer has stepped"
-    (tmp_path / "said-1").write_text("step: ValueError: x\n")
+    (tmp_path / "errors-1").write_text("step: ValueError: x\n")
     assert inside.status().endswith("; it failed at step: ValueError: x")
-    (tmp_path / "half.cell").write_bytes(b'{"pid": 1')
-    assert read_hook_state(tmp_path / "half.cell") is None
+    (tmp_path / "half.state").write_bytes(b'{"pid": 1')
+    assert read_hook_state(tmp_path / "half.state") is None
 
 
 def test_the_folder_of_the_cells_goes_with_the_watcher() -> None:

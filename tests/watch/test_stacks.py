@@ -29,7 +29,7 @@ wait_for_input()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
-    for name, value in (("WINDOW_S", 0.3), ("YOUNG_EVERY_S", 0.02), ("LOOK_S", 0.02), ("COST_MOST", 100.0)):
+    for name, value in (("WINDOW_S", 0.3), ("STARTUP_SAMPLE_INTERVAL_S", 0.02), ("PROCESS_POLL_S", 0.02), ("MAX_CPU_FRACTION", 100.0)):
         monkeypatch.setattr(stacks, name, value)
 
 
@@ -86,7 +86,7 @@ def test_a_job_without_python_is_said_to_be_none(tmp_path: Path) -> None:
 
 
 def test_without_py_spy_the_tier_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "program", lambda: None)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     lines, told = sampled(os.getpid(), tmp_path)
     assert (lines, told) == ([], ["not recorded: py-spy is not installed"])
 
@@ -98,7 +98,7 @@ def test_a_process_that_may_not_be_read_is_left_alone_with_the_reason(
     spy = tmp_path / "py-spy"
     spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.find_py_spy()} "$@"\n')
     spy.chmod(0o755)
-    monkeypatch.setattr(stacks, "program", lambda: str(spy))
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(spy))
     process = job(WAITS, tmp_path)
     lines, told = sampled(process.pid, tmp_path)
     process.communicate(b"\n")

@@ -308,7 +308,7 @@ def test_a_training_of_somebody_else_is_recorded_and_explained(script: str, tmp_
     assert "finished: my_train ended with exit code 0" in why.stdout
     inside = "inside the job: recorded: torch" if script is TORCH else "inside the job: not recorded"
     assert inside in " ".join(why.stdout.split())
-    assert "0 pictures" not in why.stdout
+    assert "0 images" not in why.stdout
     assert "trained 0 %" not in why.stdout
     assert "unattributed_time" not in [finding.cause for finding in rules.diagnose(run)]
     report = collect(run)

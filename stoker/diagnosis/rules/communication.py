@@ -18,7 +18,7 @@ from stoker.runs.schemas import Evidence, Finding
 
 def straggler(run: RunRecords) -> Finding | None:
     """Only where it is mostly one: ranks that are late by turns are no slow rank."""
-    cause, slowest = CATALOG["straggler"], run.totals.slowest
+    cause, slowest = CATALOG["straggler"], run.totals.straggler_s
     waited_s = run.phase_seconds("straggler")
     fraction = fraction_of_phase(run, "straggler")
     if fraction is None or waited_s <= 0:

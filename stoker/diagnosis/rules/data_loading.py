@@ -59,13 +59,13 @@ def slow_storage(run: RunRecords) -> Finding | None:
     idle_evidence = _idle_while_waiting_evidence(run)
     if idle_evidence is None or _decodes_in_training_thread(run):
         return None
-    computed_s = run.totals.cpu.get("input_wait", 0.0)  # by the training thread, which decodes where nobody else does
+    computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)  # by the training thread, which decodes where nobody else does
     return _input_wait_finding(run, "slow_storage", [idle_evidence, stack_evidence(run, "a wait for pictures", "input_wait")], confidence=0.65,
                  excluded_s=computed_s)  # fmt: skip
 
 
 def cold_cache(run: RunRecords) -> Finding | None:
-    first_epoch_s, total_fetch_s = run.first_epoch_fetch_s, run.totals.input.get("fetch", 0.0)
+    first_epoch_s, total_fetch_s = run.first_epoch_fetch_s, run.totals.input_wait_stages.get("fetch", 0.0)
     if first_epoch_s is None or total_fetch_s <= 0 or not is_long_enough(run):
         return None
     first_epoch_fraction = first_epoch_s / total_fetch_s
@@ -251,7 +251,7 @@ def _decodes_in_training_thread(run: RunRecords) -> bool:
 
 def _largest_stage(run: RunRecords) -> tuple[str | None, float]:
     """(the stage with most of the wait, its share of it); (None, 0) where the loader tells of no stages."""
-    stages = {name: duration_s for name, duration_s in run.totals.input.items() if name != "queue"}
+    stages = {name: duration_s for name, duration_s in run.totals.input_wait_stages.items() if name != "queue"}
     waited_s = run.phase_seconds("input_wait")
     if waited_s <= 0 or not any(stages.values()):
         return None, 0.0
@@ -314,7 +314,7 @@ def _num_workers(run: RunRecords) -> int | None:
 
 def _saw_two_epochs(run: RunRecords) -> bool:
     num_images = run.facts.get("num_images")
-    return isinstance(num_images, int) and run.totals.pictures >= 2 * num_images > 0
+    return isinstance(num_images, int) and run.totals.num_images >= 2 * num_images > 0
 
 
 def _cpu_utilization_evidence(run: RunRecords) -> Evidence | None:
