@@ -72,7 +72,7 @@ total                  3  100 %
 findings (they overlap with the phases and each other)
 cause         device-hours  share  cost  runs
 input_bound           0.25  8.3 %  0.50     1  It waits
-ended_without_record                                2  It died
+ended_without_record                              2  It died
 
 month    device-hours  trained  cost  runs
 2026-05             2     62 %  2.00     2

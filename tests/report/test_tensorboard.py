@@ -53,7 +53,7 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def window(step: int, **changes: Any) -> StepWindow:
     fields: dict[str, Any] = {
-        "t": 1000.0 + step, "attempt": 1, "step": step, "steps": 10, "pictures": 160, "wall_s": 2.0, "devices": 2,
+        "t": 1000.0 + step, "attempt": 1, "step": step, "window_steps": 10, "num_images": 160, "wall_s": 2.0, "devices": 2,
         "phases": {"compute": 3.0, "eval": 1.0}, "losses": {"total": 1.5, "box": 0.5}, "lr": 0.01, **changes,
     }  # fmt: skip
     return StepWindow(**fields)
@@ -70,7 +70,7 @@ def metrics() -> Metrics:
 
 def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
     board = Board(tmp_path)
-    board.add_window(window(20, grad_norm=2.5, memory_peak_bytes=3 * 2**29, skipped=1))
+    board.add_window(window(20, grad_norm=2.5, memory_peak_bytes=3 * 2**29, skipped_steps=1))
     board.close()
     assert curves(tmp_path) == {
         "loss/total": [(20, 1.5)], "loss/box": [(20, 0.5)], "train/rate": [(20, 0.01)], "train/grad_norm": [(20, 2.5)],
@@ -82,7 +82,7 @@ def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
 
 def test_what_is_not_known_has_no_point(tmp_path: Path) -> None:
     board = Board(tmp_path)
-    board.add_window(window(20, losses={}, rate=None, wall_s=0.0))
+    board.add_window(window(20, losses={}, lr=None, wall_s=0.0))
     board.add_metrics(20, metrics())
     board.close()
     shown = curves(tmp_path)

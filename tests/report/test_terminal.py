@@ -93,7 +93,7 @@ results in runs/demo-tiny-1
 
 def test_plain_progress_leaves_out_what_is_not_known() -> None:
     file = io.StringIO()
-    bare = window(losses={}, rate=None, wall_s=0.0, skipped=1)
+    bare = window(losses={}, lr=None, wall_s=0.0, skipped_steps=1)
     with plain(file) as screen:
         screen.progress(bare, fraction_done=0.5, total_steps=None, eta_s=None, memory=None)
     assert file.getvalue() == "step 1,200 (50 %) · 1 step skipped\n"
