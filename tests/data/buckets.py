@@ -39,8 +39,8 @@ class Bucket(NamedTuple):
 
     def got(self) -> list[str]:
         """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
-        paths = [seen.path for seen in self.proxy.observe if seen.method == "GET" and "list-type" not in seen.path]
-        self.proxy.observe.clear()
+        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
+        self.proxy.seen.clear()
         return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
 
 
@@ -51,7 +51,7 @@ def filled(bucket: Bucket, folder: Path, write: Callable[[Path, list[Drawn]], No
 
 
 def same(remote: Index, local: Index) -> None:
-    for name in ("size", "image_id", "offsets", "boxes", "labels", "crowd", "area"):
+    for name in ("original_size", "image_id", "offsets", "boxes", "labels", "crowd", "area"):
         assert np.array_equal(getattr(remote, name), getattr(local, name)), name
     for name in ("format", "class_names", "category_ids", "splits", "problems"):
         assert getattr(remote, name) == getattr(local, name), name

@@ -175,7 +175,7 @@ def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None
     process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
     copied = mirror_dir_for(parse_uri(s3.data)) / "set" / "Annotations" / "train-0.xml"
     try:
-        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.observe):
+        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.seen):
             assert process.poll() is None, "it should hang"
     finally:
         process.send_signal(signal.SIGKILL)
@@ -210,8 +210,8 @@ def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, mon
     filled(s3, tmp_path / "set", WRITE["coco"])
     address = parse_uri(s3.data)
     waits = threading.Event()
-    monkeypatch.setattr(bucket_module, "say", lambda _: waits.set())
-    made = list[bucket_module.Mirror]()
+    monkeypatch.setattr(bucket_module, "print_status", lambda _: waits.set())
+    made = list[bucket_module.ResolvedDataset]()
     other = threading.Thread(target=lambda: made.append(bucket_module.sync_mirror(address)))
 
     def while_listing(_number: int, _method: str, _path: str) -> None:
@@ -223,9 +223,9 @@ def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, mon
     first = bucket_module.sync_mirror(address)
     other.join()
     assert made == [first]
-    assert sum("list-type" in seen.path for seen in s3.proxy.observe) == 1
+    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 1
     bucket_module.sync_mirror(address)
-    assert sum("list-type" in seen.path for seen in s3.proxy.observe) == 2, "later it is listed again"
+    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 2, "later it is listed again"
 
 
 def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None
     put_folder(s3.place, "some/set/train//doubled.jpg")
     with pytest.raises(StorageError, match=r"'some/set/train//doubled\.jpg' has a name that") as raised:
         open_index(s3.data)
-    bucket = f"s3://{s3.store.address.bucket}"
+    bucket = f"s3://{s3.store.uri.bucket}"
     move = f"aws s3 mv {bucket}/some/set/train//doubled.jpg {bucket}/some/set/train/doubled.jpg"
     assert move in (raised.value.fix or "")
 
@@ -321,7 +321,7 @@ def test_names_that_differ_in_case_only() -> None:
 
 def test_no_room(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(s3, tmp_path / "set", WRITE["tfrecord"])
-    monkeypatch.setattr(mirror, "ROOM_LEFT", 2**62)
+    monkeypatch.setattr(mirror, "MIN_FREE_BYTES", 2**62)
     with pytest.raises(StorageError, match="no room") as raised:
         open_index(s3.data)
     assert "STOKER_CACHE_DIR" in str(raised.value)

@@ -106,8 +106,8 @@ def bytes_read(address: str, ranks: int) -> int:
 
 def test_ranks_fetch_their_own_share(folder: Path, bucket: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
     address, _ = bucket
-    monkeypatch.setattr(concurrency, "FIRST", AHEAD)
-    monkeypatch.setattr(concurrency, "GROWTH", 1.0)
+    monkeypatch.setattr(concurrency, "INITIAL_CONCURRENCY", AHEAD)
+    monkeypatch.setattr(concurrency, "GROWTH_FACTOR", 1.0)
     one, three = bytes_read(address, 1), bytes_read(address, 3)
     pictures = sum(path.stat().st_size for path in (folder / "train").glob("*.jpg"))
     assert three == pytest.approx(one, rel=0.05)

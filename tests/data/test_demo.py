@@ -19,7 +19,7 @@ from stoker.errors import DataError
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "COUNTS", {"train": 12, "valid": 6})
+    monkeypatch.setattr(demo, "IMAGES_PER_SPLIT", {"train": 12, "valid": 6})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -81,7 +81,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_kill_while_drawing_leaves_nothing_that_looks_whole() -> None:
     script = (
         "import os, signal; from stoker.data import demo\n"
-        "demo.COUNTS = {'train': 12, 'valid': 6}; draw = demo._draw_split\n"
+        "demo.IMAGES_PER_SPLIT = {'train': 12, 'valid': 6}; draw = demo._draw_split\n"
         "def die(folder, split, count):\n"
         "    draw(folder, split, count)\n"
         "    if split == 'valid': os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -60,7 +60,7 @@ def test_without_augmentation_both_are_the_same(index: Index):
         assert np.array_equal(plain, augmented)
 
 
-@pytest.mark.parametrize("name", ["flip", "crop", "brightness", "contrast", "saturation", "hue", "mosaic"])
+@pytest.mark.parametrize("name", ["hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic"])
 def test_each_setting_shows_on_the_right_only(index: Index, name: str):
     changes = {name: 0.5 if name == "hue" else 1.0}
     sheet = sheet_of(index, dataclasses.replace(PLAIN, **changes))
@@ -77,7 +77,7 @@ def test_the_words_below_a_picture():
     draws[0, RandSlot.BRIGHTNESS] = 0.75
     plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], draw=draws)
     loaded = plain._replace(scale=plain.scale * 1.25)
-    settings = dataclasses.replace(PLAIN, flip=0.95, brightness=0.2, hue=0.1)
+    settings = dataclasses.replace(PLAIN, hflip=0.95, brightness=0.2, hue=0.1)
     assert describe_augmentation(plain, loaded, 0, settings, mosaic=True) == [
         "flip, zoom 1.25, mosaic",
         "brightness 1.10, hue +29°",
@@ -109,8 +109,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     output = capsys.readouterr().out
     assert "preview.jpg: 5 pictures of train" in output
     rows = {line.split()[0]: line for line in output.splitlines()}
-    assert "0.25" in rows["flip"]
-    assert "set by you" in rows["flip"]
+    assert "0.25" in rows["hflip"]
+    assert "set by you" in rows["hflip"]
     assert "--augment none" in rows["brightness"]
     with Image.open("preview.jpg") as sheet:
         assert sheet.format == "JPEG"
@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, data, "--split", "val") == 0
     assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out
 
-    assert run(monkeypatch, data, "--model", "ember_n", "--epochs", "100", "--batch-size", "2") == 0
+    assert run(monkeypatch, data, "--model", "ember_n", "--max-duration", "100ep", "--batch-size", "2") == 0
     assert "seen about 100 times" in capsys.readouterr().out
 
     picture = next((data / "train").glob("*.jpg"))

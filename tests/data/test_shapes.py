@@ -89,7 +89,7 @@ def test_shapes_are_those_of_the_models_anchors(sizes, scales, ratios):
 
 def test_the_papers_anchors_are_the_models_own():
     defaults = get_architecture("retinanet_resnet50_fpn").defaults
-    assert AnchorConfig(*(tuple(defaults[f"anchor_{name}"]) for name in ("sizes", "scales", "ratios"))) == PAPER
+    assert AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"))) == PAPER
 
 
 def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_overlap():

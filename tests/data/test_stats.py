@@ -79,7 +79,7 @@ def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
     assert set(found.anchors[0].by_size) == {"small", "medium", "large"}
     assert [one.name for one in found.anchors] == ["a model's own"]
     assert found.flags == ""
-    half = stats_of(tmp_path, canvas=(32, 32))  # on it they are a 25th
+    half = stats_of(tmp_path, image_size=(32, 32))  # on it they are a 25th
     assert half.anchors[0].all["0.5"] < 0.5
     assert half.flags.startswith("--image-size 32 32 --anchor-sizes ")
     assert half.anchors[1].all["0.5"] > half.anchors[0].all["0.5"] + 0.02

@@ -142,7 +142,7 @@ def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError) as caught:
         read(store)
     assert str(caught.value) == (
-        f"""The bucket {store.address.bucket} does not let this be read.
+        f"""The bucket {store.uri.bucket} does not let this be read.
   where:  {place.address}/train/1.jpg
   why:    we are anonymous (STORAGE_EMULATOR_HOST={google.url}), which lacks storage.objects.get; the store says: \
 403 AccessDenied, Access denied.; somebody@example.org does not have access to the Google Cloud Storage object.

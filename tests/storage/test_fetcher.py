@@ -53,7 +53,7 @@ def test_reads_come_whole_and_in_part(store: Store) -> None:
         assert rest.result() == DATA["k0"][-2:]
         assert fetcher.submit(store, "empty").result() == b""
         stats = fetcher.stats()
-        assert (stats.finished, stats.failed, stats.under_way, stats.queued) == (3 * COUNT + 2, 0, 0, 0)
+        assert (stats.finished, stats.failed, stats.in_flight, stats.queued) == (3 * COUNT + 2, 0, 0, 0)
         assert stats.read_bytes == COUNT * (2 * SIZE + 7) + 2
 
 
@@ -95,12 +95,12 @@ def test_no_more_are_under_way_than_may_be(place: Place, monkeypatch: pytest.Mon
         with Fetcher(max_in_flight=5, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
-            assert fetcher.stats().most_under_way == 5
+            assert fetcher.stats().peak_in_flight == 5
         assert proxy.most_under_way <= 5
         with Fetcher(max_in_flight=50, budget_bytes=3 * SIZE, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key, length=SIZE) for key in DATA]:
                 future.result()
-            assert fetcher.stats().most_under_way == 3
+            assert fetcher.stats().peak_in_flight == 3
             assert fetcher.target_in_flight == 3
         with Fetcher(budget_bytes=1) as fetcher:  # larger than all of it, and read all the same
             assert fetcher.submit(store, "k0", length=SIZE).result() == DATA["k0"]
@@ -234,9 +234,9 @@ def test_a_fork_is_told_instead_of_waiting(store: Store) -> None:
 
 def test_the_interpreter_ends_in_the_middle_of_reads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import sys; from stoker.storage.store import open_store; from stoker.storage.uri import parse\n"
+        "import sys; from stoker.storage.store import open_store; from stoker.storage.uri import parse_uri\n"
         "from stoker.storage.fetcher import Fetcher\n"
-        "store, fetcher = open_store(parse(sys.argv[1])), Fetcher()\n"
+        "store, fetcher = open_store(parse_uri(sys.argv[1])), Fetcher()\n"
         "futures = [fetcher.submit(store, f'k{n}') for n in range(40)]\n"
         "futures[0].result(); print('one came')\n"
     )

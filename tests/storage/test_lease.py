@@ -60,9 +60,9 @@ def test_a_second_process_is_refused_until_it_is_given_back(address: StorageUri)
 
 HOLD = """
 import sys
-from stoker.storage.uri import parse
+from stoker.storage.uri import parse_uri
 from stoker.storage.lease import acquire
-acquire(parse(sys.argv[1]), say=print, check=lambda: None)
+acquire(parse_uri(sys.argv[1]), on_message=print, check_interrupted=lambda: None)
 print("held", flush=True)
 sys.stdin.read()
 """

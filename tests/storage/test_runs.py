@@ -105,7 +105,7 @@ def test_a_live_a_dead_and_a_finished_run(address: StorageUri, put: Callable[...
     put()
     assert explain_run(str(address)).steps == 20, "it grew"
     key = address.child(LEASE_FILE).key
-    gone = open_store(address).read(key).replace(b'"valid_s":60.0', b'"valid_s":0.0')
+    gone = open_store(address).read(key).replace(b'"lease_duration_s":60.0', b'"lease_duration_s":0.0')
     write(address, LEASE_FILE, gone)
     assert explain_run(str(address)).state == "dead"
     put("finished")
@@ -135,10 +135,10 @@ def test_what_has_not_changed_is_not_fetched_again(server: Server, monkeypatch: 
         write(address, CONFIG, b"")
 
         def gets() -> int:
-            before = len(proxy.observe)
+            before = len(proxy.seen)
             folder = fetch_run(address, weights=True)
             read.append((folder / BEST).read_bytes())
-            return sum(seen.method == "GET" and BEST.partition(".")[0] in seen.path for seen in proxy.observe[before:])
+            return sum(seen.method == "GET" and BEST.partition(".")[0] in seen.path for seen in proxy.seen[before:])
 
         read: list[bytes] = []
         assert [gets(), gets()] == [1, 0]
