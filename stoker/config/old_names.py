@@ -190,6 +190,16 @@ CAUSES = {
 ERROR_TYPES = {"localisation": "localization"}
 ENVIRONMENT = {"handles_limit": "max_fds", "board": "system_vendor"}
 
+ALERT_QUANTITIES = {
+    "silence": "seconds_since_step",
+    "rate": "lr",
+    "skipped": "skipped_steps",
+    "gpu_utilisation": "gpu_utilization",
+    "cpu_withheld": "cpu_throttled",
+    "handles": "open_fds",
+}
+"""Quantity of an alert rule → its name now."""
+
 _CHECKPOINT_STATE = {
     "stepper": "optimizer_step",
     "stale": "evals_since_best",
@@ -198,6 +208,7 @@ _CHECKPOINT_STATE = {
     "slowed": "rollbacks",
 }
 _FINGERPRINT = {"pictures": "num_images", "slots": "max_boxes"}
+_DETECTIONS = {"row": "image_index", "pictures": "image_indices"}
 
 _OLD_KEYS = {
     name: re.compile(rb'"(?:' + b"|".join(sorted(key.encode() for key in keys)) + rb')":')
@@ -282,4 +293,8 @@ def checkpoint_state(state: dict[str, Any]) -> dict[str, Any]:
     renamed = {_CHECKPOINT_STATE.get(key, key): value for key, value in state.items()}
     if isinstance(renamed.get("data"), dict):
         renamed["data"] = {_FINGERPRINT.get(key, key): value for key, value in renamed["data"].items()}
+    pending = renamed.get("pending_eval")
+    if isinstance(pending, dict) and "found" in pending:
+        columns = {_DETECTIONS.get(key, key): value for key, value in pending["found"].items()}
+        renamed["pending_eval"] = {"step": pending["step"], "detections": columns, "weights": pending["weights"]}
     return renamed

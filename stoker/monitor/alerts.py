@@ -1,8 +1,9 @@
-"""Rules such as `idle > 30% for 5min`: what they mean, and when they hold. Pure: lines and times in, alerts out.
+"""Alert rules such as `idle > 30% for 5min`: parsing and evaluation. Pure: lines of records in, alerts out.
 
-A rule with a duration is about the mean over it, weighted by time: training is bursty, and a condition that has to hold
-in each second would never. A rule is silent until its duration has been seen, and while nobody measured its quantity.
-It is said once when it begins to hold, and again only after it ceased to. Who is told: `delivery.py`.
+A rule with a duration uses the time-weighted mean over it, because training is bursty and few conditions hold in every
+single second. Such a rule is evaluated only after most of its duration was measured. A rule whose quantity is not
+measured never fires. An alert fires when its condition becomes true, and again only after the condition was false.
+Delivery of alerts is in `delivery.py`.
 """
 
 import dataclasses
@@ -12,17 +13,18 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from stoker.config import old_names
 from stoker.errors import ConfigError
 from stoker.monitor.follow import RecordLine, describe_event
 from stoker.runs.records import EVENT_KINDS, PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 MIN_COVERAGE = 0.9
-"""Share of a rule's duration that must have been measured before it can hold: a line may be late."""
+"""Fraction of a rule's duration that must be measured before the rule is evaluated: a line may be late."""
 ALERT_DELIVERY = "alert_delivery"
-"""In the data of an event that is about telling of alerts: `on warning` would tell of it for ever."""
+"""Key in the data of events about alert delivery. Rules ignore these events, else `on warning` would trigger itself."""
 MAX_DURATION_S = 24 * 3600.0
-"""Longest duration of a rule: what is kept for it is a number a second."""
+"""Longest duration of a rule: it needs memory for one number per second."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
@@ -54,53 +56,56 @@ def _gpu_utilization(sample: DeviceSample) -> float | None:
 
 
 _SAMPLE_QUANTITIES: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
-    "gpu_utilisation": ("share of time in which a kernel ran, mean of the GPUs", _gpu_utilization),
+    "gpu_utilization": ("fraction of time in which a kernel ran, mean over the GPUs", _gpu_utilization),
     "gpu_memory": (
-        "used share of the fullest GPU's memory",
+        "used fraction of GPU memory, maximum over the GPUs",
         lambda s: _max_over_gpus(s.gpus, lambda gpu: _fraction(gpu.memory_used_bytes, gpu.memory_total_bytes)),
     ),
-    "gpu_temperature": ("°C of the hottest GPU", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.temperature_c)),
-    "gpu_power": ("W of the GPU that draws most", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.power_w)),
-    "host_memory": ("used share of the memory limit", lambda s: _fraction(s.memory_used_bytes, s.memory_limit_bytes)),
-    "cpu": ("busy share of the cores", lambda s: _mean(s.cpu_core_utilization)),
-    "cpu_withheld": ("processors' worth of time that the CPU quota withheld", lambda s: s.throttled_s),
-    "cpu_pressure": ("share of time in which something waited for a core", lambda s: s.psi_cpu),
-    "io_pressure": ("share of time in which something waited for storage", lambda s: s.psi_io),
-    "memory_pressure": ("share of time in which something waited for memory", lambda s: s.psi_memory),
-    "disk_free": ("bytes left where the run's folder is", lambda s: s.disk_free_bytes),
-    "shm": ("used share of /dev/shm", lambda s: _fraction(s.shm_used_bytes, s.shm_total_bytes)),
-    "handles": ("open files, share of their limit", lambda s: _fraction(s.open_fds, s.max_fds)),
-    "swap": ("bytes in swap", lambda s: s.swap_used_bytes),
+    "gpu_temperature": ("°C, maximum over the GPUs", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.temperature_c)),
+    "gpu_power": ("W, maximum over the GPUs", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.power_w)),
+    "host_memory": (
+        "used fraction of the memory limit",
+        lambda s: _fraction(s.memory_used_bytes, s.memory_limit_bytes),
+    ),
+    "cpu": ("CPU utilization, mean over the cores", lambda s: _mean(s.cpu_core_utilization)),
+    "cpu_throttled": ("CPU-seconds per second in which the CPU quota throttled the job", lambda s: s.throttled_s),
+    "cpu_pressure": ("fraction of time in which a task waited for a core (PSI)", lambda s: s.psi_cpu),
+    "io_pressure": ("fraction of time in which a task waited for I/O (PSI)", lambda s: s.psi_io),
+    "memory_pressure": ("fraction of time in which a task waited for memory (PSI)", lambda s: s.psi_memory),
+    "disk_free": ("free bytes on the file system of the run folder", lambda s: s.disk_free_bytes),
+    "shm": ("used fraction of /dev/shm", lambda s: _fraction(s.shm_used_bytes, s.shm_total_bytes)),
+    "open_fds": ("open file descriptors, fraction of the limit", lambda s: _fraction(s.open_fds, s.max_fds)),
+    "swap": ("bytes of swap in use", lambda s: s.swap_used_bytes),
 }  # fmt: skip
 
 _WINDOW_QUANTITIES: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
     "img_per_s": (
-        "pictures per second",
+        "images per second",
         lambda w: w.num_images / w.wall_s if w.window_steps and w.num_images else None,
     ),
     "steps_per_s": ("optimizer steps per second", lambda w: w.window_steps / w.wall_s),
-    "loss": ("the total loss", lambda w: w.losses.get("total", w.losses.get("loss"))),
-    "grad_norm": ("norm of the gradient", lambda w: w.grad_norm),
-    "rate": ("learning rate", lambda w: w.lr),
-    "skipped": (
-        "share of the steps that moved nothing",
+    "loss": ("total loss", lambda w: w.losses.get("total", w.losses.get("loss"))),
+    "grad_norm": ("gradient norm before clipping", lambda w: w.grad_norm),
+    "lr": ("learning rate", lambda w: w.lr),
+    "skipped_steps": (
+        "fraction of steps that were skipped (gradients not finite)",
         lambda w: w.skipped_steps / w.window_steps if w.window_steps else None,
     ),
 }
 
 QUANTITIES: dict[str, str] = {
-    "idle": "share of time without work: by the driver where there are GPUs, else by the ledger",
-    "silence": "seconds since the last step",
+    "idle": "fraction of time without work: from GPU utilization if there are GPUs, else from the ledger",
+    "seconds_since_step": "seconds since the last step",
     **{name: meaning for name, (meaning, _) in _WINDOW_QUANTITIES.items()},
     **{name: meaning for name, (meaning, _) in _SAMPLE_QUANTITIES.items()},
-    **{phase: f"share of device time in the phase {phase}" for phase in PHASES if phase != "idle"},
+    **{phase: f"fraction of device time in the phase {phase}" for phase in PHASES if phase != "idle"},
 }
-"""What a rule can be about, in words; shares are 0 … 1, so 30% is 0.3."""
+"""Quantity → its meaning. Fractions are 0 … 1, so 30% is 0.3."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`name compare threshold for for_s`, or `on kind`: then name is "on" and kind the kind of an event."""
+    """`name compare threshold for duration_s`; or `on kind`: then `name` is "on" and `kind` is the kind of an event."""
 
     text: str
     name: str
@@ -108,11 +113,13 @@ class Rule:
     threshold: float = 0.0
     duration_s: float = 0.0
     kind: str = ""
+    note: str = ""
+    """What to tell the user about the rule: it uses an old name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alert:
-    """A rule that began to hold. value: the mean over its duration; None for an event."""
+    """A rule that fired. value: the mean over the rule's duration; None for an event."""
 
     rule: str
     text: str
@@ -121,32 +128,40 @@ class Alert:
 
 
 def parse_rule(text: str) -> Rule:
-    """Raises ConfigError that names what is valid."""
+    """Parses the text of `--alert`. Raises ConfigError that lists the valid choices."""
     if (match := _EVENT_RULE.fullmatch(text)) is not None:
         kinds = [kind for kind in EVENT_KINDS if kind != "alert"]
         if match["kind"] not in kinds:
-            raise ConfigError(f"--alert {text!r}: no event of that kind.", choices=kinds, fix="--alert 'on failed'")
+            raise ConfigError(
+                f"--alert {text!r}: there is no event of this kind.", choices=kinds, fix="--alert 'on failed'"
+            )
         return Rule(text=" ".join(text.split()), name="on", kind=match["kind"])
     match = _QUANTITY_RULE.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--alert {text!r} cannot be understood.",
+            f"--alert {text!r} is not a valid rule.",
             cause="a rule is QUANTITY > NUMBER[%|GB|min|C] [for DURATION], or: on EVENT",
             fix="--alert 'idle > 30% for 5min'",
         )
-    if match["name"] not in QUANTITIES:
-        raise ConfigError(f"--alert {text!r}: nobody measures {match['name']!r}.", choices=list(QUANTITIES))
+    name = old_names.ALERT_QUANTITIES.get(match["name"], match["name"])
+    if name not in QUANTITIES:
+        raise ConfigError(f"--alert {text!r}: {name!r} is not a known quantity.", choices=list(QUANTITIES))
     duration_s = float(match["for"]) * _DURATIONS[match["for_unit"]] if match["for"] else 0.0
     if duration_s > MAX_DURATION_S:
         raise ConfigError(f"--alert {text!r}: the duration is longer than a day.", fix="24h at most")
     return Rule(
-        text=" ".join(text.split()), name=match["name"], compare=match["compare"],
-        threshold=float(match["number"]) * _UNITS[match["unit"] or ""], duration_s=duration_s,
-    )  # fmt: skip
+        text=" ".join(text.split()),
+        name=name,
+        compare=match["compare"],
+        threshold=float(match["number"]) * _UNITS[match["unit"] or ""],
+        duration_s=duration_s,
+        note="" if name == match["name"] else f"--alert: {match['name']} is now called {name}",
+    )
 
 
 class Alerts:
-    """Rules, and what they have seen. started_s: Unix time from which `silence` counts before the first step."""
+    """Evaluates rules on lines of records. start_t: Unix time from which `seconds_since_step` counts before the first
+    step."""
 
     def __init__(self, rules: Iterable[Rule], start_t: float) -> None:
         self._rules = [_RuleState(rule) for rule in rules]
@@ -155,12 +170,15 @@ class Alerts:
         self._has_gpu_utilization = False
 
     def observe(self, line: RecordLine) -> list[Alert]:
-        """A new line of the records, in the order of time; the rules that begin to hold with it."""
+        """Takes the next line, in order of time; returns the alerts that it fires."""
         if isinstance(line, Event):
             if ALERT_DELIVERY in line.data:
                 return []
-            return [Alert(rule=state.rule.text, text=describe_event(line), t=line.t) for state in self._rules
-                    if state.rule.kind == line.kind]  # fmt: skip
+            return [
+                Alert(rule=state.rule.text, text=describe_event(line), t=line.t)
+                for state in self._rules
+                if state.rule.kind == line.kind
+            ]
         if isinstance(line, StepWindow):
             if line.wall_s <= 0:
                 return []
@@ -170,15 +188,19 @@ class Alerts:
         else:
             duration_s = 1.0
             values = {name: value(line) for name, (_, value) in _SAMPLE_QUANTITIES.items()}
-            gpu_utilization = values["gpu_utilisation"]
+            gpu_utilization = values["gpu_utilization"]
             self._has_gpu_utilization |= gpu_utilization is not None
             values["idle"] = None if gpu_utilization is None else 1 - gpu_utilization
-            values["silence"] = max(0.0, line.t - self._last_step_t)
-        return [alert for state in self._rules if (value := values.get(state.rule.name)) is not None
-                and (alert := state.add(line.t, duration_s, value)) is not None]  # fmt: skip
+            values["seconds_since_step"] = max(0.0, line.t - self._last_step_t)
+        return [
+            alert
+            for state in self._rules
+            if (value := values.get(state.rule.name)) is not None
+            and (alert := state.add(line.t, duration_s, value)) is not None
+        ]
 
     def firing(self) -> dict[str, bool]:
-        """Rule → whether it holds now; of `on` rules, nothing."""
+        """Rule → whether its condition is true now; without `on` rules."""
         return {state.rule.text: state.is_firing for state in self._rules if state.rule.name != "on"}
 
     def _window_values(self, window: StepWindow) -> dict[str, float | None]:
@@ -191,7 +213,7 @@ class Alerts:
 
 
 class _RuleState:
-    """A rule, and the values over its duration: (t, seconds that it speaks of, value)."""
+    """A rule with the values over its duration: (t, seconds that the value covers, value)."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -205,10 +227,8 @@ class _RuleState:
         if t - (self._values[0][0] - self._values[0][1]) < MIN_COVERAGE * self.rule.duration_s:
             return None
         mean = sum(seconds * v for _, seconds, v in self._values) / sum(seconds for _, seconds, _ in self._values)
-        was_firing, self.is_firing = (
-            self.is_firing,
-            math.isnan(mean) or _OPERATORS[self.rule.compare](mean, self.rule.threshold),
-        )
+        was_firing = self.is_firing
+        self.is_firing = math.isnan(mean) or _OPERATORS[self.rule.compare](mean, self.rule.threshold)
         if was_firing or not self.is_firing:
             return None
         text = f"{self.rule.text}: {_format_value(self.rule, mean)}"

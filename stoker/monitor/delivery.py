@@ -1,7 +1,7 @@
-"""Tells of an alert: an event of the run, a command, a webhook, the end of the run. In the order in which they came.
+"""Delivers alerts: an event of the run, a command, a webhook, the end of the run. In the order of their arrival.
 
-Commands and webhooks run on a thread of their own and may take their time; what could not be told is a warning of the
-run, of which no rule tells in turn. Not here: when something is to be told (`alerts.py`).
+Commands and webhooks run on a separate thread and may be slow. A failed delivery is a warning event, which triggers no
+rule itself. When an alert fires is decided in `alerts.py`.
 """
 
 import http.client
@@ -20,14 +20,14 @@ from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import RunFolder
 
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
-"""Longest that a command, and one try of a webhook, may take."""
+"""Timeouts of a command, and of one attempt of a webhook."""
 MAX_ATTEMPTS = 3
 MAX_PENDING = 100
-"""Alerts that wait for delivery at most: one whose address hangs must not fill the memory."""
+"""Maximum number of queued alerts: an address that hangs must not fill the memory."""
 
 
 class Delivery:
-    """Passes alerts on until `close`. stop: ends the run, as a signal would."""
+    """Delivers alerts until `close`. stop: ends the run, as a signal does."""
 
     def __init__(self, folder: RunFolder, options: MonitoringOptions, stop: Callable[[], None]) -> None:
         self._folder = folder
@@ -39,18 +39,18 @@ class Delivery:
         self._thread.start()
 
     def notify(self, alert: Alert) -> None:
-        """Never waits."""
+        """Records the alert and queues its delivery. Never blocks."""
         self._folder.event("alert", alert.text, rule=alert.rule, value=alert.value)
         if self._command is not None or self._webhook is not None:
             try:
                 self._pending.put_nowait(alert)
             except queue.Full:
-                self._warn(f"not told of, {MAX_PENDING} others wait: {alert.text}")
+                self._warn(f"alert not delivered, {MAX_PENDING} others are queued: {alert.text}")
         if self._stop is not None:
             self._stop()
 
     def close(self) -> None:
-        """Gives what waits the time of one command and one webhook."""
+        """Waits for queued alerts, at most as long as one command and one webhook may take."""
         try:
             self._pending.put_nowait(None)
         except queue.Full:
@@ -65,15 +65,20 @@ class Delivery:
                 self._post_webhook(self._webhook, alert)
 
     def _run_command(self, command: str, alert: Alert) -> None:
-        payload = json.dumps({"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t,
-                           "run": str(self._folder.path.absolute())})  # fmt: skip
+        run = str(self._folder.path.absolute())
+        payload = {"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t, "run": run}
         try:
             completed = subprocess.run(
-                command, shell=True, input=payload.encode(), timeout=COMMAND_TIMEOUT_S, check=False, capture_output=True,
-                env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": str(self._folder.path.absolute())},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:  # which would quote the command, and what secrets are in it
-            self._warn(f"the command of an alert was ended after {COMMAND_TIMEOUT_S:.0f} s")
+                command,
+                shell=True,
+                input=json.dumps(payload).encode(),
+                timeout=COMMAND_TIMEOUT_S,
+                check=False,
+                capture_output=True,
+                env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": run},
+            )
+        except subprocess.TimeoutExpired:  # its text quotes the command, which may contain secrets
+            self._warn(f"the command of an alert was stopped after {COMMAND_TIMEOUT_S:.0f} s")
             return
         except OSError as error:
             self._warn(f"the command of an alert failed: {error}")
@@ -83,7 +88,8 @@ class Delivery:
             self._warn(f"the command of an alert ended with {completed.returncode}: {stderr_tail}")
 
     def _post_webhook(self, url: str, alert: Alert) -> None:
-        """As Slack's incoming webhooks want it: {"text": …}; Mattermost, Discord (…/slack) and Teams take the same."""
+        """The format of Slack's incoming webhooks, {"text": …}; Mattermost, Discord (…/slack) and Teams accept it
+        too."""
         body = json.dumps({"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.text}"}).encode()
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -91,12 +97,12 @@ class Delivery:
                 with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S):
                     return
             except urllib.error.HTTPError as error:
-                cause = f"{error.code} {error.reason}"  # never the address, which is a secret
+                cause = f"{error.code} {error.reason}"  # without the address, which is a secret
                 if error.code < 500 and error.code != 429:
                     break
             except OSError as error:
                 cause = str(getattr(error, "reason", error))
-            except (http.client.HTTPException, ValueError) as error:  # an odd answer, or an address that is none
+            except (http.client.HTTPException, ValueError) as error:  # an invalid response, or an invalid address
                 cause = type(error).__name__
             if attempt < MAX_ATTEMPTS:
                 time.sleep(2.0**attempt)

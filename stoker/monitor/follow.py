@@ -1,4 +1,4 @@
-"""The new lines of a living run's records, in the order of time."""
+"""Reads new lines of the records of a running job, in order of time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +12,18 @@ RecordLine = StepWindow | DeviceSample | Event
 
 _RECORD_TYPES: dict[str, type[RecordLine]] = {STEPS: StepWindow, DEVICES: DeviceSample, EVENTS: Event}
 _TAIL_BYTES = 65536
-"""Of a file that other attempts have written, what is read to find the first lines of this one."""
+"""How much of the end of an existing file is read, to find the first lines of this attempt behind those of earlier
+ones."""
 
 
 class Follower:
-    """Reads what an attempt of a run adds to its records. Lines of other attempts, and torn ones, are passed over."""
+    """Reads the lines that one attempt of a run appends. Skips lines of other attempts and incomplete lines."""
 
     def __init__(self, run: Path, attempt: int) -> None:
         self._files = [_FileFollower(run / name, record_type, attempt) for name, record_type in _RECORD_TYPES.items()]
 
     def read(self) -> list[RecordLine]:
-        """What came since the last time. Raises OSError where a file is there and cannot be read."""
+        """Lines since the previous call. Raises OSError if an existing file cannot be read."""
         return sorted((line for file in self._files for line in file.read()), key=lambda line: line.t)
 
 
@@ -57,7 +58,7 @@ class _FileFollower:
         for line in lines:
             try:
                 decoded = self._decoder.decode(line)
-            except msgspec.MsgspecError:  # torn by a kill, or the half line with which reading began
+            except msgspec.MsgspecError:  # incomplete after a kill, or the partial line at which reading began
                 continue
             if decoded.attempt == self._attempt:
                 yield decoded

@@ -1,7 +1,7 @@
-"""One JSON object a line, for cloud logging (`--log-format json`): each event, and each minute where training is.
+"""One JSON object per line, for cloud logging (`--log-format json`): every event, and the progress once per minute.
 
-The names are those that Google's, Amazon's and most other collectors understand by themselves: `severity`, `message`,
-`time`; the rest is the record as it is in the run's folder.
+`severity`, `message` and `time` are the names that the collectors of Google, Amazon and most others recognize; `data`
+is the record as in the run folder.
 """
 
 import datetime
@@ -18,7 +18,7 @@ PROGRESS_EVERY_S = 60.0
 
 
 class JsonLog:
-    """Writes to `file`. progress_every_s: of the windows, one in so many seconds; events all."""
+    """Writes to `file`. progress_every_s: seconds between two progress lines; all events are written."""
 
     def __init__(self, file: TextIO, *, run: str, progress_every_s: float = PROGRESS_EVERY_S) -> None:
         self._file = file
@@ -27,7 +27,7 @@ class JsonLog:
         self._next_progress_t = 0.0
 
     def observe(self, line: RecordLine) -> None:
-        """Raises OSError where the stream cannot be written."""
+        """Raises OSError if the stream cannot be written."""
         if isinstance(line, Event):
             severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
             self._write(line, "event", severity, line.text or describe_event(line))

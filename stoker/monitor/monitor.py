@@ -1,7 +1,7 @@
-"""The thread that follows a living run's records and hands each new line to whoever was asked for.
+"""The thread that follows the records of a running job and passes each new line to the enabled sinks.
 
-Used as a block around a run: `with monitoring(folder, options, stop=…)`. What fails here is a warning of the run; the
-run goes on.
+Used as a block around a run: `with monitoring(folder, options, stop=…)`. A sink that fails is disabled with a warning
+event; the run continues.
 """
 
 import contextlib
@@ -34,13 +34,18 @@ def monitoring(
     log: Literal["text", "json"] = "text",
     log_file: TextIO | None = None,
 ) -> Iterator[None]:
-    """Looks after the run inside the block, and once more at its end. stop: ends the run as a signal would.
+    """Monitors the run inside the block, and reads its records once more at the end. stop: ends the run as a signal
+    does.
 
-    Raises ConfigError before anything starts, where what is asked for cannot be had.
+    Raises ConfigError before anything starts, if an option is not valid.
     """
     options.validate()
     with contextlib.ExitStack() as stack:
-        alerts = Alerts(options.rules(), time.time())
+        rules = options.rules()
+        for rule in rules:
+            if rule.note:
+                folder.event("info", rule.note)
+        alerts = Alerts(rules, time.time())
         sinks: dict[str, Callable[[RecordLine], None]] = {}
         if options.alert:
             delivery = Delivery(folder, options, stop)
@@ -62,7 +67,7 @@ def monitoring(
         finally:
             if os.getpid() == owner_pid:
                 thread.stop()
-            else:  # forked off: threads, server and connections are the parent's
+            else:  # a forked child: threads, server and connections belong to the parent
                 stack.pop_all()
 
 
@@ -74,7 +79,7 @@ def _notify(delivery: Delivery, alerts: Alerts, line: RecordLine) -> None:
 def _serve_metrics(
     folder: RunFolder, port: int, alerts: Alerts, stack: contextlib.ExitStack
 ) -> Callable[[RecordLine], None]:
-    from stoker.monitor.prometheus import Exporter, Server  # loads prometheus_client, which few runs need
+    from stoker.monitor.prometheus import Exporter, Server  # imports prometheus_client, which few runs need
 
     exporter = Exporter(run=folder.path.name, host=platform.node(), firing=alerts.firing)
     server = Server(exporter, port)
@@ -98,7 +103,7 @@ def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) ->
         raise ConfigError(
             f"--track {name} needs its package.", cause=str(error), fix=f"pip install 'stoker[{name}]'"
         ) from error
-    except Exception as error:  # a tracker's own: no credentials, no server; said before anything was paid for
+    except Exception as error:  # no credentials, no server, …: reported before the run costs anything
         raise ConfigError(f"--track {name} does not start.", cause=f"{type(error).__name__}: {error}") from error
     step, failed = 0, False
 
@@ -112,7 +117,7 @@ def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) ->
     def close() -> None:
         try:
             tracker.close(failed=failed)
-        except Exception as error:  # noqa: BLE001 (a tracker's own: what it was told last may be lost, the run is not)
+        except Exception as error:  # noqa: BLE001 (its last values may be lost; the run is complete)
             folder.event("warning", f"{name} could not be closed: {type(error).__name__}: {error}")
 
     stack.callback(close)
@@ -131,7 +136,7 @@ class _MonitorThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hands on what is left; one that hangs is left behind (it is a daemon)."""
+        """Passes on the remaining lines. A sink that hangs is abandoned: the thread is a daemon."""
         self._stop_event.set()
         self._thread.join(30.0)
 
@@ -141,10 +146,10 @@ class _MonitorThread:
             is_last = self._stop_event.wait(POLL_INTERVAL_S)
             try:
                 lines = self._follower.read()
-            except OSError as error:  # a storage that went away may come back
+            except OSError as error:  # the file system may become available again
                 if not failed:
                     failed = True
-                    self._folder.event("warning", f"the run's records cannot be followed: {error}")
+                    self._folder.event("warning", f"the records of the run cannot be read: {error}")
                 continue
             failed = False
             for line in lines:
@@ -154,6 +159,8 @@ class _MonitorThread:
         for name, sink in list(self._sinks.items()):
             try:
                 sink(line)
-            except Exception as error:  # noqa: BLE001 (a tracker, a log that went away: the run goes on without, and says so)
+            except Exception as error:  # noqa: BLE001 (whatever a sink raises: the run continues without it)
                 del self._sinks[name]
-                self._folder.event("warning", f"monitoring ({name}) ends here: {type(error).__name__}: {error}")
+                self._folder.event(
+                    "warning", f"monitoring ({name}) is disabled after an error: {type(error).__name__}: {error}"
+                )

@@ -1,6 +1,6 @@
-"""What a person asks for beside a run: flags of `stoker train` and `stoker watch`, arguments of `stoker.measure`.
+"""Monitoring options: flags of `stoker train` and `stoker watch`, arguments of `stoker.measure`.
 
-They are no settings of the training: they are not part of config.toml, and a continued run may have others.
+They are not settings of the training: config.toml does not contain them, and a resumed run may use others.
 """
 
 import dataclasses
@@ -13,45 +13,48 @@ from stoker.errors import ConfigError
 from stoker.monitor.alerts import Rule, parse_rule
 
 WEBHOOK_VARIABLE = "STOKER_ALERT_WEBHOOK"
-"""For the address without putting it on the command line, where every user of the machine can read it."""
+"""Holds the address of the webhook: other users of the machine can read command lines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitoringOptions:
-    """Nothing is asked for by default."""
+    """By default nothing is enabled."""
 
     alert: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-    """Rules such as 'idle > 30% for 5min', 'host_memory > 95%', 'silence > 10min', 'on failed' (docs/monitoring.md)."""
+    """Rules such as 'idle > 30% for 5min', 'host_memory > 95%', 'seconds_since_step > 10min', 'on failed'
+    (docs/monitoring.md)."""
     alert_command: str | None = None
-    """Run by the shell for each alert: the alert as JSON on stdin, STOKER_ALERT its text."""
+    """Shell command to run for each alert; it gets the alert as JSON on stdin and its text in STOKER_ALERT."""
     alert_webhook: str | None = None
-    """Address that each alert is posted to, as Slack wants it; default: the variable STOKER_ALERT_WEBHOOK."""
+    """URL that each alert is posted to in Slack's format; default: the variable STOKER_ALERT_WEBHOOK."""
     alert_exit: Annotated[bool, Parameter(negative=())] = False
-    """An alert also stops the run, as SIGTERM does: training saves its state and exits with 75."""
+    """Also stop the run at an alert, as SIGTERM does: training saves its state and exits with code 75."""
     metrics_port: int | None = None
-    """Port for Prometheus, http://HOST:PORT/metrics, on all interfaces; 0 takes a free one and says which."""
+    """Port for Prometheus, http://HOST:PORT/metrics, on all interfaces; 0: a free port, which an event reports."""
     track: Annotated[tuple[Literal["wandb", "mlflow"], ...], Parameter(consume_multiple=True)] = ()
-    """Experiment trackers that get losses, speed, phases and scores: wandb, mlflow. Each reads its own variables."""
+    """Experiment trackers to log losses, speed, phases and metrics to: wandb, mlflow. Each reads its own variables."""
 
     def rules(self) -> list[Rule]:
-        """The alerts, parsed. Raises ConfigError at one that cannot be understood."""
+        """The parsed alert rules. Raises ConfigError for an invalid one."""
         return [parse_rule(text) for text in self.alert]
 
     def webhook_url(self) -> str | None:
         return self.alert_webhook or os.environ.get(WEBHOOK_VARIABLE) or None
 
     def validate(self) -> None:
-        """Raises ConfigError where what is asked for does not go together, before anything has started."""
+        """Raises ConfigError for options that do not fit together."""
         rules = self.rules()
-        action_flags = [f"--{name.replace('_', '-')}" for name in ("alert_command", "alert_webhook", "alert_exit")
-                 if getattr(self, name)]  # fmt: skip
+        actions = ("alert_command", "alert_webhook", "alert_exit")
+        action_flags = [f"--{name.replace('_', '-')}" for name in actions if getattr(self, name)]
         if action_flags and not rules:
             raise ConfigError(
-                f"{action_flags[0]} has no alert to act on.",
-                fix=f"say when: --alert 'idle > 30% for 5min' {action_flags[0]} …",
+                f"{action_flags[0]} needs an alert rule.",
+                fix=f"add a rule: --alert 'idle > 30% for 5min' {action_flags[0]} …",
             )
         webhook = self.webhook_url()
         if rules and webhook is not None and not webhook.startswith(("http://", "https://")):
-            raise ConfigError("The address of the webhook is not one of the web.", choices=["https://…", "http://…"])
+            raise ConfigError("The address of the webhook is not an HTTP URL.", choices=["https://…", "http://…"])
         if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
-            raise ConfigError(f"--metrics-port {self.metrics_port} is no port.", choices=["0 (a free one) … 65535"])
+            raise ConfigError(
+                f"--metrics-port {self.metrics_port} is not a valid port.", choices=["0 (a free port) … 65535"]
+            )

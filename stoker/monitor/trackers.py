@@ -1,7 +1,7 @@
-"""Passes a run's numbers on to Weights & Biases or MLflow, where a team keeps them. Optional extras of the package.
+"""Logs the metrics of a run to Weights & Biases or MLflow. Both are optional extras of the package.
 
-Each reads its own variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) and finds its own
-credentials. A later attempt of a run goes on with the same tracked run: its id is made of the run's folder and start.
+Each reads its own variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) and credentials. A
+later attempt of a run continues the same tracked run: its id depends on the run folder and the time of its first line.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 
 class WandbTracker:
-    """A run of Weights & Biases. Raises ImportError, and whatever wandb does."""
+    """A run of Weights & Biases. Raises ImportError, and the exceptions of wandb."""
 
     def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
         import wandb
@@ -30,7 +30,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """A run of MLflow, in the experiment of MLFLOW_EXPERIMENT_NAME. Raises ImportError, and whatever MLflow does."""
+    """A run of MLflow, in the experiment MLFLOW_EXPERIMENT_NAME. Raises ImportError, and the exceptions of MLflow."""
 
     def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -53,7 +53,7 @@ class MlflowTracker:
                 self._client.log_param(self._run_id, key, value)
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """In one request: a server is some milliseconds away, and each second has dozens of values."""
+        """Sends all values in one request: each second has dozens of values."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -68,12 +68,12 @@ TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbT
 
 
 def tracker_run_id(run: Path, start_t: float) -> str:
-    """The same for all attempts of a run: of its folder and the time of its first line."""
+    """The same id for all attempts of a run."""
     return hashlib.sha256(f"{run.absolute()} {start_t}".encode()).hexdigest()[:16]
 
 
 def tracker_metrics(line: RecordLine) -> dict[str, float]:
-    """What a line of the records is to a tracker: names as in TensorBoard's files."""
+    """Metrics of a line of records, by name."""
     if isinstance(line, StepWindow):
         if not line.window_steps or line.wall_s <= 0:
             return {}
@@ -81,12 +81,12 @@ def tracker_metrics(line: RecordLine) -> dict[str, float]:
         values = {f"loss/{name}": value for name, value in line.losses.items()}
         values |= {f"time/{phase}": duration_s / device_s for phase, duration_s in line.phases.items()}
         values |= {"img_per_s": line.num_images / line.wall_s} if line.num_images else {}
-        values |= {} if line.lr is None else {"rate": line.lr}
+        values |= {} if line.lr is None else {"lr": line.lr}
         return values | ({} if line.grad_norm is None else {"grad_norm": line.grad_norm})
     if isinstance(line, DeviceSample):
         return {
             f"gpu/{gpu.index}/{name}": float(value) for gpu in line.gpus
-            for name, value in (("utilisation", gpu.utilization), ("memory_bytes", gpu.memory_used_bytes))
+            for name, value in (("utilization", gpu.utilization), ("memory_bytes", gpu.memory_used_bytes))
             if value is not None
         }  # fmt: skip
     scores = line.data.get("metrics", {}) if isinstance(line, Event) and line.kind == "evaluated" else {}

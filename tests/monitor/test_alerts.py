@@ -1,4 +1,4 @@
-"""When a rule holds, and how often it is said."""
+"""When alert rules fire, and how often."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,8 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 def window(t: float, *, compute: float = 1.0, wall_s: float = 1.0, **more: object) -> StepWindow:
     phases = {"compute": compute * wall_s, "input_wait": (1 - compute) * wall_s}
-    told = {"attempt": 1, "step": int(t), "window_steps": 1, "num_images": 8, "devices": 1} | more
-    return StepWindow(t=t, wall_s=wall_s, phases=phases, **told)
+    fields = {"attempt": 1, "step": int(t), "window_steps": 1, "num_images": 8, "devices": 1} | more
+    return StepWindow(t=t, wall_s=wall_s, phases=phases, **fields)
 
 
 def sample(t: float, **more: object) -> DeviceSample:
@@ -24,11 +24,11 @@ def sample(t: float, **more: object) -> DeviceSample:
 
 
 def alerts_of(rule: str, *lines: object) -> list[Alert]:
-    told = Alerts([parse_rule(rule)], start_t=0.0)
-    return [alert for line in lines for alert in told.observe(line)]
+    alerts = Alerts([parse_rule(rule)], start_t=0.0)
+    return [alert for line in lines for alert in alerts.observe(line)]
 
 
-def test_a_rule_is_about_the_mean_over_its_duration() -> None:
+def test_a_rule_uses_the_mean_over_its_duration() -> None:
     bursty = [window(float(t), compute=1.0 if t % 2 else 0.2) for t in range(1, 400)]
     (alert,) = alerts_of("idle > 30% for 5min", *bursty)
     assert alert.t == pytest.approx(270, abs=2)  # 90 % of five minutes
@@ -37,26 +37,26 @@ def test_a_rule_is_about_the_mean_over_its_duration() -> None:
     assert not alerts_of("idle > 45% for 5min", *bursty)
 
 
-def test_windows_count_by_their_length() -> None:
+def test_windows_are_weighted_by_their_length() -> None:
     lines = [window(10.0, compute=0.0, wall_s=10.0), window(11.0, compute=1.0)]
     assert alerts_of("input_wait > 80% for 12s", *lines)
     assert not alerts_of("input_wait > 95% for 12s", *lines)
 
 
-def test_it_is_said_once_until_it_has_ceased() -> None:
+def test_an_alert_fires_again_only_after_its_condition_was_false() -> None:
     full = [sample(float(t), memory_used_bytes=98 if t in (3, 4, 7) else 50, memory_limit_bytes=100) for t in range(9)]
     assert [alert.t for alert in alerts_of("host_memory > 95%", *full)] == [3.0, 7.0]
 
 
-def test_what_nobody_measured_holds_never() -> None:
-    assert not alerts_of("gpu_utilisation < 99%", *(sample(float(t)) for t in range(5)))
-    watched = [window(float(t)) for t in range(5)]
-    for line in watched:
+def test_a_quantity_that_is_not_measured_never_fires() -> None:
+    assert not alerts_of("gpu_utilization < 99%", *(sample(float(t)) for t in range(5)))
+    external = [window(float(t)) for t in range(5)]
+    for line in external:
         line.phases = {"unattributed": 1.0}
-    assert not alerts_of("idle > 1%", *watched)
+    assert not alerts_of("idle > 1%", *external)
 
 
-def test_the_driver_is_asked_before_the_ledger_whether_the_device_is_idle() -> None:
+def test_idle_uses_gpu_utilization_before_the_ledger() -> None:
     busy = [sample(float(t), gpus=[GpuSample(index=0, utilization=0.9)]) for t in range(1, 20)]
     waits = [window(t + 0.5, compute=0.1) for t in range(1, 20)]
     both = [line for pair in zip(busy, waits, strict=True) for line in pair]
@@ -64,13 +64,13 @@ def test_the_driver_is_asked_before_the_ledger_whether_the_device_is_idle() -> N
     assert alerts_of("idle > 50% for 10s", *waits)
 
 
-def test_silence_counts_from_the_last_step() -> None:
+def test_seconds_since_step_counts_from_the_last_step() -> None:
     lines = [window(5.0), *(sample(float(t)) for t in range(6, 100))]
-    (alert,) = alerts_of("silence > 1min", *lines)
+    (alert,) = alerts_of("seconds_since_step > 1min", *lines)
     assert alert.t == 66.0
 
 
-def test_events_are_told_each_time() -> None:
+def test_event_rules_fire_each_time() -> None:
     fault = Event(t=1.0, attempt=1, kind="gpu_fault", text="GPU 0: Xid 79")
     assert [alert.text for alert in alerts_of("on gpu_fault", fault, fault)] == ["gpu_fault: GPU 0: Xid 79"] * 2
     assert not alerts_of("on failed", fault)
@@ -79,7 +79,7 @@ def test_events_are_told_each_time() -> None:
 @given(
     st.sampled_from(sorted(QUANTITIES)), st.sampled_from([">", ">=", "<", "<="]), st.floats(0, 1e6), st.integers(0, 90)
 )
-def test_what_is_understood_means_what_it_says(name: str, compare: str, number: float, minutes: int) -> None:
+def test_a_valid_rule_is_parsed_as_written(name: str, compare: str, number: float, minutes: int) -> None:
     text = f"{name}{compare}{number:.6f}" + (f" for {minutes} min" if minutes else "")
     rule = parse_rule(text)
     assert (rule.name, rule.compare, rule.duration_s) == (name, compare, 60.0 * minutes)
@@ -87,21 +87,32 @@ def test_what_is_understood_means_what_it_says(name: str, compare: str, number: 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("idle", "cannot be understood"),
-        ("idle > 30 parsecs", "cannot be understood"),
-        ("idel > 30%", "idle, silence"),
+        ("idle", "not a valid rule"),
+        ("idle > 30 parsecs", "not a valid rule"),
+        ("idel > 30%", "idle, seconds_since_step"),
         ("on sunday", "gpu_fault"),
         ("idle > 30% for 25h", "24h at most"),
     ],
 )
-def test_what_is_not_understood_is_said_with_the_choices(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_rule_is_an_error_that_names_the_choices(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_rule(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("silence", "seconds_since_step"), ("rate", "lr"), ("skipped", "skipped_steps"), ("handles", "open_fds"),
+     ("gpu_utilisation", "gpu_utilization"), ("cpu_withheld", "cpu_throttled")],
+)  # fmt: skip
+def test_the_old_name_of_a_quantity_is_accepted_with_a_note(old: str, new: str) -> None:
+    rule = parse_rule(f"{old} > 1")
+    assert (rule.name, rule.note) == (new, f"--alert: {old} is now called {new}")
+    assert parse_rule(f"{new} > 1").note == ""
 
 
 def test_every_quantity_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
-    rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | what |")[2], re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | meaning |")[2], re.MULTILINE)
     assert rows == [name for name in QUANTITIES if name not in PHASES or name == "idle"]

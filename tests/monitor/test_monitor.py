@@ -1,4 +1,4 @@
-"""A living run followed: real files, a real web server, real commands, a real scrape."""
+"""Monitoring of a running job: real files, a real web server, real commands, a real scrape."""
 
 import http.server
 import io
@@ -26,26 +26,26 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks at the records all the time."""
+def poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads the records without waiting."""
     monkeypatch.setattr("stoker.monitor.monitor.POLL_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
-    made = RunFolder(tmp_path, attempt=2)
-    yield made
-    made.close()
+    run_folder = RunFolder(tmp_path, attempt=2)
+    yield run_folder
+    run_folder.close()
 
 
 def window(t: float, **more: Any) -> StepWindow:
-    told = {"attempt": 2, "step": int(t), "window_steps": 2, "num_images": 16, "wall_s": 1.0, "devices": 1,
+    fields = {"attempt": 2, "step": int(t), "window_steps": 2, "num_images": 16, "wall_s": 1.0, "devices": 1,
             "phases": {"compute": 0.25, "input_wait": 0.75}, "losses": {"total": 2.5}}  # fmt: skip
-    return StepWindow(t=t, **(told | more))
+    return StepWindow(t=t, **(fields | more))
 
 
-def never() -> None:
-    raise AssertionError("nobody asked the run to end")
+def must_not_stop() -> None:
+    raise AssertionError("the run must not be stopped")
 
 
 def events(folder: RunFolder, kind: str) -> list[Event]:
@@ -73,30 +73,30 @@ def test_a_follower_reads_each_line_of_its_attempt_once_and_in_order(tmp_path: P
 
 
 class Hook(http.server.BaseHTTPRequestHandler):
-    """A webhook that fails once."""
+    """A webhook that fails at the first request."""
 
-    got: list[dict[str, Any]]
+    received: list[dict[str, Any]]
 
     def do_POST(self) -> None:
-        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(503 if len(self.got) == 1 else 200)
+        self.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(503 if len(self.received) == 1 else 200)
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.time.sleep", lambda _: None)
-    Hook.got = []
+    Hook.received = []
     server = http.server.HTTPServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stopped = threading.Event()
-    told = folder.path / "told.json"
+    output = folder.path / "output.json"
     options = MonitoringOptions(
-        alert=("input_wait > 50%",), alert_command=f"cat > '{told}'; echo \"$STOKER_ALERT\" >> '{told}'",
+        alert=("input_wait > 50%",), alert_command=f"cat > '{output}'; echo \"$STOKER_ALERT\" >> '{output}'",
         alert_webhook=f"http://127.0.0.1:{server.server_port}/services/secret", alert_exit=True,
     )  # fmt: skip
     with monitoring(folder, options, stop=stopped.set):
@@ -107,23 +107,23 @@ def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
     assert stopped.is_set()
     (event,) = events(folder, "alert")
     assert event.data == {"rule": "input_wait > 50%", "value": 0.75}
-    said, text = told.read_text().split("}")
-    assert json.loads(said + "}")["value"] == 0.75
+    payload, text = output.read_text().split("}")
+    assert json.loads(payload + "}")["value"] == 0.75
     assert text.strip() == "input_wait > 50%: 75.0 %"
-    assert len(Hook.got) == 2
-    assert list(Hook.got[1]) == ["text"]
-    assert "75.0 %" in Hook.got[1]["text"]
+    assert len(Hook.received) == 2
+    assert list(Hook.received[1]) == ["text"]
+    assert "75.0 %" in Hook.received[1]["text"]
     assert not events(folder, "warning")
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1/services/secret", "http://127.0.0.1:1/a secret"])
-def test_what_cannot_be_told_is_a_warning_without_the_secret(
+def test_a_failed_delivery_is_a_warning_without_the_secret(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.MAX_ATTEMPTS", 1)
     command = "echo broken >&2; exit 3"
     options = MonitoringOptions(alert=("input_wait > 50%",), alert_command=command, alert_webhook=address)
-    with monitoring(folder, options, stop=never):
+    with monitoring(folder, options, stop=must_not_stop):
         folder.append(STEPS, window(1.0))
     warnings = [event.text for event in events(folder, "warning")]
     assert warnings[0] == "the command of an alert ended with 3: broken"
@@ -131,19 +131,21 @@ def test_what_cannot_be_told_is_a_warning_without_the_secret(
     assert "secret" not in "".join(warnings)
 
 
-def test_a_command_that_lasts_too_long_is_ended_and_not_quoted(
+def test_a_command_that_exceeds_its_timeout_is_stopped_and_not_quoted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.monitor.delivery.COMMAND_TIMEOUT_S", 0.1)
-    with monitoring(folder, MonitoringOptions(alert=("on failed",), alert_command="sleep 9 # secret"), stop=never):
+    with monitoring(
+        folder, MonitoringOptions(alert=("on failed",), alert_command="sleep 9 # secret"), stop=must_not_stop
+    ):
         folder.event("failed")
     (warning,) = events(folder, "warning")
-    assert "was ended after" in warning.text
+    assert "was stopped after" in warning.text
     assert "secret" not in warning.text
 
 
-def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
-    with monitoring(folder, MonitoringOptions(alert=("on warning",), alert_command="exit 3"), stop=never):
+def test_a_failed_delivery_triggers_no_rule(folder: RunFolder) -> None:
+    with monitoring(folder, MonitoringOptions(alert=("on warning",), alert_command="exit 3"), stop=must_not_stop):
         folder.event("warning", "the first")
         while len(events(folder, "warning")) < 2:
             pass
@@ -151,15 +153,15 @@ def test_no_rule_tells_of_what_could_not_be_told(folder: RunFolder) -> None:
     assert [event.text for event in events(folder, "alert")] == ["warning: the first", "warning: the last"]
 
 
-def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
-    with monitoring(folder, MonitoringOptions(metrics_port=0, alert=("img_per_s < 5",)), stop=never):
-        (note,) = events(folder, "info")
+def test_prometheus_scrapes_the_metrics(folder: RunFolder) -> None:
+    with monitoring(folder, MonitoringOptions(metrics_port=0, alert=("img_per_s < 5",)), stop=must_not_stop):
+        (event,) = events(folder, "info")
         folder.append(STEPS, window(1.0))
         folder.append(STEPS, window(2.0))
         gpu = GpuSample(index=3, utilization=0.5, temperature_c=60)
         folder.append(DEVICES, DeviceSample(t=2.5, attempt=2, gpus=[gpu], cpu_core_utilization=[0.2, 0.4]))
         folder.event("evaluated", metrics={"ap": 0.25, "classes": ["a"]})
-        address = f"http://127.0.0.1:{note.data['port']}/metrics"
+        address = f"http://127.0.0.1:{event.data['port']}/metrics"
         while "stoker_score" not in (page := urllib.request.urlopen(address, timeout=10).read().decode()):
             pass
     values = {
@@ -168,31 +170,31 @@ def test_prometheus_reads_what_the_run_says(folder: RunFolder) -> None:
     }  # fmt: skip
     assert values["stoker_phase_seconds_total", "input_wait"] == 1.5
     assert values["stoker_steps_total",] == 4
-    assert values["stoker_pictures_per_second",] == 16
-    assert values["stoker_gpu_utilisation_ratio", "3"] == 0.5
-    assert values["stoker_host_cpu_busy_ratio",] == pytest.approx(0.3)
+    assert values["stoker_images_per_second",] == 16
+    assert values["stoker_gpu_utilization_ratio", "3"] == 0.5
+    assert values["stoker_host_cpu_utilization_ratio",] == pytest.approx(0.3)
     assert values["stoker_score", "ap"] == 0.25
     assert values["stoker_alert_firing", "img_per_s < 5"] == 0
     assert not [name for name, *_ in values if name == "stoker_gpu_power_watts"]
 
 
-def test_every_number_of_the_dashboard_is_one_that_is_served() -> None:
+def test_the_dashboard_uses_only_served_metrics() -> None:
     known = {
-        "phase_seconds_total", "steps_total", "pictures_total", "skipped_steps_total", "events_total", "step", "loss",
-        "last_step_timestamp_seconds", "pictures_per_second", "score", "alert_firing",
+        "phase_seconds_total", "steps_total", "images_total", "skipped_steps_total", "events_total", "step", "loss",
+        "last_step_timestamp_seconds", "images_per_second", "score", "alert_firing",
         *prometheus._STEP_METRICS, *(f"host_{name}" for name in prometheus._HOST_METRICS),
         *(f"gpu_{name}" for name in prometheus._GPU_METRICS),
     }  # fmt: skip
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text())
-    asked = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
+    used = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
              for name in re.findall(r"stoker_([a-z_]+)", target["expr"])}  # fmt: skip
-    assert asked
-    assert asked <= known
+    assert used
+    assert used <= known
 
 
-def test_json_lines_are_what_cloud_logging_reads(folder: RunFolder) -> None:
+def test_json_lines_for_cloud_logging(folder: RunFolder) -> None:
     out = io.StringIO()
-    with monitoring(folder, MonitoringOptions(), stop=never, log="json", log_file=out):
+    with monitoring(folder, MonitoringOptions(), stop=must_not_stop, log="json", log_file=out):
         for t in range(1, 90):
             folder.append(STEPS, window(float(t)))
         folder.event("warning", "something\nodd")
@@ -207,49 +209,49 @@ def test_json_lines_are_what_cloud_logging_reads(folder: RunFolder) -> None:
     assert all({"severity", "message", "time", "run"} <= line.keys() for line in lines)
 
 
-def test_a_stream_that_goes_away_ends_the_log_and_not_the_run(folder: RunFolder) -> None:
+def test_a_closed_stream_disables_the_log_and_not_the_run(folder: RunFolder) -> None:
     class Closed(io.StringIO):
         def write(self, _: str, /) -> int:
             raise BrokenPipeError("gone")
 
-    with monitoring(folder, MonitoringOptions(), stop=never, log="json", log_file=Closed()):
+    with monitoring(folder, MonitoringOptions(), stop=must_not_stop, log="json", log_file=Closed()):
         folder.append(STEPS, window(1.0))
     (warning,) = events(folder, "warning")
-    assert warning.text == "monitoring (the log) ends here: BrokenPipeError: gone"
+    assert warning.text == "monitoring (the log) is disabled after an error: BrokenPipeError: gone"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (MonitoringOptions(alert_command="true"), "no alert to act on"),
-        (MonitoringOptions(alert=("on failed",), alert_webhook="slack"), "not one of the web"),
-        (MonitoringOptions(metrics_port=70000), "no port"),
-        (MonitoringOptions(alert=("what",)), "cannot be understood"),
+        (MonitoringOptions(alert_command="true"), "needs an alert rule"),
+        (MonitoringOptions(alert=("on failed",), alert_webhook="slack"), "not an HTTP URL"),
+        (MonitoringOptions(metrics_port=70000), "not a valid port"),
+        (MonitoringOptions(alert=("what",)), "not a valid rule"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_anything_starts(
-    folder: RunFolder, options: MonitoringOptions, said: str
+def test_invalid_options_are_errors_before_anything_starts(
+    folder: RunFolder, options: MonitoringOptions, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said), monitoring(folder, options, stop=never):
+    with pytest.raises(ConfigError, match=message), monitoring(folder, options, stop=must_not_stop):
         raise AssertionError("started")
 
 
-def test_a_port_that_is_taken_is_said(folder: RunFolder) -> None:
-    with monitoring(folder, MonitoringOptions(metrics_port=0), stop=never):
-        (note,) = events(folder, "info")
-        taken = MonitoringOptions(metrics_port=note.data["port"])
-        with pytest.raises(ConfigError, match="cannot be used"), monitoring(folder, taken, stop=never):
+def test_a_port_in_use_is_an_error(folder: RunFolder) -> None:
+    with monitoring(folder, MonitoringOptions(metrics_port=0), stop=must_not_stop):
+        (event,) = events(folder, "info")
+        taken = MonitoringOptions(metrics_port=event.data["port"])
+        with pytest.raises(ConfigError, match="cannot be used"), monitoring(folder, taken, stop=must_not_stop):
             raise AssertionError("started")
 
 
-def test_mlflow_keeps_what_a_run_says_over_its_attempts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_one_run_over_attempts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder.path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for attempt in (2, 3):
         again = RunFolder(folder.path, attempt)
         again.event("started")
-        with monitoring(again, MonitoringOptions(track=("mlflow",)), stop=never):
+        with monitoring(again, MonitoringOptions(track=("mlflow",)), stop=must_not_stop):
             again.append(STEPS, window(float(attempt), attempt=attempt, step=attempt))
         again.close()
     client = mlflow.tracking.MlflowClient()
@@ -259,31 +261,29 @@ def test_mlflow_keeps_what_a_run_says_over_its_attempts(folder: RunFolder, monke
     assert run.data.metrics["time/input_wait"] == 0.75
 
 
-def test_wandb_takes_what_a_run_says(
+def test_wandb_gets_the_metrics(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(folder.path))
     folder.event("started")
-    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never):
+    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=must_not_stop):
         folder.append(STEPS, window(1.0))
     assert not events(folder, "warning")
-    assert re.search(r"time/input_wait 0.75\b", capfd.readouterr().err)  # its own summary
+    assert re.search(r"time/input_wait 0.75\b", capfd.readouterr().err)  # the summary that wandb prints
 
 
-def test_a_tracker_that_is_not_installed_says_what_to_install(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_names_the_extra_to_install(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with (
         pytest.raises(ConfigError, match=r"pip install 'stoker\[wandb\]'"),
-        monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never),
+        monitoring(folder, MonitoringOptions(track=("wandb",)), stop=must_not_stop),
     ):
         raise AssertionError("started")
 
 
-def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tracker_does_not_stop_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __init__(self, **_: Any) -> None:
             """Starts, and then its server goes away."""
@@ -295,25 +295,26 @@ def test_a_tracker_that_fails_ends_no_run(folder: RunFolder, monkeypatch: pytest
             raise ConnectionError(f"failed={failed}")
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Broken)
-    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=never):
+    with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=must_not_stop):
         folder.append(STEPS, window(1.0))
         folder.event("failed")
-    said = [event.text for event in events(folder, "warning")]
-    assert said == [
-        "monitoring (wandb) ends here: ConnectionError: no 4 values at 1",
+    warnings = [event.text for event in events(folder, "warning")]
+    assert warnings == [
+        "monitoring (wandb) is disabled after an error: ConnectionError: no 4 values at 1",
         "wandb could not be closed: ConnectionError: failed=False",
     ]
 
 
-def test_a_watched_job_is_told_of_and_ended(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_alert_ends_an_external_job(tmp_path: Path) -> None:
     """By the command line: a job that would run for a minute."""
     job = tmp_path / "job.py"
     loop = "for n in range(1200):\n    time.sleep(0.05)\n    print(f'step {n} loss={1 / (n + 1)}', flush=True)\n"
     job.write_text(f"import time\n{loop}")
-    asked = ["--alert", "loss < 2", "--alert-exit", "--alert-command", "exit 3"]
+    flags = ["--alert", "loss < 2", "--alert-exit", "--alert-command", "exit 3"]
     watch = [sys.executable, "-m", "stoker", "watch", "--run", str(tmp_path / "run"), "--no-hook"]
-    command = [*watch, *asked, "--", sys.executable, str(job)]
+    command = [*watch, *flags, "--", sys.executable, str(job)]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=50).returncode == -signal.SIGTERM
-    told = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]
-    assert ("failed", "job ended by signal 15") in told
-    assert ("warning", "the command of an alert ended with 3: ") in told
+    recorded = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]
+    assert ("failed", "job ended by signal 15") in recorded
+    assert ("warning", "the command of an alert ended with 3: ") in recorded
