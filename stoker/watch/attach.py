@@ -39,7 +39,7 @@ EXIT_CODE_TIMEOUT_S = 2.0
 MAX_CANDIDATES = 5
 """Processes that are offered where there is none of the given number."""
 
-_OWN_PROGRAMS = ("stoker", "keeper")
+_OWN_PROGRAMS = ("stoker", "output_relay")
 """Programs that are no jobs."""
 
 _GET_INFO = 0xC040FF0B

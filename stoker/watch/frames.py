@@ -132,7 +132,7 @@ FRAME_RULES = (
         r"__next__|__iter__|__getitem__",
         covers_callees=True,
     ),
-    _rule("input_wait", r"stoker/data/loader\.py", "__next__|next", covers_callees=True),
+    _rule("input_wait", r"stoker/data/loading/loader\.py", "__next__|next", covers_callees=True),
     _rule(HELPER, r"torch/distributed/(run|launcher|elastic)\b", covers_callees=True),
     _rule(HELPER, r"torch/multiprocessing/spawn\.py", "join|start_processes|spawn", covers_callees=True),
     _rule(

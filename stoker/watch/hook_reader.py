@@ -54,14 +54,14 @@ class RankTimeBreakdown:
         self._start_s = start_s
         self._ended_phases: dict[str, float] = {}
         self._ended_cpu: dict[str, float] = {}
-        self._ended_counts = {"steps": 0.0, "pictures": 0.0}
+        self._ended_counts = {"steps": 0.0, "num_images": 0.0}
         self._current: HookState | None = None
         self._ended_names: set[str] = set()
         self._offset: dict[str, float] = {}
         self._offset_cpu: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
         self._reported_cpu: dict[str, float] = {}
-        self._reported_counts = {"steps": 0, "pictures": 0}
+        self._reported_counts = {"steps": 0, "num_images": 0}
         self._window_start_s = self._last_alive_s = start_s
         self._trained_until_s = 0.0
 
@@ -101,7 +101,7 @@ class RankTimeBreakdown:
         self._ended_cpu = _add(self._ended_cpu, _subtract(cpu_by_phase(state), self._offset_cpu))
         self._ended_counts = {name: count + state.values[name] for name, count in self._ended_counts.items()}
         if state.values["steps"]:
-            self._trained_until_s = state.values["mark"]
+            self._trained_until_s = state.values["last_update"]
         self._current, self._offset, self._offset_cpu = None, {}, {}
         self._ended_names.add(state.name)
 
@@ -133,11 +133,11 @@ class RankTimeBreakdown:
         previous = self._reported_counts
         self._reported_counts = {name: self._total(name) for name in previous}
         self._window_start_s = now_s
-        lr = self._current.values["rate"] if self._current is not None else -1.0
+        lr = self._current.values["lr"] if self._current is not None else -1.0
         return RankWindow(
             rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
             thread_cpu_s=cpu, step=self.steps, steps=max(0, self._reported_counts["steps"] - previous["steps"]),
-            num_images=max(0, self._reported_counts["pictures"] - previous["pictures"]), lr=lr if lr >= 0 else None,
+            num_images=max(0, self._reported_counts["num_images"] - previous["num_images"]), lr=lr if lr >= 0 else None,
         )  # fmt: skip
 
     def _next_cpu(self) -> dict[str, float]:
@@ -179,7 +179,7 @@ class HookReader:
         ended: dict[int, list[HookState]] = {}
         now_s = time.monotonic()
         self._read_traces()
-        for path in sorted(self._directory.glob("*.cell")):
+        for path in sorted(self._directory.glob("*.state")):
             state = read_hook_state(path)
             if state is None:
                 continue
@@ -238,7 +238,7 @@ class HookReader:
         frameworks = ", ".join(
             sorted({name for state in trainers or self._states.values() for name in state.frameworks})
         )
-        failures = "; ".join(sorted({line for path in self._directory.glob("said-*") for line in _lines(path)}))
+        failures = "; ".join(sorted({line for path in self._directory.glob("errors-*") for line in _lines(path)}))
         failed = f"; it failed at {failures}" if failures else ""
         if trainers:
             loader_note = (
@@ -248,7 +248,7 @@ class HookReader:
             return f"recorded: {frameworks} in {processes}{loader_note}{failed}"
         if self._states:
             return f"not recorded: {frameworks} was loaded, and no optimizer has stepped{failed}"
-        if (self._directory / "seen").exists():
+        if (self._directory / "loaded").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
         return (
             "not recorded: no Python of the job has taken the hook (it is not Python, runs with -I or -E, or has "

@@ -65,9 +65,9 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
     since the last mark is still running; None: of a process that has ended, up to its last mark."""
     values = state.values
     seconds = {slot: values[slot] for slot in (*SLOT_PHASES, "graph")}
-    current_slot = state.slots[int(values["now_in"])]
+    current_slot = state.slots[int(values["current_slot"])]
     if now_s is not None and current_slot in seconds:
-        seconds[current_slot] += max(0.0, now_s - values["mark"])
+        seconds[current_slot] += max(0.0, now_s - values["last_update"])
     phases = _sum_slots_by_phase(state, seconds)
     if values["device"]:
         return _device_phase_seconds(phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"],

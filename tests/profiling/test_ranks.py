@@ -55,7 +55,7 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert waited_s == pytest.approx(ranks.STEPS * ranks.SLEEP_S, rel=0.15)
     found = compute_totals(run)
     assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.1)
-    assert max(found.slowest, key=lambda rank: found.slowest[rank]) == 1
+    assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 1
     assert (found.devices, found.steps, found.num_images) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
     for folder in (run, other):
         lines = list(read_lines(folder, STEPS, StepWindow))

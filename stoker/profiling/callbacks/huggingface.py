@@ -15,7 +15,7 @@ from typing import Any
 from stoker.profiling.callbacks.session import Session, load_base_classes
 
 _BASE_CLASSES = {"transformers": "TrainerCallback"}
-_LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "rate"}
+_LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 """In the Trainer's logs → in ours. Those of an evaluation have other names."""
 
 

@@ -54,7 +54,7 @@ class _Hooks:
         if getattr(loss, "numel", lambda: 0)() != 1:  # a step that optimizes by itself may return anything
             loss = None
         lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
-        measure.log(loss=loss, rate=lr)
+        measure.log(loss=loss, lr=lr)
         if trainer.global_step > measure.step_count:  # else the gradient is accumulated
             measure.count_steps(trainer.global_step - measure.step_count)
 

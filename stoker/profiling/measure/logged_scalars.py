@@ -14,8 +14,8 @@ from stoker.errors import UsageError
 if TYPE_CHECKING:
     from stoker.hardware.device import Device, ReadyEvent, SideStream
 
-LR_KEY, GRAD_NORM_KEY = "rate", "grad_norm"
-_RECORD_NAMES = {"loss": "total"}
+LR_KEY, GRAD_NORM_KEY = "lr", "grad_norm"
+_RECORD_NAMES = {"loss": "total", "rate": "lr"}
 """What records call what a loop calls so."""
 
 

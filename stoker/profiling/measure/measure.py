@@ -69,8 +69,8 @@ def measure(
     options: dict[str, Any] = {
         "name": name,
         "device": device,
-        "price": price_per_device_hour,
-        "pictures": num_images,
+        "price_per_device_hour": price_per_device_hour,
+        "num_images": num_images,
         "first_step": first_step,
     }
     return Measure(run_dir, **options, monitor=monitor)

@@ -161,7 +161,7 @@ class RankRecorder:
             with writing("The run's folder cannot be made.", RUNS_DIR, fix=_FIX):
                 run = make_run(RUNS_DIR, name_prefix)
         options = {"measured": True, "ranks": self.world_size} | (
-            {} if price_per_device_hour is None else {"price": price_per_device_hour}
+            {} if price_per_device_hour is None else {"price_per_device_hour": price_per_device_hour}
         )
         environment = describe_loop(dirs={"run": run})
         try:

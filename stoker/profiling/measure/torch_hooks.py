@@ -41,7 +41,7 @@ class LazyDeviceClock:
         self._device = device.make_clock()
 
     def record_event(self) -> Any:
-        return self._device.mark()
+        return self._device.record_event()
 
     def resolve(self, event: Any) -> float | None:
         time_s: float | None = self._device.resolve(event)

@@ -103,8 +103,8 @@ def _fast_readings(gpu: Gpu) -> dict[str, Any]:
     energy_mj = gpu.query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
     power_mw = gpu.query(pynvml.nvmlDeviceGetPowerUsage)
     return {
-        "utilisation": None if utilization is None else utilization.gpu / 100,
-        "memory_utilisation": None if utilization is None else utilization.memory / 100,
+        "utilization": None if utilization is None else utilization.gpu / 100,
+        "memory_utilization": None if utilization is None else utilization.memory / 100,
         "memory_used_bytes": None if memory is None else memory.used,
         "memory_total_bytes": None if memory is None else memory.total,
         "power_w": None if power_mw is None else power_mw / 1e3,

@@ -20,7 +20,7 @@ def _start():  # type: () -> None
             stoker_hook.start(directory)
     except Exception as error:  # noqa: BLE001 (the job goes on without)
         try:
-            with open(os.path.join(directory or hook_dir, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
+            with open(os.path.join(directory or hook_dir, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
                 file.write("start: %r\n" % error)  # noqa: UP031
         except OSError:  # nowhere to say it: the watcher sees that nothing came
             pass

@@ -99,7 +99,7 @@ def report_failure(location: str, error: BaseException) -> None:
         return
     _reported.add(location)
     try:
-        with open(os.path.join(STATE_DIR, "said-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
+        with open(os.path.join(STATE_DIR, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
             file.write(f"{location}: {type(error).__name__}: {error}\n")
     except OSError:  # the watcher has gone, or the disk is full: nobody could read it
         return
@@ -110,7 +110,7 @@ def start(directory: str) -> None:
     global STATE_DIR
     STATE_DIR = directory
     try:
-        os.close(os.open(os.path.join(directory, "seen"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.close(os.open(os.path.join(directory, "loaded"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         pass
     except OSError:  # the watcher has gone, or this is another machine: nobody would read

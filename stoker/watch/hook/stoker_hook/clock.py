@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Call = TypeVar("Call", bound=Callable[..., Any])
 
 SLOTS = (
-    "begin", "mark", "now_in", "ended", "rank", "world", "steps", "batches", "pictures", "epochs", "rate",
+    "begin", "last_update", "current_slot", "ended", "rank", "world", "steps", "batches", "num_images", "epochs", "lr",
     "first_step", "device", "busy", "device_comm", "syncs", "workers",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
@@ -108,7 +108,7 @@ class PhaseClock:
                 self._mapping[:HEADER_BYTES] = self._header()
                 return
             self._is_published = True
-            path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.cell")
+            path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # no hole in it: no SIGBUS later
@@ -122,7 +122,7 @@ class PhaseClock:
             atexit.register(self._finish)
         except Exception as error:  # noqa: BLE001 (no room, no folder: this process is not timed)
             self.enabled = False
-            report_failure("cell", error)
+            report_failure("state file", error)
 
     def is_published(self) -> bool:
         return self._is_published
