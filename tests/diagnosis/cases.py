@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.diagnosis.built import FACTS, GIB, MIB, OURS, T0
+from tests.diagnosis.built import FACTS, GIB, MIB, NATIVE_CONFIG, T0
 
 Case = dict[str, Any]
 
@@ -27,11 +27,11 @@ def _flattening(name: str, first: float, most: float) -> Case:
 
 
 def _wait(share: float, stages: dict[str, float] | None = None, **more: Any) -> Case:
-    return {"shares": {"input_wait": share}, "stages": stages} | more
+    return {"fractions": {"input_wait": share}, "stages": stages} | more
 
 
-def _watched(**more: Any) -> Case:
-    return {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "pictures": 0} | more
+def _external(**more: Any) -> Case:
+    return {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "num_images": 0} | more
 
 
 def _measured(**more: Any) -> Case:
@@ -39,7 +39,7 @@ def _measured(**more: Any) -> Case:
 
 
 def _stacks(**main: float) -> Case:
-    return {"stacks": [{"main": main, "frames": {"train (job.py:10)": 0.5}}] * 2}
+    return {"stacks": [{"main_thread": main, "frames": {"train (job.py:10)": 0.5}}] * 2}
 
 
 def _event(kind: str, times: int = 1, **data: Any) -> Case:
@@ -54,18 +54,18 @@ def _evaluated(*aps: float, t: float = T0) -> Case:
 
 
 def _config(old: str, new: str) -> Case:
-    assert old in OURS
-    return {"config": OURS.replace(old, new)}
+    assert old in NATIVE_CONFIG
+    return {"config": NATIVE_CONFIG.replace(old, new)}
 
 
-FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input": {"fetch": 0.4}}
-BUSY = {"cpu": [0.95] * 4, "process_cpu": 3.8}
-FEW = {"cpu": [0.9, 0.1, 0.1, 0.1], "process_cpu": 1.1}
-ONE_THREAD = {"config": OURS.replace("threads = 0", "threads = 1")}
+FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input_wait_stages": {"fetch": 0.4}}
+BUSY = {"cpu_core_utilization": [0.95] * 4, "process_cpu": 3.8}
+FEW = {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1], "process_cpu": 1.1}
+ONE_THREAD = {"config": NATIVE_CONFIG.replace('workers = "auto"', "workers = 1")}
 
 SCRATCH = {
-    "config": OURS.replace('weights = "coco"\nnorm = "frozen"\ntrainable_stages = 3',
-                           'weights = "none"\nnorm = "train"\ntrainable_stages = 5')
+    "config": NATIVE_CONFIG.replace('weights = "coco"\nbackbone_norm = "frozen_bn"\ntrainable_backbone_layers = 3',
+                           'weights = "none"\nbackbone_norm = "bn"\ntrainable_backbone_layers = 5')
                   .replace('weights = "a detector\'s own"\n', "")
 }  # fmt: skip
 
@@ -75,9 +75,9 @@ CASES: dict[str, tuple[Case, Case]] = {
     "input_bound": (_wait(0.12, {"queue": 1.0}), _wait(0.08, {"queue": 1.0})),
     "slow_storage": (_wait(0.3, FETCHING), _wait(0.08, FETCHING)),
     "cold_cache": (
-        {"facts": FACTS, "pictures": 40, "steps": 4, "seconds": 40, "stages": FETCHING,
+        {"facts": FACTS, "num_images": 40, "steps": 4, "seconds": 40, "stages": FETCHING,
          "window": lambda s: FETCHED if s < 16 else {}},
-        {"facts": FACTS | {"pictures": 10**6}, "pictures": 40, "steps": 4, "seconds": 40,
+        {"facts": FACTS | {"num_images": 10**6}, "num_images": 40, "steps": 4, "seconds": 40,
          "window": lambda s: FETCHED if s < 8 else {}},
     ),
     "network_saturated": (
@@ -87,37 +87,37 @@ CASES: dict[str, tuple[Case, Case]] = {
     "slow_decode": (_wait(0.3, DECODING), _wait(0.08, DECODING)),
     "too_few_workers": (_wait(0.3, DECODING) | ONE_THREAD | _host(**FEW), _wait(0.05, DECODING) | ONE_THREAD),
     "too_few_cores": (
-        _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilisation=0.69), _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
+        _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilization=0.69), _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
     ),
     "images_too_large": (
-        _wait(0.3, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
-        _wait(0.05, DECODING, facts=FACTS | {"pixels_median": 12_000_000}),
+        _wait(0.3, DECODING, facts=FACTS | {"median_pixels": 12_000_000}),
+        _wait(0.05, DECODING, facts=FACTS | {"median_pixels": 12_000_000}),
     ),
-    "exposed_h2d_copies": ({"shares": {"h2d": 0.08}, "gpus": 1}, {"shares": {"h2d": 0.04}, "gpus": 1}),
+    "exposed_h2d_copies": ({"fractions": {"h2d": 0.08}, "gpus": 1}, {"fractions": {"h2d": 0.04}, "gpus": 1}),
     # too little parallel work
     "python_bound": (
-        _measured(shares={"unattributed": 0.3}) | _host(process_cpu=1.0),
-        _measured(shares={"unattributed": 0.02}) | _host(process_cpu=1.0),
+        _measured(fractions={"unattributed": 0.3}) | _host(process_cpu=1.0),
+        _measured(fractions={"unattributed": 0.02}) | _host(process_cpu=1.0),
     ),
     "host_device_syncs": (
-        _measured(shares={"unattributed": 0.3}) | _host(process_cpu=0.72),
-        {"shares": {"sync": 0.08}},
+        _measured(fractions={"unattributed": 0.3}) | _host(process_cpu=0.72),
+        {"fractions": {"sync": 0.08}},
     ),
     "launch_bound": (
         {"gpus": 1, "traces": [{"busy_s": 0.6, "kernel_median_s": 4e-6, "launches": 9000}]},
         {"gpus": 1, "traces": [{"busy_s": 0.9, "kernel_median_s": 4e-6, "launches": 9000}]},
     ),
-    "host_bound_steps": (_gpu(utilisation=0.6), _gpu(utilisation=0.9)),
+    "host_bound_steps": (_gpu(utilization=0.6), _gpu(utilization=0.9)),
     "batch_too_small": (
-        _config('batch = "the recipe\'s"\n', "") | {"pictures": 30, "steps": 30},
-        _config('batch = "the recipe\'s"\n', "") | {"pictures": 6, "steps": 3},  # steps that are long
+        _config('batch_size = "the recipe\'s"\n', "") | {"num_images": 30, "steps": 30},
+        _config('batch_size = "the recipe\'s"\n', "") | {"num_images": 6, "steps": 3},  # steps that are long
     ),
     "low_sm_activity": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
-    "recompiles": ({"shares": {"compile": 0.2}}, {"shares": {"compile": 0.02}}),
+    "recompiles": ({"fractions": {"compile": 0.2}}, {"fractions": {"compile": 0.02}}),
     # architecture and hyper-parameters, divergence
-    "evaluation_heavy": ({"shares": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
-                         {"shares": {"eval": 0.3}} | _evaluated(0.1)),
-    "lr_too_high": (_event("lr_too_high", **{"try": 0.003}),
+    "evaluation_heavy": ({"fractions": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
+                         {"fractions": {"eval": 0.3}} | _evaluated(0.1)),
+    "lr_too_high": (_event("lr_too_high", **{"suggested_lr": 0.003}),
                       {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}}),
     "lr_too_low": (
         {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "lr": 1e-8}},
@@ -130,17 +130,17 @@ CASES: dict[str, tuple[Case, Case]] = {
     ),
     "anchors_miss_boxes": ({"facts": FACTS | {"anchor_coverage": 0.4}}, {"facts": FACTS | {"anchor_coverage": 0.8}}),
     "scratch_on_small_dataset": (
-        SCRATCH | {"facts": FACTS}, SCRATCH | {"facts": FACTS | {"pictures": 50_000}},
+        SCRATCH | {"facts": FACTS}, SCRATCH | {"facts": FACTS | {"num_images": 50_000}},
     ),
     "freezing_mismatch": (_config('weights = "coco"', 'weights = "none"'), {}),
     "tensor_cores_unused": (_gpu(tensor_active=0.001), _gpu(tensor_active=0.08)),
-    "steps_skipped": ({"window": lambda s: {"skipped": s % 2}}, {"window": lambda s: {"skipped": int(s == 20)}}),
+    "steps_skipped": ({"window": lambda s: {"skipped_steps": s % 2}}, {"window": lambda s: {"skipped_steps": int(s == 20)}}),
     "non_finite_loss": (
         {"losses": lambda s: {"total": 2.0} if s < 20 else {}},
         {"losses": lambda s: {"total": 2.0 - 0.02 * s} if s != 20 else {}},
     ),
-    "rolled_back_lower_lr": (_event("rolled_back", rate=0.003), {"events": [("note", "slowed", {})]}),
-    "loss_spikes": (_event("loss_spike", 2, **{"try": 0.003}), _event("loss_spike", **{"try": 0.003})),
+    "rolled_back_lower_lr": (_event("rolled_back", lr=0.003), {"events": [("info", "slowed", {})]}),
+    "loss_spikes": (_event("loss_spike", 2, **{"suggested_lr": 0.003}), _event("loss_spike", **{"suggested_lr": 0.003})),
     # memory
     "gpu_memory_unused": (_gpu(memory_used_bytes=10 * GIB), _gpu(memory_used_bytes=50 * GIB)),
     "gpu_memory_leak": (
@@ -163,62 +163,62 @@ CASES: dict[str, tuple[Case, Case]] = {
         _host(shm_used_bytes=60 * MIB, shm_total_bytes=64 * MIB),
         _host(shm_used_bytes=10 * MIB, shm_total_bytes=64 * MIB),
     ),
-    "fd_limit_near": (_host(handles=900), _host(handles=700)),
+    "fd_limit_near": (_host(open_fds=900), _host(open_fds=700)),
     # communication
     "straggler": (
-        {"shares": {"comm": 0.4}, "ranks": [{"comm": 0.02}]}, {"shares": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
+        {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]}, {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
     ),
     "communication_bound": (
-        {"shares": {"comm": 0.3}, "ranks": [{"comm": 0.3}]}, {"shares": {"comm": 0.06}, "ranks": [{"comm": 0.06}]},
+        {"fractions": {"comm": 0.3}, "ranks": [{"comm": 0.3}]}, {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.06}]},
     ),
     "pcie_degraded": (_gpu(pcie_width=4), {"gpus": 1, "gpu": lambda s, _: {"pcie_generation": 1} | (
-        {"utilisation": 0.0} if s < 10 else {"pcie_generation": 5})}),
+        {"utilization": 0.0} if s < 10 else {"pcie_generation": 5})}),
     # allocation and scheduling
     "startup_heavy": ({"startup": 70}, {"startup": 50}),
-    "checkpoint_heavy": ({"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5),
-                         {"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 1)),
+    "checkpoint_heavy": ({"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5),
+                         {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 1)),
     "checkpoint_disk_slow": (
-        {"shares": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
-        {"shares": {"checkpoint": 0.03}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
+        {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
+        {"fractions": {"checkpoint": 0.03}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
     ),
     "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
     "cpu_contention": (
-        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
-        _host(cpu=[0.97] * 4, process_cpu=1.8, threads_running=1.9),  # a busy neighbour, and cores enough for both
+        _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
+        _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=1.9),  # a busy neighbour, and cores enough for both
     ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
     "idle_gpus": (
-        {"gpus": 2, "gpu": lambda _, n: {} if n == 0 else {"utilisation": 0.0, "memory_used_bytes": 0}},
+        {"gpus": 2, "gpu": lambda _, n: {} if n == 0 else {"utilization": 0.0, "memory_used_bytes": 0}},
         {"gpus": 2},
     ),
     "gpu_shared": (_gpu(other_processes=1), {"gpus": 1, "gpu": lambda s, _: {"other_processes": int(s == 20)}}),
     "gpu_hot": (_gpu(throttle_reasons=0x24, sm_clock_mhz=1300), _gpu(throttle_reasons=0x4)),
     "gpu_power_capped": (_gpu(sm_clock_mhz=1200), _gpu(sm_clock_mhz=1750)),
     "gpu_clock_low": (_gpu(sm_clock_mhz=1000, throttle_reasons=0x2), _gpu(sm_clock_mhz=1800, throttle_reasons=0x2)),
-    "intentional_idle": ({"shares": {"idle": 0.2}}, {"shares": {"idle": 0.02}}),
-    "work_lost_to_restarts": ({"shares": {"recovery": 0.1}}, {"shares": {"recovery": 0.01}}),
+    "intentional_idle": ({"fractions": {"idle": 0.2}}, {"fractions": {"idle": 0.02}}),
+    "work_lost_to_restarts": ({"fractions": {"recovery": 0.1}}, {"fractions": {"recovery": 0.01}}),
     "frequent_restarts": ({"attempts": 5, "seconds": 12}, {"attempts": 3, "seconds": 12}),
     # blindness
-    "unattributed_time": ({"shares": {"unattributed": 0.15}}, {"shares": {"unattributed": 0.02}}),
+    "unattributed_time": ({"fractions": {"unattributed": 0.15}}, {"fractions": {"unattributed": 0.02}}),
     "telemetry_mismatch": (
-        {"gpus": 1, "shares": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
+        {"gpus": 1, "fractions": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
          "window": lambda _: {"phases": {"compute": 0.55, "host": 0.09, "unattributed": 0.36}}},
-        {"gpus": 1, "shares": {"host": 0.09}},
+        {"gpus": 1, "fractions": {"host": 0.09}},
     ),
     "gpu_not_used": (
-        {"gpus": 2, "gpu": lambda *_: {"utilisation": 0.0, "memory_used_bytes": 0}, "config": None, "watched": True,
-         "shares": {"unattributed": 0.4}},
+        {"gpus": 2, "gpu": lambda *_: {"utilization": 0.0, "memory_used_bytes": 0}, "config": None, "external": True,
+         "fractions": {"unattributed": 0.4}},
         {"gpus": 2},
     ),
-    "no_telemetry": ({"config": OURS.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
-                     {"config": OURS.replace("DEVICE", "cuda")}),
-    "no_step_output": (_watched(seconds=0, startup=130, losses=None), _watched(seconds=0, startup=100)),
+    "no_telemetry": ({"config": NATIVE_CONFIG.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
+                     {"config": NATIVE_CONFIG.replace("DEVICE", "cuda")}),
+    "no_step_output": (_external(seconds=0, startup=130, losses=None), _external(seconds=0, startup=100)),
     # dying
     "hung": ({"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
              {"silent": 60, "end": None}),  # the processors are busy: perhaps an evaluation
     "empty_input": (
-        _watched(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
-        _watched(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
+        _external(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
+        _external(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
     ),
     "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint_saved")),
     "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
@@ -238,21 +238,21 @@ MAY_BE_BESIDE: dict[str, set[str]] = {
 
 HEALTHY: dict[str, Case] = {
     "ours on a CPU": {"facts": FACTS},
-    "ours on a GPU": {"facts": FACTS, "gpus": 1, "shares": {"input_wait": 0.02, "eval": 0.05, "host": 0.01}},
-    "ours on two ranks": {"shares": {"comm": 0.05}, "ranks": [{"comm": 0.06}]},
+    "ours on a GPU": {"facts": FACTS, "gpus": 1, "fractions": {"input_wait": 0.02, "eval": 0.05, "host": 0.01}},
+    "ours on two ranks": {"fractions": {"comm": 0.05}, "ranks": [{"comm": 0.06}]},
     "ours, short, with one evaluation and one checkpoint": {
-        "seconds": 12, "shares": {"eval": 0.3, "checkpoint": 0.1},
-        "events": [("checkpoint", "", {}), ("evaluated", "", {"metrics": {"ap": 0.1}})],
+        "seconds": 12, "fractions": {"eval": 0.3, "checkpoint": 0.1},
+        "events": [("checkpoint_saved", "", {}), ("evaluated", "", {"metrics": {"ap": 0.1}})],
     },
-    "measured": _measured(shares={"unattributed": 0.01}),
+    "measured": _measured(fractions={"unattributed": 0.01}),
     "measured, nothing to learn in it": _measured(
-        shares={"unattributed": 0.02}, losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
+        fractions={"unattributed": 0.02}, losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
         window=lambda _: {"grad_norm": None}),
-    "watched, seen from the inside": _watched(shares={"input_wait": 0.03, "host": 0.02}, pictures=128),
-    "watched, seen from outside": _watched(),
-    "watched on a GPU": _watched(gpus=1),
-    "watched without steps": _watched(seconds=0, startup=300),
+    "watched, seen from the inside": _external(fractions={"input_wait": 0.03, "host": 0.02}, num_images=128),
+    "watched, seen from outside": _external(),
+    "watched on a GPU": _external(gpus=1),
+    "watched without steps": _external(seconds=0, startup=300),
     "just started": {"seconds": 2},
     "before its first step": {"seconds": 0},
-    "of an hour that died young": {"seconds": 3, "startup": 20, "shares": {"input_wait": 0.9}},
+    "of an hour that died young": {"seconds": 3, "startup": 20, "fractions": {"input_wait": 0.9}},
 }  # fmt: skip

@@ -40,7 +40,7 @@ def test_a_row_is_whole(cause: catalogue.Cause) -> None:
     ]
     assert thresholds
     assert thresholds == sorted(set(thresholds), reverse=cause.lower_is_worse)
-    assert set(cause.over) <= set(CATALOG) - {cause.id}
+    assert set(cause.supersedes) <= set(CATALOG) - {cause.id}
     assert all(limit.description for limit in cause.thresholds.values())
     assert not cause.probe or cause.probe in PROBE_KINDS
     assert set(cause.config_patch) <= set(SECTION_OF)
@@ -59,7 +59,7 @@ def test_a_job_that_stoker_does_not_train_is_told_nothing_of_its_flags(cause: ca
 
 def test_no_two_causes_leave_each_other_out() -> None:
     for cause in CATALOG.values():
-        assert all(cause.id not in CATALOG[other].over for other in cause.over), cause.id
+        assert all(cause.id not in CATALOG[other].supersedes for other in cause.supersedes), cause.id
 
 
 def test_a_threshold_decides_the_severity() -> None:

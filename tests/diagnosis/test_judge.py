@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.diagnosis.catalogue import CATALOG
-from stoker.diagnosis.rules import diagnose, engine, read_run, write_findings
+from stoker.diagnosis.rules import diagnose, read_run, run_rules, write_findings
 from stoker.diagnosis.rules.engine import apply_probe_result
 from stoker.runs.records import (
     CONFIG,
@@ -24,7 +24,7 @@ from stoker.runs.records import (
     TRACES,
 )
 from stoker.runs.schemas import Evidence, Finding, Probe
-from tests.diagnosis.built import FACTS, OURS, T0, make_run
+from tests.diagnosis.built import FACTS, NATIVE_CONFIG, T0, make_run
 from tests.diagnosis.cases import CASES, DECODING, FETCHING, _measured
 
 FILES = (CONFIG, DEVICES, EVENTS, PROBES, QUARANTINE, STACKS, STEPS, TRACES)
@@ -40,21 +40,21 @@ def names(found: list[Finding]) -> list[str]:
 
 
 def test_of_several_about_the_same_seconds_the_most_exact_is_given(tmp_path: Path) -> None:
-    few = OURS.replace("threads = 0", "threads = 1")
-    waits: dict[str, Any] = {"shares": {"input_wait": 0.3}, "host": lambda _: {"cpu": [0.9, 0.1, 0.1, 0.1]}}
+    few = NATIVE_CONFIG.replace('workers = "auto"', "workers = 1")
+    waits: dict[str, Any] = {"fractions": {"input_wait": 0.3}, "host": lambda _: {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1]}}
     for number, (more, cause) in enumerate((
         ({}, "input_bound"), ({"stages": DECODING}, "slow_decode"),
         ({"stages": DECODING, "config": few}, "too_few_workers"),
         ({"stages": DECODING, "config": few,
-          "host": lambda _: {"throttled_s": 1.0, "cpu": [0.9, 0.1, 0.1, 0.1]}}, "cpu_quota"),
+          "host": lambda _: {"throttled_s": 1.0, "cpu_core_utilization": [0.9, 0.1, 0.1, 0.1]}}, "cpu_quota"),
     )):  # fmt: skip
         assert names(diagnose(make_run(tmp_path / str(number), **(waits | more)))) == [cause]
 
 
 def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_only_told_last(tmp_path: Path) -> None:
     run = make_run(
-        tmp_path / "run", gpus=1, facts=FACTS, shares={"eval": 0.3, "input_wait": 0.12, "recovery": 0.15},
-        gpu=lambda *_: {"memory_used_bytes": 2**30, "utilisation": 0.6}, host=lambda _: {"disk_free_bytes": 10**6},
+        tmp_path / "run", gpus=1, facts=FACTS, fractions={"eval": 0.3, "input_wait": 0.12, "recovery": 0.15},
+        gpu=lambda *_: {"memory_used_bytes": 2**30, "utilization": 0.6}, host=lambda _: {"disk_free_bytes": 10**6},
         quarantined=["a.jpg"],
     )  # fmt: skip
     assert names(diagnose(run)) == [
@@ -64,20 +64,20 @@ def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_o
 
 
 def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -> None:
-    ours = diagnose(make_run(tmp_path / "ours", shares={"input_wait": 0.3}, stages=FETCHING))[0]
+    ours = diagnose(make_run(tmp_path / "ours", fractions={"input_wait": 0.3}, stages=FETCHING))[0]
     assert (ours.cause, ours.command, ours.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
-    cached = OURS.replace('cache = "none"', 'cache = "disk"')
-    done = diagnose(make_run(tmp_path / "done", shares={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
+    cached = NATIVE_CONFIG.replace('cache = "none"', 'cache = "disk"')
+    done = diagnose(make_run(tmp_path / "done", fractions={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
     assert (done.cause, done.command, done.config_patch) == ("slow_storage", None, {})
     assert done.fix == f"{ours.fix} (cache is disk already)"
-    case = _measured(shares={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
+    case = _measured(fractions={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
     others = diagnose(make_run(tmp_path / "others", **case))[0]
     assert (others.cause, others.command, others.config_patch) == ("slow_storage", None, {})
     assert others.fix == CATALOG["slow_storage"].external_fix
 
 
 def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", **_measured(shares={"input_wait": 0.3}))
+    run = make_run(tmp_path / "run", **_measured(fractions={"input_wait": 0.3}))
     events = (run / EVENTS).read_text().replace('"kind":"started"', '"kind":"started","data":{"price":7.2}', 1)
     (run / EVENTS).write_text(events)
     (finding, *_) = diagnose(run)
@@ -116,17 +116,17 @@ def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:
     )
     assert (open_.severity, open_.confidence, open_.probe_result) == ("critical", 0.8, None)
     assert len(open_.evidence) == 2
-    assert apply_probe_result(finding, {"twice_the_batch": probe(2.0, "twice_the_batch")}) == finding
+    assert apply_probe_result(finding, {"double_batch": probe(2.0, "double_batch")}) == finding
 
 
 def test_a_probe_that_failed_says_nothing(tmp_path: Path) -> None:
     fields = msgspec.to_builtins(probe(1.0)) | {"reason": "no room"}
-    run = make_run(tmp_path / "run", shares={"input_wait": 0.3}, probes=[fields])
+    run = make_run(tmp_path / "run", fractions={"input_wait": 0.3}, probes=[fields])
     assert diagnose(run)[0].severity == "critical"
 
 
-def test_twice_the_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", gpus=1, probes=[msgspec.to_builtins(probe(1.5, "twice_the_batch"))])
+def test_double_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", gpus=1, probes=[msgspec.to_builtins(probe(1.5, "double_batch"))])
     (finding,) = diagnose(run)
     assert finding.cause == "batch_too_small"
     assert finding.lost_device_s == pytest.approx(40 / 3, rel=0.01)
@@ -134,21 +134,21 @@ def test_twice_the_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
 
 
 def test_money_needs_a_price_and_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", shares={"sync": 0.25}, price=90.0)
+    run = make_run(tmp_path / "run", fractions={"sync": 0.25}, price=90.0)
     assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)
-    assert engine(read_run(run, price_per_device_hour=360.0))[0].lost_cost == pytest.approx(1.0)
-    assert diagnose(make_run(tmp_path / "none", shares={"sync": 0.25}))[0].lost_cost is None
+    assert run_rules(read_run(run, price_per_device_hour=360.0))[0].lost_cost == pytest.approx(1.0)
+    assert diagnose(make_run(tmp_path / "none", fractions={"sync": 0.25}))[0].lost_cost is None
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", shares={"sync": 0.25})
+    run = make_run(tmp_path / "run", fractions={"sync": 0.25})
     with (run / STEPS).open("a") as file:
         file.write('{"t": 1.0, "attempt": 1, "st')
     assert names(diagnose(run)) == ["host_device_syncs"]
 
 
 def test_findings_are_written_and_read_back(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", shares={"sync": 0.25})
+    run = make_run(tmp_path / "run", fractions={"sync": 0.25})
     found = diagnose(run)
     write_findings(run, found)
     assert msgspec.json.decode((run / FINDINGS).read_bytes(), type=list[Finding]) == found
@@ -179,13 +179,13 @@ def test_any_records_are_judged_and_nothing_is_lost_that_was_not_there(
                     del line[field]
         (run / DEVICES).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     seen = read_run(run)
-    found = engine(seen)
+    found = run_rules(seen)
     assert len(names(found)) == len(set(names(found)))
     for finding in found:
         assert finding.evidence
         assert 0 <= (finding.lost_device_s or 0.0) <= seen.totals.device_s
         assert finding.severity in ("critical", "warning", "info")
-    left_out = {other for name in names(found) if name in CATALOG for other in CATALOG[name].over}
+    left_out = {other for name in names(found) if name in CATALOG for other in CATALOG[name].supersedes}
     told = {finding.cause for finding in found if finding.severity == "info"}
     assert not (left_out & set(names(found))) or told
     ours = [finding for finding in found if finding.cause in CATALOG and finding.cause != "hung"]

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from stoker.diagnosis.catalogue import CATALOG
-from stoker.diagnosis.rules import RULES, RunRecords, engine, read_run
+from stoker.diagnosis.rules import RULES, RunRecords, read_run, run_rules
 from stoker.runs.records import DEVICES
 from stoker.runs.schemas import Finding
 from stoker.training.stability import MEDIAN_WINDOWS
-from tests.diagnosis.built import FACTS, HEALTHY_HOST, OURS, make_run
+from tests.diagnosis.built import FACTS, HEALTHY_HOST, NATIVE_CONFIG, make_run
 from tests.diagnosis.cases import CASES, FETCHING, HEALTHY, MAY_BE_BESIDE, Case
 
 
 def findings(path: Path, case: Case) -> list[Finding]:
     run = make_run(path, **({"facts": FACTS} | case))
-    return engine(read_run(run))
+    return run_rules(read_run(run))
 
 
 def of(found: list[Finding], cause: str) -> Finding:
@@ -38,7 +38,7 @@ def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) ->
     if cause == "no_telemetry":
         run = make_run(tmp_path / "has", **has)
         (run / DEVICES).unlink()
-        found = engine(read_run(run))
+        found = run_rules(read_run(run))
     else:
         found = findings(tmp_path / "has", has)
     assert cause in {finding.cause for finding in found}, [finding.cause for finding in found]
@@ -49,17 +49,17 @@ def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_run_has_nothing_above_info(kind: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **HEALTHY[kind])
-    assert [finding.cause for finding in engine(read_run(run)) if finding.severity != "info"] == []
+    assert [finding.cause for finding in run_rules(read_run(run)) if finding.severity != "info"] == []
 
 
 def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -> None:
-    assert engine(read_run(tmp_path)) == []
+    assert run_rules(read_run(tmp_path)) == []
 
 
 @pytest.mark.parametrize("sample", [
-    {"memory_limit_bytes": None}, {"process_cpu": None, "psi_cpu": 1.0, "cpu": [1.0] * 4},
-    {"throttled_s": 0.5, "process_cpu": None}, {"cores": None, "cpu": [], "threads_running": 99.0},
-    {"shm_total_bytes": None}, {"handles": 1000, "handles_limit": None}, {"net_received_bytes_s": 1e9},
+    {"memory_limit_bytes": None}, {"process_cpu": None, "psi_cpu": 1.0, "cpu_core_utilization": [1.0] * 4},
+    {"throttled_s": 0.5, "process_cpu": None}, {"cpu_limit_cores": None, "cpu_core_utilization": [], "threads_running": 99.0},
+    {"shm_total_bytes": None}, {"open_fds": 1000, "max_fds": None}, {"net_received_bytes_s": 1e9},
 ])  # fmt: skip
 def test_rules_abstain_where_records_do_not_say(sample: dict[str, object], tmp_path: Path) -> None:
     assert set(sample) <= set(HEALTHY_HOST)
@@ -67,8 +67,8 @@ def test_rules_abstain_where_records_do_not_say(sample: dict[str, object], tmp_p
 
 
 def test_shares_are_of_the_time_after_the_start_and_losses_of_all_of_it(tmp_path: Path) -> None:
-    short = findings(tmp_path / "short", {"startup": 40, "seconds": 10, "shares": {"input_wait": 0.3}})
-    long = findings(tmp_path / "long", {"startup": 6, "seconds": 60, "shares": {"input_wait": 0.3}})
+    short = findings(tmp_path / "short", {"startup": 40, "seconds": 10, "fractions": {"input_wait": 0.3}})
+    long = findings(tmp_path / "long", {"startup": 6, "seconds": 60, "fractions": {"input_wait": 0.3}})
     assert [f.cause for f in short] == [f.cause for f in long] == ["input_bound"]
     assert short[0].lost_device_s == pytest.approx(3.0)
     assert long[0].lost_device_s == pytest.approx(18.0)
@@ -76,12 +76,12 @@ def test_shares_are_of_the_time_after_the_start_and_losses_of_all_of_it(tmp_path
 
 def test_a_phase_is_lost_as_long_as_it_took(tmp_path: Path) -> None:
     for name, phase in (("evaluation_heavy", "eval"), ("host_device_syncs", "sync"), ("recompiles", "compile")):
-        found = findings(tmp_path / name, {"shares": {phase: 0.25}, "seconds": 20})
+        found = findings(tmp_path / name, {"fractions": {phase: 0.25}, "seconds": 20})
         assert of(found, name).lost_device_s == pytest.approx(5.0, rel=0.06), name
 
 
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
-    found = findings(tmp_path / "run", {"shares": {"comm": 0.4}, "ranks": [{"comm": 0.4}, {"comm": 0.0}]})
+    found = findings(tmp_path / "run", {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.4}, {"comm": 0.0}]})
     finding = of(found, "straggler")
     assert finding.evidence[0].value == 2
     assert "rank 2 is the slow one" in finding.evidence[0].text
@@ -89,20 +89,20 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_processors(tmp_path: Path) -> None:
-    waits = {"config": None, "shares": {"input_wait": 0.4}}
+    waits = {"config": None, "fractions": {"input_wait": 0.4}}
     for name, cores, cause in (
         ("rests", {"process_cpu": 0.65}, "slow_storage"),
-        ("one", {"process_cpu": 1.6, "cpu": [1.0, 0.6, 0.0, 0.0]}, "too_few_workers"),
-        ("all", {"process_cpu": 3.7, "cpu": [0.95] * 4}, "slow_decode"),
-        ("others", {"process_cpu": 1.6, "cpu": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
+        ("one", {"process_cpu": 1.6, "cpu_core_utilization": [1.0, 0.6, 0.0, 0.0]}, "too_few_workers"),
+        ("all", {"process_cpu": 3.7, "cpu_core_utilization": [0.95] * 4}, "slow_decode"),
+        ("others", {"process_cpu": 1.6, "cpu_core_utilization": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
     ):
         found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
         assert found[0].cause == cause, name
 
 
 def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(tmp_path: Path) -> None:
-    def case(shares: dict[str, float], **cpu: float) -> Case:
-        return {"config": None, "shares": shares, "window": lambda _: {"cpu": {"compute": 0.6, **cpu}}}
+    def case(fractions: dict[str, float], **cpu: float) -> Case:
+        return {"config": None, "fractions": fractions, "window": lambda _: {"thread_cpu_s": {"compute": 0.6, **cpu}}}
 
     for name, made, host, cause in (
         ("between, computes", case({"host": 0.4}, host=0.38), {"process_cpu": 1.0}, "python_bound"),
@@ -119,43 +119,43 @@ def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(
     ):
         found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
         assert [f.cause for f in found] == [cause], name
-    crowded = {"cpu": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
+    crowded = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
     full = case({}, compute=0.5) | {"host": lambda _: crowded}
     assert findings(tmp_path / "full", full) == []
-    taken = {"cpu": [1.0] * 4, "process_cpu": 0.94, "threads_running": 1.52}  # a loader's process got more than it
+    taken = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.94, "threads_running": 1.52}  # a loader's process got more than it
     waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
     found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
     assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
 
 
 def test_what_the_thread_decodes_by_itself_is_no_fault_of_the_storage(tmp_path: Path) -> None:
-    waits = {"config": None, "shares": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
-    case = waits | {"window": lambda _: {"cpu": {"compute": 0.6, "input_wait": 0.1}}}
-    (finding,) = findings(tmp_path / "run", case | {"events": [("note", "the loader", {"workers": 0})]})
+    waits = {"config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
+    case = waits | {"window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.1}}}
+    (finding,) = findings(tmp_path / "run", case | {"events": [("info", "the loader", {"workers": 0})]})
     assert finding.cause == "slow_storage"
     assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
 
 
 def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:
-    waits = {"config": None, "shares": {"input_wait": 0.5}}
-    busy = {"cpu": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
+    waits = {"config": None, "fractions": {"input_wait": 0.5}}
+    busy = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
     found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
     assert found[0].cause == "slow_storage"
 
 
 def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_path: Path) -> None:
     for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.5, ["cpu_contention"]), (3.0, 2.6, [])):
-        sample = {"cpu": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
-        job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
+        sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
+        job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
         found = findings(tmp_path / str(wanted), job)
         assert [f.cause for f in found if f.severity != "info"] == cause, wanted
 
 
 def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
-    stacks = [{"samples": 100, "main": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
-    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
+    stacks = [{"samples": 100, "main_thread": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
+    job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
     assert "host_device_syncs" not in {f.cause for f in findings(tmp_path / "busy", job)}
-    idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilisation": 0.5}})
+    idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilization": 0.5}})
     assert of(idle, "host_device_syncs").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
 
 
@@ -165,10 +165,10 @@ def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
         ("recompiles", {"compile": 0.3, "compute": 0.7}), ("communication_bound", {"comm": 0.4, "compute": 0.6}),
         ("host_device_syncs", {"sync": 0.4, "compute": 0.6}),
     ):  # fmt: skip
-        stacks = [{"samples": 100, "main": main, "frames": {"train (job.py:10)": 0.5}}] * 2
+        stacks = [{"samples": 100, "main_thread": main, "frames": {"train (job.py:10)": 0.5}}] * 2
         job = {
-            "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
-            "host": lambda _: {"cores": 1.0},
+            "external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks,
+            "host": lambda _: {"cpu_limit_cores": 1.0},
         }  # fmt: skip
         finding = of(findings(tmp_path / cause, job), cause)
         assert any("job.py:10" in line.text for line in finding.evidence), cause
@@ -178,9 +178,9 @@ def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
 
 
 def test_a_training_thread_that_decodes_by_itself_beside_idle_cores_wants_workers(tmp_path: Path) -> None:
-    stacks = [{"main": {"decode": 0.5, "compute": 0.5}}] * 2
+    stacks = [{"main_thread": {"decode": 0.5, "compute": 0.5}}] * 2
     found = findings(tmp_path / "run", {
-        "watched": True, "config": None, "shares": {"unattributed": 1.0}, "stacks": stacks,
+        "external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks,
         "host": lambda _: {"process_cpu": 1.0},
     })  # fmt: skip
     assert of(found, "too_few_workers").severity == "critical"
@@ -224,8 +224,8 @@ def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
 def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) -> None:
-    config = OURS.replace('cache = "none"', f'cache = "{cache}"')
-    seen = read_run(make_run(tmp_path / "run", config=config, shares={"input_wait": 0.2}, stages=FETCHING))
+    config = NATIVE_CONFIG.replace('cache = "none"', f'cache = "{cache}"')
+    seen = read_run(make_run(tmp_path / "run", config=config, fractions={"input_wait": 0.2}, stages=FETCHING))
     from stoker.diagnosis.rules.data_loading import input_bound
 
     finding = input_bound(seen)
@@ -241,7 +241,7 @@ def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> 
 
 def test_severity_follows_the_thresholds(tmp_path: Path) -> None:
     for share, severity in ((0.12, "warning"), (0.19, "warning"), (0.21, "critical")):
-        found = findings(tmp_path / str(share), {"shares": {"input_wait": share}})
+        found = findings(tmp_path / str(share), {"fractions": {"input_wait": share}})
         assert of(found, "input_bound").severity == severity
 
 
@@ -280,25 +280,25 @@ def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -
     """A leak whose memory is given back with the last step; minutes in which a process goes away."""
     leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**7 * min(s, 45) if s < 45 else 10**8}}
     assert [f.cause for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
-    tail = {"config": None, "window": lambda s: {"steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
-            "shares": {"input_wait": 0.3}}  # fmt: skip
+    tail = {"config": None, "window": lambda s: {"window_steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
+            "fractions": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
     assert [f.cause for f in found] == ["too_few_workers"]
 
 
 def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:
-    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}}
+    job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}}
     main = {"python": 0.2, "compute": 0.8}
-    few = findings(tmp_path / "few", job | {"stacks": [{"main": main, "samples": 5}]})
-    many = findings(tmp_path / "many", job | {"stacks": [{"main": main, "samples": 50}] * 4})
+    few = findings(tmp_path / "few", job | {"stacks": [{"main_thread": main, "samples": 5}]})
+    many = findings(tmp_path / "many", job | {"stacks": [{"main_thread": main, "samples": 50}] * 4})
     assert "python_bound" not in {f.cause for f in few}
     assert "python_bound" in {f.cause for f in many}
 
 
 def test_samples_of_the_start_are_left_out_of_stacks(tmp_path: Path) -> None:
     """A line of which half is imports."""
-    job = {"watched": True, "config": None, "shares": {"unattributed": 1.0}, "startup": 10}
-    line = {"t": 1_000_016.0, "main": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
+    job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "startup": 10}
+    line = {"t": 1_000_016.0, "main_thread": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
     finding = of(findings(tmp_path / "run", job | {"stacks": [line]}), "python_bound")
     assert finding.evidence[0].value == pytest.approx(0.5)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.series import MAX_POINTS, Mean, TimeSeries
 
-LEAK = {"straight": 0.9, "goes_on": 0.5, "least_span_s": 5.0, "least_points": 6}
+LEAK = {"min_r_squared": 0.9, "min_slope_ratio": 0.5, "min_span_s": 5.0, "min_points": 6}
 
 
 def course(values: list[float]) -> TimeSeries:
