@@ -6,7 +6,7 @@ from stoker.data.formats.detect import FORMATS
 from stoker.data.validation.problems import PROBLEM_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
-HEAD = "| kind | what | of | training | to mend |\n|---|---|---|---|---|\n"
+HEAD = "| kind | what | of | training | fix |\n|---|---|---|---|---|\n"
 
 
 def table() -> str:
