@@ -1,4 +1,4 @@
-"""Data sets with every kind of defect, each planted once or twice beside healthy pictures, and the list of them.
+"""Data sets with every kind of defect, each planted once or twice beside healthy images, and the list of them.
 
 Each function writes a data set and returns what was planted: (kind, a part of the place that has to be named). The
 tests are `test_hostile.py`; TFRecords are in `hostile_tfrecord.py`.
@@ -18,7 +18,7 @@ Planted = list[tuple[str, str]]
 
 HEIGHT, WIDTH = 48, 64
 HEALTHY = 16
-"""Pictures per data set that nothing is wrong with."""
+"""Images per data set that nothing is wrong with."""
 
 
 def pixels(seed: int, shape: tuple[int, ...] = (HEIGHT, WIDTH, 3)) -> np.ndarray[Any, Any]:
@@ -26,15 +26,15 @@ def pixels(seed: int, shape: tuple[int, ...] = (HEIGHT, WIDTH, 3)) -> np.ndarray
 
 
 def encoded(seed: int, format: str = "JPEG", mode: str = "RGB", orientation: int | None = None) -> bytes:
-    picture = Image.fromarray(pixels(seed)).convert(mode)
+    image = Image.fromarray(pixels(seed)).convert(mode)
     if mode == "RGBA":
-        picture.putalpha(99)
+        image.putalpha(99)
     more: dict[str, Any] = {}
     if orientation is not None:
         more["exif"] = Image.Exif()
         more["exif"][0x0112] = orientation
     file = io.BytesIO()
-    picture.save(file, format, **more)
+    image.save(file, format, **more)
     return file.getvalue()
 
 
@@ -50,7 +50,7 @@ def sixteen_bit_png(seed: int) -> bytes:
     return file.getvalue()
 
 
-def bad_pictures() -> dict[str, tuple[str, bytes]]:
+def bad_images() -> dict[str, tuple[str, bytes]]:
     """Name → (kind, content) of files that cannot be used, or are odd."""
     jpeg, png = encoded(900), encoded(901, "PNG")
     flipped = bytearray(png)
@@ -91,8 +91,8 @@ class _Coco:
         self.annotations: list[Any] = []
         folder.mkdir(parents=True)
 
-    def picture(self, name: str, content: bytes | None, *, box: bool = True, **more: Any) -> int:
-        """Lists a picture, writes it where it has content, and gives it a box; returns its id."""
+    def image(self, name: str, content: bytes | None, *, box: bool = True, **more: Any) -> int:
+        """Lists an image, writes it where it has content, and gives it a box; returns its id."""
         number = 100 + len(self.images)
         if content is not None:
             (self.folder / name).write_bytes(content)
@@ -114,9 +114,9 @@ class _Coco:
 def coco(root: Path) -> Planted:
     """A COCO data set of two splits."""
     train, val = _Coco(root / "train"), _Coco(root / "valid")
-    healthy = [train.picture(f"good {n}.jpg", encoded(n)) for n in range(HEALTHY)]
+    healthy = [train.image(f"good {n}.jpg", encoded(n)) for n in range(HEALTHY)]
     for n in range(6):
-        val.picture(f"val {n}.jpg", encoded(100 + n))
+        val.image(f"val {n}.jpg", encoded(100 + n))
     planted: Planted = []
 
     def boxes(kind: str, bbox: Any, category_id: Any = 1, image_id: Any = healthy[0]) -> None:
@@ -150,36 +150,36 @@ def coco(root: Path) -> Planted:
     train.images += [{"id": 900}, "a.jpg", {"id": 901, "file_name": "a\0.jpg"}, {"id": 902, "file_name": "n" * 400}]
     planted += [("malformed-image", f"number {len(train.images) - n}: ") for n in (3, 4)]
     planted += [("malformed-image", "id 901"), ("malformed-image", "id 902")]
-    train.picture("wide.jpg", encoded(20), width="wide")
-    train.picture("negative.jpg", encoded(21), width=-64)
+    train.image("wide.jpg", encoded(20), width="wide")
+    train.image("negative.jpg", encoded(21), width=-64)
     planted += [("malformed-size", '"wide"'), ("malformed-size", "negative.jpg: width -64")]
     train.images.append(dict(train.images[0]))
-    train.picture("shared id.jpg", encoded(22))
+    train.image("shared id.jpg", encoded(22))
     train.images.append({"id": train.images[-1]["id"], "file_name": "its twin.jpg"})
-    train.picture("listed twice.jpg", encoded(23))
-    train.picture("listed twice.jpg", None)
+    train.image("listed twice.jpg", encoded(23))
+    train.image("listed twice.jpg", None)
     planted += [("copied-entry", "good 0.jpg"), ("ambiguous-id", "shared id.jpg, its twin.jpg")]
     planted += [("listed-twice", "listed twice.jpg"), ("unknown-image", "image_id")]
 
-    for name, (kind, content) in bad_pictures().items():
-        train.picture(name, content)
+    for name, (kind, content) in bad_images().items():
+        train.image(name, content)
         planted.append((kind, name))
-    train.picture("UPPER.JPG", None)
+    train.image("UPPER.JPG", None)
     (train.folder / "upper.jpg").write_bytes(encoded(24))
     planted.append(("wrong-case-name", "UPPER.JPG': the file is 'upper.jpg'"))
-    train.picture("gone.jpg", None)
-    train.picture("folder.jpg", None)
+    train.image("gone.jpg", None)
+    train.image("folder.jpg", None)
     (train.folder / "folder.jpg").mkdir()
     planted += [("missing-image", "train/gone.jpg"), ("unreadable-image", "train/folder.jpg: Is a directory")]
-    train.picture("portrait.jpg", encoded(910, orientation=6), width=HEIGHT, height=WIDTH)
+    train.image("portrait.jpg", encoded(910, orientation=6), width=HEIGHT, height=WIDTH)
     planted.append(("rotated-image", "portrait.jpg"))
     (train.folder / "unnamed.jpg").write_bytes(encoded(30))
     (train.folder / "._good 0.jpg").write_bytes(b"Mac OS X")
     planted.append(("unlabeled-image", "train/unnamed.jpg"))
-    train.picture("copy.jpg", encoded(3))
+    train.image("copy.jpg", encoded(3))
     planted.append(("copied-image", "copy.jpg (train)"))
-    val.picture("leak.jpg", encoded(4))
-    val.picture("../train/good 5.jpg", None)
+    val.image("leak.jpg", encoded(4))
+    val.image("../train/good 5.jpg", None)
     planted += [("same-image-in-two-splits", "valid/leak.jpg (val)"), ("in-two-splits", "good 5.jpg: train, val")]
 
     categories: list[Any] = [
@@ -206,14 +206,14 @@ def voc(root: Path) -> Planted:
     lists: dict[str, list[str]] = {"train": [], "val": [], "test": []}
     planted: Planted = []
 
-    def annotate(stem: str, *things: str, split: str = "train", picture: str | None = None, text: str = "") -> None:
+    def annotate(stem: str, *things: str, split: str = "train", image: str | None = None, text: str = "") -> None:
         said = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height></size>"
-        content = f"<annotation><filename>{picture or stem + '.jpg'}</filename>{said}{''.join(things)}</annotation>"
+        content = f"<annotation><filename>{image or stem + '.jpg'}</filename>{said}{''.join(things)}</annotation>"
         (root / "Annotations" / f"{stem}.xml").write_text(text or content)
         lists[split].append(stem)
 
     def add(stem: str, *things: str, split: str = "train", content: bytes | None = None, ending: str = "jpg") -> None:
-        annotate(stem, *(things or (_thing((4, 5, 24, 26)),)), split=split, picture=f"{stem}.{ending}")
+        annotate(stem, *(things or (_thing((4, 5, 24, 26)),)), split=split, image=f"{stem}.{ending}")
         data = encoded(zlib.crc32(stem.encode())) if content is None else content
         (root / "JPEGImages" / f"{stem}.{ending}").write_bytes(data)
 
@@ -222,7 +222,7 @@ def voc(root: Path) -> Planted:
     for n in range(6):
         add(f"val{n}", _thing((4, 5, 24, 26)), _thing((1, 1, 9, 9), "dog"), split="val")
     add("test0", "<segmented>0</segmented>", split="test")
-    planted.append(("split-without-boxes", "test: 1 picture"))
+    planted.append(("split-without-boxes", "test: 1 image"))
     bad_things = {
         "zero-size": _thing((5, 5, 5, 9)),
         "negative-size": _thing((40, 5, 10, 9)),
@@ -252,13 +252,13 @@ def voc(root: Path) -> Planted:
     planted.append(("foreign-file", "Annotations/project.xml"))
     lists["train"] += ["absent", "good1"]
     planted += [("no-annotation-file", "ImageSets/Main/train.txt:"), ("copied-entry", "good1")]
-    annotate("good2 copy", _thing((1, 2, 3, 4)), picture="good2.jpg")
+    annotate("good2 copy", _thing((1, 2, 3, 4)), image="good2.jpg")
     planted.append(("two-annotation-files", "good2 copy.xml: about good2.jpg"))
     lists["val"].append("good3")
     planted.append(("in-two-splits", "good3.jpg: train, val"))
     add("odd case", _thing((1, 2, 30, 40), "CAT"))
     planted.append(("similar-class-names", "'CAT', 'cat'"))
-    for name, (kind, content) in bad_pictures().items():
+    for name, (kind, content) in bad_images().items():
         stem, ending = name.split(".")
         add(f"{ending} {stem}", content=content, ending=ending)
         planted.append((kind, f"{ending} {stem}.{ending}"))
@@ -306,7 +306,7 @@ def yolo(root: Path) -> Planted:
     add("twin", "0 0.5 0.5 0.4 0.4")
     add("twin", "0 0.5 0.5 0.4 0.4", content=encoded(41, "PNG"), ending="png")
     planted += [("shared-label-file", f"twin.{ending}: labels/train/twin.txt") for ending in ("jpg", "png")]
-    for name, (kind, content) in bad_pictures().items():
+    for name, (kind, content) in bad_images().items():
         if kind != "size-disagrees":  # YOLO says no sizes
             stem, ending = name.split(".")
             add(f"{ending} {stem}", "0 0.5 0.5 0.4 0.4", content=content, ending=ending)
@@ -316,7 +316,7 @@ def yolo(root: Path) -> Planted:
 
 
 def csv(root: Path) -> Planted:
-    """Two tables, of pixels, beside their pictures."""
+    """Two tables, of pixels, beside their images."""
     planted: Planted = []
     for split, count in (("train", HEALTHY), ("val", 6)):
         (root / split).mkdir(parents=True)
@@ -350,7 +350,7 @@ def csv(root: Path) -> Planted:
             lines.append(f"gone.jpg,{WIDTH},{HEIGHT},cat,4,5,24,26")
             planted.append(("missing-image", "gone.jpg"))
             lines.append(f"TRAIN GOOD1.JPG,{WIDTH},{HEIGHT},cat,2,3,24,26")
-            for name, (kind, content) in bad_pictures().items():
+            for name, (kind, content) in bad_images().items():
                 add(name, "cat,4,5,24,26", content=content)
                 planted.append((kind, name))
         (root / f"{split}_labels.csv").write_text("".join(f"{line}\n" for line in lines))

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import DataError
+from tests.data.examples import property_test
 
 Content = dict[str, Any]
 
 
-def picture(number: int, name: str | None = None, **more: Any) -> Content:
+def image_entry(number: int, name: str | None = None, **more: Any) -> Content:
     return {"id": number, "file_name": name or f"{number}.jpg", "height": 100, "width": 200, **more}
 
 
@@ -30,18 +30,18 @@ def dataset(images: list[Content], annotations: list[Content], *names: str) -> C
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def write(path: Path, content: Any, *, pictures: Path | None = None) -> Path:
-    """Writes an annotation file, and empty picture files where asked for."""
+def write(path: Path, content: Any, *, images: Path | None = None) -> Path:
+    """Writes an annotation file, and empty image files where asked for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    if pictures is not None:
-        pictures.mkdir(parents=True, exist_ok=True)
+    if images is not None:
+        images.mkdir(parents=True, exist_ok=True)
         for image in content["images"]:
-            (pictures / image["file_name"]).touch()
+            (images / image["file_name"]).touch()
     return path
 
 
-GOOD = dataset([picture(1), picture(2)], [box(1, 1, 1), box(2, 2, 2)])
+GOOD = dataset([image_entry(1), image_entry(2)], [box(1, 1, 1), box(2, 2, 2)])
 
 file_names = st.lists(
     st.text(st.characters(exclude_characters="\\/\0", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12),
@@ -88,8 +88,7 @@ def coco_files(draw: st.DrawFn) -> Content:
     }
 
 
-@settings(max_examples=60, deadline=None)
-@given(coco_files())
+@property_test(coco_files(), few=6, many=200)
 def test_a_valid_file_comes_through_whole(content: Content) -> None:
     with tempfile.TemporaryDirectory() as folder:
         index = open_index(write(Path(folder) / "some.json", content), val_fraction=0.3)
@@ -117,9 +116,9 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
 
 
 def test_the_official_layout(tmp_path: Path) -> None:
-    write(tmp_path / "annotations/instances_train2017.json", GOOD, pictures=tmp_path / "train2017")
-    other = dataset([picture(1)], [box(1, 1, 2)])
-    write(tmp_path / "annotations/instances_val2017.json", other, pictures=tmp_path / "val2017")
+    write(tmp_path / "annotations/instances_train2017.json", GOOD, images=tmp_path / "train2017")
+    other = dataset([image_entry(1)], [box(1, 1, 2)])
+    write(tmp_path / "annotations/instances_val2017.json", other, images=tmp_path / "val2017")
     write(tmp_path / "annotations/captions_val2017.json", other)
     index = open_index(tmp_path)
     assert index.splits == ("train", "val")
@@ -132,8 +131,8 @@ def test_the_official_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["images", "images/train2017", "data", "Images", "."])
-def test_pictures_are_found_beside_one_file(tmp_path: Path, place: str) -> None:
-    file = write(tmp_path / "instances_train2017.json", GOOD, pictures=tmp_path / place)
+def test_images_are_found_beside_one_file(tmp_path: Path, place: str) -> None:
+    file = write(tmp_path / "instances_train2017.json", GOOD, images=tmp_path / place)
     for data in (tmp_path, file):
         index = open_index(data)
         assert require_images(index) == []
@@ -149,7 +148,9 @@ def test_a_file_named_after_a_split_is_that_split(tmp_path: Path) -> None:
 
 
 def test_file_names_of_another_machine(tmp_path: Path) -> None:
-    content = dataset([picture(1, "C:\\x\\1.jpg"), picture(2, "/gone/2.jpg")], [box(1, 1, 1), box(2, 2, 1)], "cat")
+    content = dataset(
+        [image_entry(1, "C:\\x\\1.jpg"), image_entry(2, "/gone/2.jpg")], [box(1, 1, 1), box(2, 2, 1)], "cat"
+    )
     file = write(tmp_path / "labels.json", content)
     (tmp_path / "images").mkdir()
     for name in ("1.jpg", "2.jpg"):
@@ -161,13 +162,13 @@ def test_file_names_of_another_machine(tmp_path: Path) -> None:
 
 
 def test_absolute_file_names(tmp_path: Path) -> None:
-    pictures = tmp_path / "elsewhere"
-    pictures.mkdir()
-    content = dataset([picture(i, str(pictures / f"{i}.jpg")) for i in (1, 2)], [box(i, i, 1) for i in (1, 2)], "cat")
+    images = tmp_path / "elsewhere"
+    images.mkdir()
+    content = dataset([image_entry(i, str(images / f"{i}.jpg")) for i in (1, 2)], [box(i, i, 1) for i in (1, 2)], "cat")
     for i in (1, 2):
-        (pictures / f"{i}.jpg").touch()
+        (images / f"{i}.jpg").touch()
     index = open_index(write(tmp_path / "data/a.json", content))
-    assert index.path(1) == pictures / "2.jpg"
+    assert index.path(1) == images / "2.jpg"
     assert require_images(index) == []
 
 
@@ -185,7 +186,7 @@ def test_roboflow_with_an_unused_super_category(real_data: Path) -> None:
 
 
 def test_a_super_category_with_boxes_is_a_class(tmp_path: Path) -> None:
-    content = dataset([picture(1), picture(2)], [box(1, 1, 0), box(2, 2, 1)])
+    content = dataset([image_entry(1), image_entry(2)], [box(1, 1, 0), box(2, 2, 1)])
     content["categories"] = [
         {"id": 0, "name": "car", "supercategory": "none"},
         {"id": 1, "name": "van", "supercategory": "car"},
@@ -197,7 +198,7 @@ def test_a_super_category_with_boxes_is_a_class(tmp_path: Path) -> None:
 
 def test_files_that_number_their_categories_differently(tmp_path: Path) -> None:
     write(tmp_path / "train/_annotations.coco.json", GOOD)
-    write(tmp_path / "valid/_annotations.coco.json", dataset([picture(1)], [box(1, 1, 1)], "dog", "cat"))
+    write(tmp_path / "valid/_annotations.coco.json", dataset([image_entry(1)], [box(1, 1, 1)], "dog", "cat"))
     index = open_index(tmp_path)
     assert index.class_names == ("cat", "dog")
     assert index.labels.tolist() == [0, 1, 1]
@@ -206,7 +207,7 @@ def test_files_that_number_their_categories_differently(tmp_path: Path) -> None:
 
 def test_a_class_that_training_does_not_know(tmp_path: Path) -> None:
     write(tmp_path / "train/_annotations.coco.json", GOOD)
-    write(tmp_path / "valid/_annotations.coco.json", dataset([picture(1)], [box(1, 1, 1)], "Dog"))
+    write(tmp_path / "valid/_annotations.coco.json", dataset([image_entry(1)], [box(1, 1, 1)], "Dog"))
     with pytest.raises(DataError, match="'Dog'") as raised:
         open_index(tmp_path)
     assert str(tmp_path / "valid") in str(raised.value)
@@ -220,7 +221,7 @@ def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
         21: (50, 50, 5, -5),
     }  # fmt: skip
     annotations = [box(number, 1, 1, bbox) for number, bbox in boxes.items()] + [box(19, 2, 1), box(20, 2, 1, [])]
-    index = open_index(write(tmp_path / "a.json", dataset([picture(1), picture(2)], annotations, "cat")))
+    index = open_index(write(tmp_path / "a.json", dataset([image_entry(1), image_entry(2)], annotations, "cat")))
     dropped = {kind.kind: kind for kind in index.problems}
     assert {name: kind.count for name, kind in dropped.items()} == {
         "no-box": 1, "not-a-number": 2, "negative-size": 2, "zero-size": 3, "outside": 2, "reaches-outside": 1,
@@ -240,11 +241,14 @@ def broken(**changes: Any) -> Content:
         ("", ["empty"]),
         ('{"images": [],\n "annotations": [}', ["not valid JSON", "a.json:2", "truncated"]),
         (json.dumps(GOOD)[:-30], ["not valid JSON", "a.json:1", "truncated"]),
-        (broken(images=[]), ["lists no pictures"]),
+        (broken(images=[]), ["lists no images"]),
         (broken(categories=None), ["not COCO JSON", "categories"]),
         ({"shapes": [], "image_id": 1}, ["not COCO JSON", "missing required field"]),
-        (broken(images=[picture(1), picture(1, "b.jpg")]), ["an id and a file name of its own", "id 1: 1.jpg, b.jpg"]),
-        (broken(images=[picture(1, "b.jpg"), picture(2, "b.jpg")]), ["of its own", "b.jpg: picture ids 1, 2"]),
+        (
+            broken(images=[image_entry(1), image_entry(1, "b.jpg")]),
+            ["an id and a file name of its own", "id 1: 1.jpg, b.jpg"],
+        ),
+        (broken(images=[image_entry(1, "b.jpg"), image_entry(2, "b.jpg")]), ["of its own", "b.jpg: image ids 1, 2"]),
         (broken(images=[{"id": 2}, 5]), ['No entry of "images"', "number 0", "file_name"]),
         (broken(annotations=[box(7, "?", 1)]), ['No entry of "annotations"', "number 0", "image_id"]),
         (broken(annotations=[box(7, 3, 1)]), ["training split has no boxes", "annotation 7: image_id 3"]),
@@ -276,14 +280,18 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
         ([], [17], {"malformed-annotation": '"annotations" number 2: 17'}),
         ([], [box(7, 1, 9, [1, float("nan"), 3, 4]), "x"], {"unknown-class": "9", "malformed-annotation": '3: "x"'}),
         ([{"id": 3}], [], {"malformed-image": '"images" number 2: {"id": 3}: Object missing required field `file_n'}),
-        ([picture(3, "a/")], [], {"malformed-image": "picture id 3: 'a/' is no name"}),
-        ([picture(3, "a\0b")], [box(7, 3, 1)], {"malformed-image": "id 3", "unknown-image": "image_id 3"}),
-        ([picture(3, "x" * 300)], [], {"malformed-image": "id 3"}),
-        ([picture(3) | {"width": "wide"}], [box(7, 3, 1)], {"malformed-size": '"images" number 2'}),
-        ([picture(3) | {"width": -5}], [box(7, 3, 1)], {"malformed-size": "a.json, 3.jpg: width -5, height 100"}),
-        ([picture(2)], [], {"copied-entry": "a.json, picture id 2: 2.jpg"}),
-        ([picture(3, "x"), picture(3, "y")], [box(7, 3, 1)], {"ambiguous-id": "id 3: x, y", "unknown-image": "3"}),
-        ([picture(3, "x"), picture(4, "x")], [box(7, 3, 1)], {"listed-twice": "x: picture ids 3, 4"}),
+        ([image_entry(3, "a/")], [], {"malformed-image": "image id 3: 'a/' is no name"}),
+        ([image_entry(3, "a\0b")], [box(7, 3, 1)], {"malformed-image": "id 3", "unknown-image": "image_id 3"}),
+        ([image_entry(3, "x" * 300)], [], {"malformed-image": "id 3"}),
+        ([image_entry(3) | {"width": "wide"}], [box(7, 3, 1)], {"malformed-size": '"images" number 2'}),
+        ([image_entry(3) | {"width": -5}], [box(7, 3, 1)], {"malformed-size": "a.json, 3.jpg: width -5, height 100"}),
+        ([image_entry(2)], [], {"copied-entry": "a.json, image id 2: 2.jpg"}),
+        (
+            [image_entry(3, "x"), image_entry(3, "y")],
+            [box(7, 3, 1)],
+            {"ambiguous-id": "id 3: x, y", "unknown-image": "3"},
+        ),
+        ([image_entry(3, "x"), image_entry(4, "x")], [box(7, 3, 1)], {"listed-twice": "x: image ids 3, 4"}),
     ],
 )
 def test_a_wrong_entry_is_named_and_the_rest_is_read(
@@ -301,8 +309,7 @@ def test_a_wrong_entry_is_named_and_the_rest_is_read(
     assert [index.boxes[index.offsets[row]].tolist() for row in good] == [[10, 20, 40, 60]] * 2
 
 
-@settings(max_examples=60, deadline=None)
-@given(coco_files(), st.data())
+@property_test(coco_files(), st.data(), few=8, many=200)
 def test_whatever_is_wrong_with_entries_the_others_are_read(content: Content, data: st.DataObject) -> None:
     junk = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
     count = len(content["annotations"]) - len(content["images"])  # those that keep the splits from being empty stay
@@ -327,18 +334,17 @@ def test_numbers_written_as_text_are_read(tmp_path: Path) -> None:
     assert (len(index.boxes), index.original_size[0].tolist()) == (2, [100, 200])
 
 
-def test_boxes_in_shares_of_the_picture(tmp_path: Path) -> None:
+def test_boxes_in_shares_of_the_image(tmp_path: Path) -> None:
     shares = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
     index = open_index(write(tmp_path / "a.json", broken(annotations=[*GOOD["annotations"], *shares])))
     (found,) = (problem for problem in index.problems if problem.kind == "not-in-pixels")
     assert (found.count, found.examples[0]) == (3, "1.jpg, annotation 0: [0, 0.2, 0.3, 0.6]")
     with pytest.raises(DataError, match="no boxes") as raised:
         open_index(write(tmp_path / "b.json", broken(annotations=shares)))
-    assert "3 × within 0 … 1 where pixels are meant" in str(raised.value)
+    assert "3 × within 0 … 1 where pixels are expected" in str(raised.value)
 
 
-@settings(max_examples=40, deadline=None)
-@given(coco_files(), st.data())
+@property_test(coco_files(), st.data(), few=5, many=100)
 def test_copies_of_boxes_are_left_out(content: Content, data: st.DataObject) -> None:
     copies = data.draw(st.lists(st.sampled_from(content["annotations"]), max_size=6))
     with tempfile.TemporaryDirectory() as folder:
@@ -356,7 +362,7 @@ def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
         open_index(tmp_path)
 
 
-def test_a_test_split_without_pictures_is_left_out(tmp_path: Path) -> None:
+def test_a_test_split_without_images_is_left_out(tmp_path: Path) -> None:
     empty = dataset([], [])
     for split in ("train", "valid"):
         write(tmp_path / split / "_annotations.coco.json", GOOD)
@@ -364,13 +370,13 @@ def test_a_test_split_without_pictures_is_left_out(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert index.splits == ("train", "val")
     assert [p.examples for p in index.problems if p.kind == "split-without-boxes"] == [
-        ("test/_annotations.coco.json: no pictures",)
+        ("test/_annotations.coco.json: no images",)
     ]
     write(tmp_path / "valid/_annotations.coco.json", empty)
-    with pytest.raises(DataError, match="lists no pictures") as raised:
+    with pytest.raises(DataError, match="lists no images") as raised:
         open_index(tmp_path)
     assert "valid" in str(raised.value)
-    with pytest.raises(DataError, match="lists no pictures"):
+    with pytest.raises(DataError, match="lists no images"):
         open_index(tmp_path / "test/_annotations.coco.json")
 
 

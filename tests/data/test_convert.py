@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -19,7 +18,8 @@ from stoker.data.convert.item import apply_orientation, exact_extent, shortest_d
 from stoker.data.convert.writing import PARTIAL_MARKER, TargetFormat, convert
 from stoker.data.index import Index, open_index
 from stoker.errors import DataError, StorageError, UsageError
-from tests.data.tfrecords import features_of, jpeg, picture, unframe, write
+from tests.data.examples import property_test
+from tests.data.tfrecords import features_of, image_features, jpeg, unframe, write
 
 TARGETS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 CLASSES = ("zebra", "a b", 'ümlaut\'s "x": #1')
@@ -29,12 +29,12 @@ def annotated(box: list[float], label: int = 1, **more: object) -> dict[str, obj
     return {"category_id": label, "bbox": box, "iscrowd": 0, "area": box[2] * box[3]} | more
 
 
-def coco(root: Path, pictures: dict[str, tuple[bytes, list[dict[str, object]]]], split: str = "train") -> Path:
-    """A split of a COCO data set: names → encoded pictures and their annotations."""
+def coco(root: Path, content: dict[str, tuple[bytes, list[dict[str, object]]]], split: str = "train") -> Path:
+    """A split of a COCO data set: names → encoded images and their annotations."""
     folder = root / split
     folder.mkdir(parents=True)
     images, annotations = [], []
-    for number, (name, (data, boxes)) in enumerate(pictures.items(), 10):
+    for number, (name, (data, boxes)) in enumerate(content.items(), 10):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
         with Image.open(io.BytesIO(data)) as opened:
@@ -52,8 +52,8 @@ def two_splits(root: Path) -> Path:
     return coco(root, {"0.jpg": (jpeg(40, 30, 9), [annotated([0, 0, 40, 30])]), "e.jpg": (jpeg(), [])}, "valid")
 
 
-def rows(index: Index) -> list[int]:
-    return [row for split in index.splits for row in index.image_indices(split).tolist()]
+def image_order(index: Index) -> list[int]:
+    return [image_index for split in index.splits for image_index in index.image_indices(split).tolist()]
 
 
 def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], list[bool], np.ndarray[Any, Any]]:
@@ -64,10 +64,10 @@ def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], l
 
 @st.composite
 def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]]:
-    """Two splits of pictures with boxes anywhere within them, some none, some crowd."""
+    """Two splits of images with boxes anywhere within them, some none, some crowd."""
     drawn = {}
     for split in ("train", "valid"):
-        pictures = {}
+        images = {}
         for number in range(draw(st.integers(1, 3))):
             width, height = draw(st.integers(8, 500)), draw(st.integers(8, 500))
             boxes = []
@@ -78,21 +78,20 @@ def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, obj
                 w, h = draw(kind(2, int(width - x))), draw(kind(2, int(height - y)))
                 crowd = int(k > 0 and draw(st.booleans()))
                 boxes.append(annotated([x, y, w, h], draw(st.integers(1, 3)), iscrowd=crowd, area=w * h / 2))
-            pictures[f"{number} {split}.jpg"] = jpeg(width, height, number), boxes
-        drawn[split] = pictures
+            images[f"{number} {split}.jpg"] = jpeg(width, height, number), boxes
+        drawn[split] = images
     return drawn
 
 
-@settings(max_examples=8, deadline=None)
-@given(sets(), st.integers(1, 3))
+@property_test(sets(), st.integers(1, 3), few=3, many=30)
 def test_every_data_set_comes_back_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]],
     shards: int,
 ) -> None:
     root = tmp_path_factory.mktemp("round")
-    for split, pictures in drawn.items():
-        coco(root / "source", pictures, split)
+    for split, images in drawn.items():
+        coco(root / "source", images, split)
     source = open_index(root / "source")
     for to in TARGETS:
         out = root / to
@@ -107,11 +106,13 @@ def test_every_data_set_comes_back_the_same(
             assert set(index.class_names) <= set(CLASSES)
         else:
             assert index.class_names == source.class_names
-        assert [index.path(row).name for row in rows(index)] == [source.path(row).name for row in rows(source)]
+        assert [index.path(row).name for row in image_order(index)] == [
+            source.path(row).name for row in image_order(source)
+        ]
         if to in ("coco", "tfrecord"):
-            ids = index.image_id[rows(index)].tolist(), source.image_id[rows(source)].tolist()
+            ids = index.image_id[image_order(index)].tolist(), source.image_id[image_order(source)].tolist()
             assert to == "tfrecord" or ids[0] == ids[1]
-        for row, original in zip(rows(index), rows(source), strict=True):
+        for row, original in zip(image_order(index), image_order(source), strict=True):
             assert index.read(row) == source.read(original)
             assert index.original_size[row].tolist() == source.original_size[original].tolist()
             boxes, names, crowd, area = boxes_of(index, row)
@@ -133,7 +134,7 @@ def test_every_data_set_comes_back_the_same(
 corners = st.floats(-1e4, 1e5, width=32).filter(lambda value: value == 0 or abs(value) > 1e-3)
 
 
-@given(corners, corners)
+@property_test(corners, corners, few=40, many=1000)
 def test_a_corner_and_an_extent_are_both_corners_again(low: float, high: float) -> None:
     """To the bit in float32, through JSON; below a thousandth of a pixel is no corner."""
     left = shortest_decimal(np.float32(low))
@@ -200,21 +201,21 @@ def test_records_become_files_with_names_that_differ(tmp_path: Path) -> None:
     Image.new("RGB", (200, 100)).save(png, "PNG")
     write(
         tmp_path / "in" / "train.record",
-        picture("A.jpg", [box]),
-        picture("a.JPEG", [box]),
-        picture(None, [box]) | {"image/encoded": [png.getvalue()]},
-        picture("b\n\\.c d.e ", [box]),
+        image_features("A.jpg", [box]),
+        image_features("a.JPEG", [box]),
+        image_features(None, [box]) | {"image/encoded": [png.getvalue()]},
+        image_features("b\n\\.c d.e ", [box]),
     )
-    write(tmp_path / "in" / "val.record", picture("a.jpg", [box]))
+    write(tmp_path / "in" / "val.record", image_features("a.jpg", [box]))
     source = open_index(tmp_path / "in")
     for to in TARGETS:
         convert(source, tmp_path / to, to, hardlink=True)
         index = open_index(tmp_path / to)
-        by_name = {index.path(row).name: index.read(row) for row in rows(index)[:4]}
+        by_name = {index.path(row).name: index.read(row) for row in image_order(index)[:4]}
         assert by_name.keys() == {"A.jpg", "a-2.JPEG", "record 3.png", "c d.e.jpg"}, to
         assert by_name["record 3.png"] == png.getvalue()
-        assert sorted(by_name.values()) == sorted(source.read(row) for row in rows(source)[:4])
-        assert index.path(rows(index)[4]).name == ("a-3.jpg" if to == "voc" else "a.jpg")
+        assert sorted(by_name.values()) == sorted(source.read(row) for row in image_order(source)[:4])
+        assert index.path(image_order(index)[4]).name == ("a-3.jpg" if to == "voc" else "a.jpg")
 
 
 def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
@@ -230,12 +231,12 @@ def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
     assert "3 boxes are not in whole pixels" in said["voc"]
     assert "1 crowd boxes are left out: YOLO has none" in said["yolo"]
     for to in ("yolo", "tfrecord"):
-        assert "3 boxes reached outside their picture and are clipped" in said[to]
+        assert "3 boxes reached outside their image and are clipped" in said[to]
         index = open_index(tmp_path / to)
         assert index.boxes[-1].tolist() == pytest.approx([0, 1.25, 39.75, 21.25], abs=1e-3)
 
 
-def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
     root = two_splits(tmp_path / "in")
     (root / "train" / "1.jpg").write_bytes(b"<html>")
     (root / "train" / "2.jpg").unlink()
@@ -243,10 +244,10 @@ def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> 
     source = open_index(root)
     converted = convert(source, tmp_path / "out", "tfrecord", shards=4)
     assert [path.name for path, _ in converted.skipped] == ["1.jpg", "2.jpg", "3.jpg"]
-    why = [why for _, why in converted.skipped]
-    assert "web page" in why[0]
-    assert "No such file" in why[1]
-    assert "say 40 × 30 pixels, the picture has 41 × 30" in why[2]
+    reasons = [reason for _, reason in converted.skipped]
+    assert "web page" in reasons[0]
+    assert "No such file" in reasons[1]
+    assert "say 40 × 30 pixels, the image has 41 × 30" in reasons[2]
     assert len(open_index(tmp_path / "out")) == 3
     assert (tmp_path / "out" / "train.record-00000-of-00001").stat().st_size > 0
     webp = io.BytesIO()
@@ -257,7 +258,7 @@ def test_pictures_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> 
     for split in ("train", "valid"):
         for path in (root / split).glob("*.jpg"):
             path.unlink()
-    with pytest.raises(DataError, match="No picture could be converted"):
+    with pytest.raises(DataError, match="No image could be converted"):
         convert(source, tmp_path / "out3", "coco")
     assert not list(tmp_path.glob("out3*"))
 
@@ -318,14 +319,14 @@ def test_links_are_links(tmp_path: Path) -> None:
     for to in ("coco", "voc", "yolo"):
         convert(source, tmp_path / to, to, hardlink=True)
         index = open_index(tmp_path / to)
-        for row, original in zip(rows(index), rows(source), strict=True):
+        for row, original in zip(image_order(index), image_order(source), strict=True):
             assert index.path(row).samefile(source.path(original))
     convert(source, tmp_path / "copy", "coco")
     assert not (tmp_path / "copy/train/0.jpg").samefile(root / "train/0.jpg")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_turn_with_the_picture(orientation: int) -> None:
+def test_boxes_turn_with_the_image(orientation: int) -> None:
     stored = np.zeros((20, 30), np.uint8)
     stored[3:7, 5:14] = 255
     exif = Image.Exif()
@@ -348,7 +349,7 @@ def turned_jpeg() -> bytes:
 
 @pytest.mark.parametrize("annotated_as", ["stored", "upright"])
 def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_as: str) -> None:
-    """YOLO's readers turn pictures as EXIF says, TensorFlow does not; COCO and Pascal VOC carry the size."""
+    """YOLO's readers turn images as EXIF says, TensorFlow does not; COCO and Pascal VOC carry the size."""
     box = [5, 3, 9, 4] if annotated_as == "stored" else [13, 5, 4, 9]
     for split in ("train", "valid"):
         coco(tmp_path / "in", {f"{split}.jpg": (turned_jpeg(), [annotated(box)])}, split)
@@ -365,13 +366,13 @@ def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_a
         index = open_index(tmp_path / to)
         assert index.original_size.tolist() == [size] * 2, to
         assert index.boxes[0].tolist() == pytest.approx(corners, abs=1e-4), to
-        assert any("2 pictures are turned by EXIF" in note for note in converted.notes)
+        assert any("2 images are turned by EXIF" in note for note in converted.notes)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["in", "out", "--to", "yolo"], 0, ["6 pictures (train 4, val 2)", "5 boxes, 3 classes", "written: out"]),
+        (["in", "out", "--to", "yolo"], 0, ["6 images (train 4, val 2)", "5 boxes, 3 classes", "written: out"]),
         (["in", "out", "--to", "yolo", "--classes", "a b"], 0, ["1 boxes, 1 classes"]),
         (["in", "out", "--to", "yolov8"], 2, ["yolo", "tfrecord"]),
         (["in", "in", "--to", "voc"], 2, ["is there already", "fix:"]),

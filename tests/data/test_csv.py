@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -12,11 +11,12 @@ from stoker.data.formats.csv_table import detect_csv_layout
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError
+from tests.data.examples import property_test
 
 HEADER = "filename,class,xmin,ymin,xmax,ymax"
 
 
-def picture(path: Path, width: int = 40, height: int = 20) -> Path:
+def make_image(path: Path, width: int = 40, height: int = 20) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (width, height)).save(path)
     return path
@@ -33,7 +33,7 @@ def kinds(index: Index) -> dict[str, str]:
 
 
 def named(index: Index) -> list[tuple[str, str, list[float]]]:
-    """(picture, class, box) of every box."""
+    """(image, class, box) of every box."""
     rows = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     return [
         (index.path(row).name, index.class_names[label], box)
@@ -66,7 +66,7 @@ def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> 
     index = open_index(real_data / "bccd")
     assert index.format == "voc"
     assert any("not read: CSV (test.csv)" in note and "--format csv" in note for note in index.notes)
-    asked = open_index(real_data / "bccd", format="csv")  # its pictures are found one folder further down
+    asked = open_index(real_data / "bccd", format="csv")  # its images are found one folder further down
     assert require_images(asked) == []
     assert sorted(named(asked)) == sorted(named(index))
 
@@ -90,13 +90,13 @@ def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> 
         ("a.jpg,4,2,20,10,cat", "b.jpg,1,1,5,5,dog"),
         ("TRAIN,gs://bucket/a.jpg,cat,0.1,0.1,,,0.5,0.5,,", "UNASSIGNED,gs://bucket/b.jpg,dog,.025,.05,,,.125,.25,,"),
         ('"filename","class","xmin","ymin","xmax","ymax"', '"a.jpg","cat","4","2","20","10"', "b.jpg,dog,1,1,5,5"),
-        (HEADER, "C:\\pictures\\a.jpg,cat,4,2,20,10", "../images/b.jpg,dog,1,1,5,5"),
+        (HEADER, "C:\\images\\a.jpg,cat,4,2,20,10", "../images/b.jpg,dog,1,1,5,5"),
         (HEADER, "images/a.jpg,cat,4,2,20,10", "images/B.JPG,dog,1,1,5,5"),
     ],
 )
 def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    picture(tmp_path / "images" / "a.jpg")
-    picture(tmp_path / "images" / "b.jpg")
+    make_image(tmp_path / "images" / "a.jpg")
+    make_image(tmp_path / "images" / "b.jpg")
     table(tmp_path / "boxes.csv", *lines)
     index = open_index(tmp_path)
     (first, second) = sorted(named(index))
@@ -108,13 +108,12 @@ def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_what_excel_writes(tmp_path: Path, encoding: str) -> None:
-    picture(tmp_path / "ä.jpg")
+    make_image(tmp_path / "ä.jpg")
     table(tmp_path / "a.csv", "filename;class;xmin;ymin;xmax;ymax\r", "ä.jpg;Möwe;4;2;20;10\r", encoding=encoding)
     assert named(open_index(tmp_path)) == [("ä.jpg", "Möwe", [4, 2, 20, 10])]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.permutations(range(8)), st.sampled_from(",;\t|"), st.booleans())
+@property_test(st.permutations(range(8)), st.sampled_from(",;\t|"), st.booleans(), few=10, many=100)
 def test_the_order_of_columns_does_not_matter(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], delimiter: str, upper: bool
 ) -> None:
@@ -123,9 +122,9 @@ def test_the_order_of_columns_does_not_matter(
     path = table(tmp_path_factory.getbasetemp() / "order.csv", header.upper() if upper else header)
     layout = detect_csv_layout(path)
     assert layout is not None
-    assert [names[order[n]] for n in (layout.file_column, layout.label_column, *layout.box_columns, *layout.size_columns)] == [
-        "filename", "class", "xmin", "ymin", "xmax", "ymax", "height", "width",
-    ]  # fmt: skip
+    columns = (layout.file_column, layout.label_column, *layout.box_columns, *layout.size_columns)
+    expected = ["filename", "class", "xmin", "ymin", "xmax", "ymax", "height", "width"]
+    assert [names[order[column]] for column in columns] == expected
     assert layout.delimiter == delimiter
 
 
@@ -134,7 +133,7 @@ def test_the_order_of_columns_does_not_matter(
     [
         ("a.jpg,cat,4,2,wide,10", "malformed-row", "boxes.csv:3: 'a.jpg,cat,4,2,wide,10'"),
         ("a.jpg,cat,4,2", "malformed-row", "too few columns"),
-        (",cat,4,2,20,10", "malformed-row", "no picture"),
+        (",cat,4,2,20,10", "malformed-row", "no image"),
         ("a.jpg,cat,4,,20,10", "malformed-row", "boxes.csv:3"),
         ("a.jpg,,4,2,20,10", "no-class", "boxes.csv:3"),
         ("a.jpg,cat,,,,", "no-box", "boxes.csv:3"),
@@ -143,7 +142,7 @@ def test_the_order_of_columns_does_not_matter(
     ],
 )
 def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, place: str) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,1,1,9,9", row, "", "a.jpg,dog,2,2,8,8")
     index = open_index(tmp_path)
     assert place in kinds(index)[kind]
@@ -152,7 +151,7 @@ def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, plac
 
 def test_a_row_without_box_and_class_is_background(tmp_path: Path) -> None:
     for name in "ab":
-        picture(tmp_path / f"{name}.jpg")
+        make_image(tmp_path / f"{name}.jpg")
     table(tmp_path / "train.csv", "a.jpg,1,1,9,9,cat", "b.jpg,,,,,")
     index = open_index(tmp_path)
     assert sorted(index.path(row).name for row in range(2)) == ["a.jpg", "b.jpg"]
@@ -161,7 +160,7 @@ def test_a_row_without_box_and_class_is_background(tmp_path: Path) -> None:
 
 
 def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     rows = [f"a.jpg,cat,0.{n},0.1,0.9,0.9" for n in range(1, 6)]
     table(tmp_path / "boxes.csv", HEADER, *rows, "a.jpg,cat,4,2,20,10")
     index = open_index(tmp_path)
@@ -169,8 +168,8 @@ def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
     assert kinds(index)["not-normalized"] == "boxes.csv:7: [4, 2, 20, 10]"
 
 
-def test_shares_of_a_picture_that_is_not_there(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+def test_shares_of_a_image_that_is_not_there(tmp_path: Path) -> None:
+    make_image(tmp_path / "a.jpg")
     table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,0.1,0.1,0.5,0.5", "gone.jpg,cat,0.1,0.1,0.5,0.5")
     (tmp_path / "val.csv").write_text((tmp_path / "boxes.csv").read_text())
     index = open_index(tmp_path / "boxes.csv", val_fraction=0.5)
@@ -180,9 +179,9 @@ def test_shares_of_a_picture_that_is_not_there(tmp_path: Path) -> None:
 
 def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
     for split in ("train", "test"):
-        picture(tmp_path / "images" / split / "1.jpg", *((40, 20) if split == "train" else (60, 30)))
+        make_image(tmp_path / "images" / split / "1.jpg", *((40, 20) if split == "train" else (60, 30)))
         table(tmp_path / f"{split}_labels.csv", HEADER, "1.jpg,cat,1,1,9,9")
-    picture(tmp_path / "images" / "train" / "2.jpg")
+    make_image(tmp_path / "images" / "train" / "2.jpg")
     table(tmp_path / "all.csv", HEADER, "1.jpg,cat,1,1,9,9")
     with (tmp_path / "train_labels.csv").open("a") as file:
         file.write("2.jpg,cat,1,1,9,9\n")
@@ -197,9 +196,9 @@ def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
     assert any("not read: all.csv" in note for note in index.notes)
 
 
-def test_rows_of_a_picture_need_not_stand_together(tmp_path: Path) -> None:
+def test_rows_of_a_image_need_not_stand_together(tmp_path: Path) -> None:
     for name in "ab":
-        picture(tmp_path / f"{name}.jpg")
+        make_image(tmp_path / f"{name}.jpg")
     rows = [f"{name}.jpg,cat,{x},1,39,9" for x, name in enumerate("abbab")]
     table(tmp_path / "boxes.csv", HEADER, *rows)
     assert sorted((name, box[0]) for name, _, box in named(open_index(tmp_path))) == [
@@ -209,7 +208,7 @@ def test_rows_of_a_picture_need_not_stand_together(tmp_path: Path) -> None:
 
 def test_splits_by_a_column(tmp_path: Path) -> None:
     for name in "abc":
-        picture(tmp_path / f"{name}.jpg")
+        make_image(tmp_path / f"{name}.jpg")
     lines = [f"{name}.jpg,cat,1,1,9,9,{split}" for name, split in zip("abc", ("Train", "VALID", "test"), strict=True)]
     table(tmp_path / "boxes.csv", f"{HEADER},Split", *lines)
     index = open_index(tmp_path)
@@ -222,7 +221,7 @@ def test_splits_by_a_column(tmp_path: Path) -> None:
 def test_splits_by_folder(tmp_path: Path, place: str) -> None:
     rows = {split: f"{split}.jpg,cat,1,1,9,9" for split in ("train", "valid")}
     for split, row in rows.items():
-        picture(tmp_path / split / f"{split}.jpg")
+        make_image(tmp_path / split / f"{split}.jpg")
         if place == "a table each":
             table(tmp_path / split / "_annotations.csv", HEADER, row)
     if place == "one table":
@@ -234,13 +233,13 @@ def test_splits_by_folder(tmp_path: Path, place: str) -> None:
 
 
 def test_classes_by_number_are_in_their_own_order(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     table(tmp_path / "a.csv", HEADER, *(f"a.jpg,{name},{name},1,19,9" for name in (10, 9, 2)))
     assert open_index(tmp_path).class_names == ("2", "9", "10")
 
 
 def test_a_table_without_classes(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax", "a.jpg,1,1,9,9")
     index = open_index(tmp_path)
     assert index.class_names == ("object",)
@@ -251,9 +250,9 @@ def test_a_table_without_classes(tmp_path: Path) -> None:
     assert raised.value.choices == ("colour", "maker")
 
 
-def test_pictures_that_no_row_names(tmp_path: Path) -> None:
+def test_images_that_no_row_names(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "table.png"):
-        picture(tmp_path / "images" / name)
+        make_image(tmp_path / "images" / name)
     table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
     report = check_dataset(tmp_path, decode_images=False)
     assert report.num_images == 1
@@ -262,7 +261,7 @@ def test_pictures_that_no_row_names(tmp_path: Path) -> None:
 
 
 def test_several_tables_for_one_split(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     for name in ("first", "second"):
         table(tmp_path / f"{name}.csv", HEADER, f"a.jpg,{name},1,1,9,9")
     table(tmp_path / "results.csv", "epoch,loss", "1,0.5")
@@ -275,7 +274,7 @@ def test_several_tables_for_one_split(tmp_path: Path) -> None:
 
 
 def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     file = table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
     assert open_index(tmp_path).class_names == ("cat",)
     table(file, HEADER, "a.jpg,mouse,1,1,9,9")
@@ -283,7 +282,7 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_no_text(tmp_path: Path) -> None:
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     table(tmp_path / "a.csv", HEADER, *["a.jpg,cat,1,1,9,9"] * 5000, "a.jpg,Möwe,1,1,9,9", encoding="latin-1")
     with pytest.raises(DataError, match="not UTF-8") as raised:
         open_index(tmp_path)

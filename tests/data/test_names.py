@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -14,6 +13,7 @@ from stoker.data.formats.names import find_existing_dir, resolve_names
 from stoker.data.formats.tables import group_by_folder
 from stoker.data.index import open_index
 from stoker.data.validation.problems import PROBLEM_KINDS
+from tests.data.examples import property_test
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -78,14 +78,16 @@ def test_folders_and_backslashes(tmp_path):
 def test_a_file_is_never_guessed(tmp_path):
     make(tmp_path, "a.jpg", "A.JPG", "b.jpg", "c.jpg")
     assert resolve_names(tmp_path, ["A.jpg"]) == {}  # two files can be meant
-    assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another picture
+    assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another image
     assert resolve_names(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
     assert resolve_names(tmp_path, ["d.jpg"]) == {}
     assert resolve_names(tmp_path / "absent", ["a.jpg"]) == {}
     assert find_existing_dir(tmp_path / "absent") is None
 
 
-@given(st.lists(st.text("abAB %é\u0301", min_size=1, max_size=4), unique=True, max_size=6), st.data())
+@property_test(
+    st.lists(st.text("abAB %é\u0301", min_size=1, max_size=4), unique=True, max_size=6), st.data(), few=15, many=200
+)
 def test_what_is_found_is_there_and_stands_for_one_name(tmp_path_factory, files, data):
     folder = tmp_path_factory.mktemp("names")
     files = [f"x{name}.jpg" for name in files]
@@ -106,7 +108,7 @@ def test_the_index_follows_when_the_file_gets_its_right_name(tmp_path):
     assert found(tmp_path, data) == ([Path("images/A.jpg")], {})
 
 
-@given(st.lists(st.integers(0, 5), max_size=30), st.data())
+@property_test(st.lists(st.integers(0, 5), max_size=30), st.data(), few=20, many=200)
 def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
     folder = np.array(numbers, np.int32)
     rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)

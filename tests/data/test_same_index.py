@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, open_index
-from tests.data.tfrecords import example, frame, jpeg, label_map, picture
+from tests.data.examples import property_test
+from tests.data.tfrecords import example, frame, image_features, jpeg, label_map
 
 CLASSES = ("cat", "dog", "emu")
 """In order of name: Pascal VOC has no other."""
@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
 
 @st.composite
 def drawings(draw: st.DrawFn) -> list[Drawn]:
-    """Pictures of two splits; every class has a box in the first of each."""
+    """Images of two splits; every class has a box in the first of each."""
     drawn = []
     for split in ("train", "val"):
         for number in range(draw(st.integers(1, 3))):
@@ -108,7 +108,7 @@ def write_tfrecord(root: Path, drawn: list[Drawn]) -> None:
                 w, h = item.width, item.height
                 boxes = [(CLASSES[k], k + 1, x1 / w, y1 / h, x2 / w, y2 / h) for k, x1, y1, x2, y2 in item.boxes]
                 encoded = jpeg(w, h, len(item.boxes))
-                records.append(frame(example(picture(item.name, boxes, size=(h, w), image__encoded=[encoded]))))
+                records.append(frame(example(image_features(item.name, boxes, size=(h, w), image__encoded=[encoded]))))
         (root / f"{split}.record").write_bytes(b"".join(records))
 
 
@@ -131,7 +131,7 @@ def test_every_format_is_here() -> None:
 
 
 def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], list[str], list[bool], bytes]]:
-    """What an index says, picture by picture, split by split, in its own order."""
+    """What an index says, image by image, split by split, in its own order."""
     said = []
     for split in index.splits:
         for row in index.image_indices(split).tolist():
@@ -150,8 +150,7 @@ def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], 
     return said
 
 
-@settings(max_examples=12, deadline=None)
-@given(drawings())
+@property_test(drawings(), few=3, many=20)
 def test_the_same_boxes_are_the_same_index(tmp_path_factory: pytest.TempPathFactory, drawn: list[Drawn]) -> None:
     root = tmp_path_factory.mktemp("same")
     expected = [

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.formats import label_map as label_maps
@@ -13,7 +12,20 @@ from stoker.data.formats import tf_example
 from stoker.data.formats.tfrecord_frames import masked_crc
 from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError, StokerError
-from tests.data.tfrecords import Box, crc32c, example, feature, field, frame, jpeg, label_map, masked, picture, write
+from tests.data.examples import property_test
+from tests.data.tfrecords import (
+    Box,
+    crc32c,
+    example,
+    feature,
+    field,
+    frame,
+    image_features,
+    jpeg,
+    label_map,
+    masked,
+    write,
+)
 
 CAT: Box = ("cat", 1, 0.1, 0.2, 0.5, 0.6)
 DOG: Box = ("dog", 2, 0.0, 0.0, 1.0, 1.0)
@@ -67,8 +79,7 @@ lists = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.dictionaries(keys, lists, max_size=8), st.booleans(), st.booleans())
+@property_test(st.dictionaries(keys, lists, max_size=8), st.booleans(), st.booleans(), few=20, many=300)
 def test_every_example_is_read_back(features: dict[str, list[object]], packed: bool, odd: bool) -> None:
     if odd:  # value before key, fields that the messages do not have
         entries = (
@@ -109,8 +120,7 @@ def test_entries_laid_out_in_other_ways_are_read() -> None:
         tf_example.read_floats(replaced, tf_example.ByteRange(0, len(replaced)))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=60))
+@property_test(st.binary(max_size=60), few=60, many=1000)
 def test_bytes_that_are_no_example_are_refused_or_read_within_bounds(data: bytes) -> None:
     try:
         found = tf_example.parse_features(data, 0, len(data))
@@ -125,16 +135,16 @@ def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
     label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
     write(
         tmp_path / "train.record",
-        picture(
+        image_features(
             "a/b.jpg", [CAT, DOG], image__source_id=[b"7"],
             image__object__is_crowd=[0, 1], image__object__area=[5.0, 6.0], image__object__difficult=[1, 0],
         ),
-        example(picture("c.jpg", image__source_id=[b"9"])),
-        example(picture("d.jpg", [DOG], size=None, image__source_id=[b"8"]), packed=False),
-        picture("d.jpg", [CAT], image__source_id=[b"3"], image__object__group_of=[1]),
-        picture(None, [(None, 2, 0.5, 0.5, 0.75, 0.75)], image__source_id=[b"4"]),
+        example(image_features("c.jpg", image__source_id=[b"9"])),
+        example(image_features("d.jpg", [DOG], size=None, image__source_id=[b"8"]), packed=False),
+        image_features("d.jpg", [CAT], image__source_id=[b"3"], image__object__group_of=[1]),
+        image_features(None, [(None, 2, 0.5, 0.5, 0.75, 0.75)], image__source_id=[b"4"]),
     )  # fmt: skip
-    write(tmp_path / "val.record", picture("..", [("cat", None, 0, 0, 1, 1)]))
+    write(tmp_path / "val.record", image_features("..", [("cat", None, 0, 0, 1, 1)]))
     index = open_index(tmp_path)
     assert index.class_names == ("cat", "dog")
     assert index.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
@@ -153,14 +163,14 @@ def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
 
 
 def test_source_ids_that_are_numbers_are_the_ids(tmp_path: Path) -> None:
-    pictures = [picture(f"{n}.jpg", [CAT], image__source_id=[str(n * n).encode()]) for n in range(4)]
-    write(tmp_path / "a.tfrecord", *pictures)
+    images = [image_features(f"{n}.jpg", [CAT], image__source_id=[str(n * n).encode()]) for n in range(4)]
+    write(tmp_path / "a.tfrecord", *images)
     assert open_index(tmp_path).image_id.tolist() == [0, 1, 4, 9]
-    write(tmp_path / "a.tfrecord", *pictures, pictures[0])
+    write(tmp_path / "a.tfrecord", *images, images[0])
     assert open_index(tmp_path).image_id.tolist() == [0, 1, 2, 3, 4]
 
 
-THREE = b"".join(frame(example(picture(f"{n}.jpg", [CAT]))) for n in range(3))
+THREE = b"".join(frame(example(image_features(f"{n}.jpg", [CAT]))) for n in range(3))
 
 
 def shard_of_three(folder: Path) -> Path:
@@ -169,8 +179,7 @@ def shard_of_three(folder: Path) -> Path:
     return shard
 
 
-@settings(max_examples=120, deadline=None)
-@given(st.data())
+@property_test(st.data(), few=12, many=300)
 def test_no_flipped_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("flipped")
     shard = shard_of_three(folder)
@@ -191,8 +200,7 @@ def test_no_flipped_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: 
         assert any("train.record @ byte" in problem.examples[0] for problem in index.problems)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
+@property_test(st.data(), few=8, many=100)
 def test_no_cut_passes_except_between_records(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("cut")
     shard = shard_of_three(folder)
@@ -227,16 +235,16 @@ def test_damage_costs_one_record_or_the_rest_of_the_file(tmp_path: Path) -> None
 
 
 def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    unequal = picture("u.jpg", [CAT, DOG]) | {"image/object/class/label": [1]}
+    unequal = image_features("u.jpg", [CAT, DOG]) | {"image/object/class/label": [1]}
     write(
         tmp_path / "train.record",
-        picture("good.jpg", [CAT]),
+        image_features("good.jpg", [CAT]),
         b"\x0a\xff",
-        picture("none.jpg", [CAT], image__encoded=[]),
-        picture("page.jpg", [CAT], image__encoded=[b"<html><body>404"]),
+        image_features("none.jpg", [CAT], image__encoded=[]),
+        image_features("page.jpg", [CAT], image__encoded=[b"<html><body>404"]),
         unequal,
-        picture("typed.jpg", [CAT]) | {"image/object/class/label": [1.0]},
-        picture("better.jpg", [DOG]),
+        image_features("typed.jpg", [CAT]) | {"image/object/class/label": [1.0]},
+        image_features("better.jpg", [DOG]),
     )
     index = open_index(tmp_path)
     assert len(index) == 2
@@ -250,7 +258,7 @@ def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 def test_empty_and_missing_shards_are_named(tmp_path: Path) -> None:
     for number in (0, 1, 4):
-        write(tmp_path / f"train.record-{number:05d}-of-00006", picture(f"{number}.jpg", [CAT]))
+        write(tmp_path / f"train.record-{number:05d}-of-00006", image_features(f"{number}.jpg", [CAT]))
     (tmp_path / "train.record-00002-of-00006").touch()
     index = open_index(tmp_path)
     assert len(index) == 3
@@ -267,7 +275,7 @@ def test_empty_and_missing_shards_are_named(tmp_path: Path) -> None:
 def test_one_file_and_patterns(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for number in range(2):
-            write(tmp_path / f"{split}.record-{number:05d}-of-00002", picture(f"{split}{number}.jpg", [CAT]))
+            write(tmp_path / f"{split}.record-{number:05d}-of-00002", image_features(f"{split}{number}.jpg", [CAT]))
     assert len(open_index(tmp_path)) == 4
     assert len(open_index(tmp_path / "train.record-00001-of-00002")) == 1
     both = open_index(tmp_path / "train.record*")
@@ -280,7 +288,7 @@ def test_one_file_and_patterns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [("train", "valid", "test"), ("Training", "val", "testing")])
 def test_split_folders_with_a_map_each(tmp_path: Path, names: tuple[str, str, str]) -> None:
     for name in names:
-        write(tmp_path / name / "dice.tfrecord", picture(f"{name}.jpg", [CAT]))
+        write(tmp_path / name / "dice.tfrecord", image_features(f"{name}.jpg", [CAT]))
         label_map(tmp_path / name / "dice_label_map.pbtxt", "cat", "dog")
     index = open_index(tmp_path)
     assert index.splits == ("train", "val", "test")
@@ -323,7 +331,7 @@ def test_texts_decide_where_the_map_has_them(tmp_path: Path) -> None:
         ("cow", 9, 0, 0, 0.5, 0.5),
         ("", 0, 0, 0, 0.5, 0.6),
     ]
-    write(tmp_path / "train.record", picture("a.jpg", boxes), picture("b.jpg", [CAT]))
+    write(tmp_path / "train.record", image_features("a.jpg", boxes), image_features("b.jpg", [CAT]))
     index = open_index(tmp_path)
     assert index.labels.tolist() == [0, 1, 1, 1, 0]
     assert kinds(index) == {"label-disagrees": 2, "unknown-class": 1, "no-class": 1}
@@ -335,8 +343,12 @@ def test_texts_decide_where_the_map_has_them(tmp_path: Path) -> None:
 
 def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
     only_label: Box = ("", 2, 0, 0, 1, 0.5)
-    write(tmp_path / "train.record", picture("a.jpg", [("zebra", 2, 0, 0, 1, 1), CAT]), picture("b.jpg", [only_label]))
-    write(tmp_path / "val.record", picture("c.jpg", [CAT]))
+    write(
+        tmp_path / "train.record",
+        image_features("a.jpg", [("zebra", 2, 0, 0, 1, 1), CAT]),
+        image_features("b.jpg", [only_label]),
+    )
+    write(tmp_path / "val.record", image_features("c.jpg", [CAT]))
     index = open_index(tmp_path)
     assert index.class_names == ("cat", "zebra")
     assert index.category_ids == (1, 2)
@@ -345,7 +357,7 @@ def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
 
 
 def test_with_labels_alone_classes_are_numbers(tmp_path: Path) -> None:
-    write(tmp_path / "train.record", *(picture(f"{n}.jpg", [(None, n, 0, 0, 1, 1)]) for n in (3, 1, 0, 1)))
+    write(tmp_path / "train.record", *(image_features(f"{n}.jpg", [(None, n, 0, 0, 1, 1)]) for n in (3, 1, 0, 1)))
     index = open_index(tmp_path)
     assert index.class_names == ("class 1", "class 3")
     assert kinds(index) == {"no-class": 1}
@@ -354,7 +366,7 @@ def test_with_labels_alone_classes_are_numbers(tmp_path: Path) -> None:
 
 def test_the_map_that_fits_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "set" / "records"
-    write(folder / "train.record", picture("a.jpg", [CAT, DOG]), picture("b.jpg", [CAT]))
+    write(folder / "train.record", image_features("a.jpg", [CAT, DOG]), image_features("b.jpg", [CAT]))
     label_map(tmp_path / "set" / "other set" / "map.pbtxt", "cat", "dog", "emu", "cow")
     assert open_index(folder).class_names == ("cat", "dog")
     label_map(tmp_path / "set" / "training" / "map.pbtxt", "dog", "cat")
@@ -375,8 +387,11 @@ def test_the_map_that_fits_is_taken(tmp_path: Path) -> None:
     assert open_index(folder).class_names == ("cat", "dog")
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=6, unique=True))
+@property_test(
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=6, unique=True),
+    few=15,
+    many=200,
+)
 def test_every_label_map_is_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     path = tmp_path_factory.mktemp("map") / "label_map.pbtxt"
     path.write_bytes(label_maps.to_text(names).encode())
@@ -430,14 +445,14 @@ def test_label_maps_that_are_wrong_are_refused_with_their_line(tmp_path: Path, t
 
 
 def test_a_changed_shard_or_map_is_read_again(tmp_path: Path) -> None:
-    write(tmp_path / "train.record", picture("a.jpg", [CAT]), picture("b.jpg", [CAT]))
+    write(tmp_path / "train.record", image_features("a.jpg", [CAT]), image_features("b.jpg", [CAT]))
     assert open_index(tmp_path).class_names == ("cat",)
     label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
     assert open_index(tmp_path).class_names == ("cat", "dog")
     label_map(tmp_path / "label_map.pbtxt", "cat", "horse")
     assert open_index(tmp_path).class_names == ("cat", "horse")
     with (tmp_path / "train.record").open("ab") as file:
-        file.write(frame(example(picture("c.jpg", [CAT]))))
+        file.write(frame(example(image_features("c.jpg", [CAT]))))
     assert len(open_index(tmp_path)) == 3
 
 

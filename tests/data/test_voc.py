@@ -1,4 +1,4 @@
-"""Pascal VOC: every layout is found, the right picture is taken, what is wrong is named with its place."""
+"""Pascal VOC: every layout is found, the right image is taken, what is wrong is named with its place."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def annotate(folder: Path, stem: str, *content: str, filename: str | None = None
     return file
 
 
-def pictures(folder: Path, *names: str) -> None:
+def touch_images(folder: Path, *names: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / name).touch()
@@ -35,7 +35,7 @@ def classic(root: Path, *stems: str, **lists: Sequence[str]) -> Path:
     """Annotations/, JPEGImages/ and, where lists are given, ImageSets/Main."""
     for stem in stems:
         annotate(root / "Annotations", stem)
-    pictures(root / "JPEGImages", *(f"{stem}.jpg" for stem in stems))
+    touch_images(root / "JPEGImages", *(f"{stem}.jpg" for stem in stems))
     for name, lines in lists.items():
         file = root / "ImageSets" / "Main" / f"{name}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_the_blood_cells_and_their_two_points(real_data: Path) -> None:
     assert open_index(real_data / "bccd").root == index.root  # one folder up is near enough
 
 
-def test_xml_beside_the_pictures_is_read_and_the_csv_is_not(real_data: Path) -> None:
+def test_xml_beside_the_images_is_read_and_the_csv_is_not(real_data: Path) -> None:
     index = open_index(real_data / "microcontroller")
     assert len(index) == 149
     assert len(index.boxes) == 177
@@ -104,7 +104,7 @@ def test_trainval_alone_is_divided_and_the_rest_is_left_out(tmp_path: Path) -> N
     assert index.splits == ("train", "val")
     assert len(index) == 3
     assert any("no validation split" in note for note in index.notes)
-    assert any("1 annotated pictures are in no split" in note and "d.xml" in note for note in index.notes)
+    assert any("1 annotated images are in no split" in note and "d.xml" in note for note in index.notes)
 
 
 def test_a_test_split_without_annotations_is_left_out(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_test_split_without_annotations_is_left_out(tmp_path: Path) -> None:
 def test_split_folders(tmp_path: Path, inner: tuple[str, str]) -> None:
     for split, stem in (("train", "a"), ("valid", "b"), ("test", "c")):
         annotate(tmp_path / split / inner[0], stem)
-        pictures(tmp_path / split / inner[1], f"{stem}.png")
+        touch_images(tmp_path / split / inner[1], f"{stem}.png")
     index = open_index(tmp_path)
     assert {split: index.path(index.image_indices(split)[0]).name for split in index.splits} == {
         "train": "a.png", "val": "b.png", "test": "c.png",
@@ -136,15 +136,15 @@ def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
     assert str(tmp_path / "valid") in str(raised.value)
 
 
-def test_the_picture_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path: Path) -> None:
-    annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # lies: b is another picture
+def test_the_image_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path: Path) -> None:
+    annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # lies: b is another image
     annotate(tmp_path / "Annotations", "b", filename="C:\\x\\b.PNG")  # lies about the ending
-    annotate(tmp_path / "Annotations", "c", filename="other.jpg")  # has no picture of its own
+    annotate(tmp_path / "Annotations", "c", filename="other.jpg")  # has no image of its own
     annotate(tmp_path / "Annotations", "D", filename="")  # differs in case
-    annotate(tmp_path / "Annotations", "e", filename="e.png")  # two pictures of its stem
+    annotate(tmp_path / "Annotations", "e", filename="e.png")  # two images of its stem
     annotate(tmp_path / "Annotations", "f", filename="gone.jpg")
     annotate(tmp_path / "Annotations", "g", filename="")
-    pictures(tmp_path / "JPEGImages", "a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.jpg", "e.png")
+    touch_images(tmp_path / "JPEGImages", "a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.jpg", "e.png")
     index = open_index(tmp_path)
     names = {index.path(row).name for row in range(len(index))}
     assert names == {"a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.png", "gone.jpg", "g.jpg"}
@@ -152,12 +152,12 @@ def test_the_picture_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_pa
     assert sorted(missing) == [tmp_path / "JPEGImages" / name for name in ("g.jpg", "gone.jpg")]
 
 
-def test_a_picture_that_is_added_later_is_found(tmp_path: Path) -> None:
+def test_a_image_that_is_added_later_is_found(tmp_path: Path) -> None:
     annotate(tmp_path / "Annotations", "a")
     annotate(tmp_path / "Annotations", "b")
-    pictures(tmp_path / "JPEGImages", "b.jpg")
+    touch_images(tmp_path / "JPEGImages", "b.jpg")
     assert [open_index(tmp_path).path(row).name for row in missing_images(open_index(tmp_path))] == ["a.jpg"]
-    pictures(tmp_path / "JPEGImages", "a.png")
+    touch_images(tmp_path / "JPEGImages", "a.png")
     assert missing_images(open_index(tmp_path)) == []
 
 
@@ -222,10 +222,10 @@ def test_nothing_that_can_be_read(tmp_path: Path, text: str, fragments: list[str
     assert raised.value.fix
 
 
-def test_two_annotations_of_one_picture(tmp_path: Path) -> None:
+def test_two_annotations_of_one_image(tmp_path: Path) -> None:
     for stem, said in (("a", None), ("copy", "a.jpg"), ("x", "b.jpg"), ("y", "b.jpg"), ("c", None)):
         annotate(tmp_path, stem, filename=said)
-    pictures(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    touch_images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
     index = open_index(tmp_path)
     assert [index.path(row).name for row in range(len(index))] == ["a.jpg", "c.jpg"]
     (found,) = (problem for problem in index.problems if problem.kind == "two-annotation-files")
@@ -245,7 +245,7 @@ def test_an_empty_list(tmp_path: Path) -> None:
 def test_an_empty_list_of_a_test_split(tmp_path: Path) -> None:
     index = open_index(classic(tmp_path, *"ab", train="a", val="b", test=[" "]))
     assert index.splits == ("train", "val")
-    assert ("ImageSets/Main/test.txt: no pictures",) in [problem.examples for problem in index.problems]
+    assert ("ImageSets/Main/test.txt: no images",) in [problem.examples for problem in index.problems]
 
 
 def test_lines_of_a_list_without_an_annotation(tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ def test_a_list_that_names_no_annotation(tmp_path: Path) -> None:
 def test_folders_that_annotations_are_in(tmp_path: Path, folder: str) -> None:
     for stem in "ab":
         annotate(tmp_path / folder, stem)
-    pictures(tmp_path / "images", "a.jpg", "b.jpg")
+    touch_images(tmp_path / "images", "a.jpg", "b.jpg")
     index = open_index(tmp_path)
     assert (index.format, index.root, missing_images(index)) == ("voc", tmp_path, [])
 
 
-def test_annotations_per_split_beside_pictures_per_split(tmp_path: Path) -> None:
+def test_annotations_per_split_beside_images_per_split(tmp_path: Path) -> None:
     for split, other in (("train", "train"), ("val", "validation")):
         annotate(tmp_path / "annotations" / split, f"{split} one", filename="elsewhere.jpg")
-        pictures(tmp_path / "images" / other, f"{split} one.jpg")
+        touch_images(tmp_path / "images" / other, f"{split} one.jpg")
     index = open_index(tmp_path)
     assert {split: [index.path(row) for row in index.image_indices(split)] for split in index.splits} == {
         "train": [tmp_path / "images" / "train" / "train one.jpg"],
@@ -282,12 +282,12 @@ def test_annotations_per_split_beside_pictures_per_split(tmp_path: Path) -> None
     }
 
 
-def test_folders_inside_annotations_are_those_inside_the_pictures(tmp_path: Path) -> None:
+def test_folders_inside_annotations_are_those_inside_the_images(tmp_path: Path) -> None:
     for inside in ("day", "night"):
         annotate(tmp_path / "Annotations" / inside, "1", thing(inside))
-        pictures(tmp_path / "JPEGImages" / inside, "1.jpg")
+        touch_images(tmp_path / "JPEGImages" / inside, "1.jpg")
     annotate(tmp_path / "Annotations", "1", thing("top"))
-    pictures(tmp_path / "JPEGImages", "1.jpg")
+    touch_images(tmp_path / "JPEGImages", "1.jpg")
     lists = tmp_path / "ImageSets" / "Main"
     index = open_index(tmp_path)
     classes = {
@@ -306,18 +306,18 @@ def test_folders_inside_annotations_are_those_inside_the_pictures(tmp_path: Path
 def test_a_changed_file_in_a_folder_inside_is_read_again(tmp_path: Path) -> None:
     for stem in "ab":
         annotate(tmp_path / "Annotations" / "task", stem)
-    pictures(tmp_path / "JPEGImages" / "task", "a.jpg", "b.jpg")
+    touch_images(tmp_path / "JPEGImages" / "task", "a.jpg", "b.jpg")
     assert open_index(tmp_path).class_names == ("cat",)
     annotate(tmp_path / "Annotations" / "task", "a", thing("dog"), thing("cat"))
     assert open_index(tmp_path).class_names == ("cat", "dog")
 
 
-def test_pictures_in_a_folder_of_any_name_are_found_and_said(tmp_path: Path) -> None:
+def test_images_in_a_folder_of_any_name_are_found_and_said(tmp_path: Path) -> None:
     for stem in "ab":
         annotate(tmp_path / "Annotations", stem)
-    pictures(tmp_path / "fotos" / "2024", "a.jpg", "b.jpg")
-    pictures(tmp_path / "other", "z.jpg")
+    touch_images(tmp_path / "fotos" / "2024", "a.jpg", "b.jpg")
+    touch_images(tmp_path / "other", "z.jpg")
     index = open_index(tmp_path)
     assert missing_images(index) == []
     assert index.path(0) == tmp_path / "fotos" / "2024" / "a.jpg"
-    assert "the pictures of Annotations/ are in fotos/2024" in index.notes
+    assert "the images of Annotations/ are in fotos/2024" in index.notes

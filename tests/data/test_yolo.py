@@ -5,18 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError
+from tests.data.examples import property_test
 
 ROW = "1 0.5 0.5 0.25 0.5\n"
 NAMES = "names: [cat, dog]\n"
 
 
-def picture(path: Path, width: int = 40, height: int = 20, **options: object) -> Path:
+def make_image(path: Path, width: int = 40, height: int = 20, **options: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (width, height)).save(path, **options)
     return path
@@ -29,9 +29,9 @@ def label(path: Path, text: str = ROW) -> Path:
 
 
 def flat(root: Path, text: str = ROW, names: str | None = "cat\ndog\n") -> Path:
-    """Two pictures, the second without objects, and a list of classes."""
-    picture(root / "images" / "a.jpg")
-    picture(root / "images" / "b.png")
+    """Two images, the second without objects, and a list of classes."""
+    make_image(root / "images" / "a.jpg")
+    make_image(root / "images" / "b.png")
     label(root / "labels" / "a.txt", text)
     label(root / "labels" / "b.txt", "")
     if names is not None:
@@ -46,7 +46,7 @@ def kinds(index: Index) -> dict[str, str]:
 
 
 def content(index: Index) -> dict[str, dict[str, list[list[float]]]]:
-    """Split → name of each picture → its boxes with their classes."""
+    """Split → name of each image → its boxes with their classes."""
     boxes = np.column_stack([index.boxes, index.labels])
     return {
         split: {
@@ -57,10 +57,11 @@ def content(index: Index) -> dict[str, dict[str, list[list[float]]]]:
     }
 
 
-@settings(max_examples=15, deadline=None)
-@given(
+@property_test(
     st.tuples(st.integers(2, 60), st.integers(2, 60)),
     st.lists(st.tuples(st.integers(0, 2), *[st.floats(0, 1)] * 4), min_size=1, max_size=5),
+    few=6,
+    many=60,
 )
 def test_a_row_is_its_box(
     tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int], rows: list[tuple[float, ...]]
@@ -72,7 +73,7 @@ def test_a_row_is_its_box(
         x1, x2, y1, y2 = min(x1, x2), max(x1, x2), min(y1, y2), max(y1, y2)
         lines.append(f"{name} {(x1 + x2) / 2} {(y1 + y2) / 2} {x2 - x1} {y2 - y1}")
         wanted.append([x1 * width, y1 * height, x2 * width, y2 * height])
-    picture(root / "images" / "a.png", width, height)
+    make_image(root / "images" / "a.png", width, height)
     label(root / "labels" / "a.txt", "\n".join([*lines, "0 0.5 0.5 1 1"]))
     index = open_index(root)
     assert index.original_size.tolist() == [[height, width]]
@@ -84,21 +85,21 @@ def test_a_row_is_its_box(
 
 def split_in_images(root: Path) -> Path:
     for split in ("train", "val"):
-        picture(root / "images" / split / f"{split}.jpg")
+        make_image(root / "images" / split / f"{split}.jpg")
         label(root / "labels" / split / f"{split}.txt")
     return root
 
 
 def images_in_split(root: Path) -> Path:
     for split, folder in (("train", "train"), ("val", "valid")):
-        picture(root / folder / "images" / f"{split}.jpg")
+        make_image(root / folder / "images" / f"{split}.jpg")
         label(root / folder / "labels" / f"{split}.txt")
     return root
 
 
 def beside_each_other(root: Path) -> Path:
     for split in ("train", "val"):
-        picture(root / split / f"{split}.jpg")
+        make_image(root / split / f"{split}.jpg")
         label(root / split / f"{split}.txt")
     (root / "train" / "_darknet.labels").write_text("cat\ndog\n")
     return root
@@ -106,7 +107,7 @@ def beside_each_other(root: Path) -> Path:
 
 def labels_apart(root: Path) -> Path:
     for split in ("train", "val"):
-        picture(root / split / f"{split}.jpg")
+        make_image(root / split / f"{split}.jpg")
         label(root / "labels" / split / f"{split}.txt")
     (root / "labels" / "classes.txt").write_text("cat\ndog\n")
     return root
@@ -148,7 +149,7 @@ def lists_alone(root: Path) -> Path:
 def darknet(root: Path) -> Path:
     """As CVAT exports it."""
     for split, folder in (("train", "obj_train_data"), ("val", "obj_valid_data")):
-        picture(root / folder / f"{split}.jpg")
+        make_image(root / folder / f"{split}.jpg")
         label(root / folder / f"{split}.txt")
         (root / f"{folder[4:9]}.txt").write_text(f"data/{folder}/{split}.jpg\n")
     (root / "obj.names").write_text("cat\ndog\n")
@@ -256,9 +257,9 @@ def test_keypoints_are_no_polygon(tmp_path: Path) -> None:
     assert open_index(tmp_path).boxes.tolist() == [[15, 5, 25, 15]]
 
 
-def test_pictures_and_labels_without_each_other(tmp_path: Path) -> None:
+def test_images_and_labels_without_each_other(tmp_path: Path) -> None:
     root = flat(tmp_path)
-    picture(root / "images" / "alone.jpg")
+    make_image(root / "images" / "alone.jpg")
     label(root / "labels" / "gone.txt")
     label(root / "labels" / "readme.txt", "these are labels\n")
     index = open_index(root)
@@ -268,24 +269,24 @@ def test_pictures_and_labels_without_each_other(tmp_path: Path) -> None:
 
 
 def test_names_match_in_any_case(tmp_path: Path) -> None:
-    picture(tmp_path / "images" / "A.JPG", format="JPEG")
+    make_image(tmp_path / "images" / "A.JPG", format="JPEG")
     label(tmp_path / "labels" / "a.TXT")
     assert len(open_index(tmp_path).boxes) == 1
 
 
-def test_boxes_are_of_the_upright_picture(tmp_path: Path) -> None:
+def test_boxes_are_of_the_upright_image(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     flat(tmp_path)
-    picture(tmp_path / "images" / "a.jpg", 40, 20, exif=exif)
+    make_image(tmp_path / "images" / "a.jpg", 40, 20, exif=exif)
     index = open_index(tmp_path)
     assert index.original_size[0].tolist() == [40, 20]
     assert index.boxes[0].tolist() == [7.5, 10, 12.5, 30]
 
 
-def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
+def test_a_image_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
     root = images_in_split(tmp_path)
-    picture(root / "train" / "images" / "b.jpg").write_bytes(b"")
+    make_image(root / "train" / "images" / "b.jpg").write_bytes(b"")
     label(root / "train" / "labels" / "b.txt", ROW * 2)
     index = open_index(root)
     assert content(index)["train"]["b.jpg"] == []
@@ -299,7 +300,7 @@ def test_a_picture_without_a_size_stays_without_its_boxes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("place", [".", "lists"])
 def test_a_list_is_relative_to_its_own_folder_or_the_root(tmp_path: Path, place: str) -> None:
-    file = picture(tmp_path / place / "a.jpg")
+    file = make_image(tmp_path / place / "a.jpg")
     label(tmp_path / place / "labels" / "a.txt")
     label(tmp_path / "lists" / "train.txt", "a.jpg\n")
     label(tmp_path / "data.yaml", f"train: lists/train.txt\n{NAMES}")
@@ -342,7 +343,7 @@ def test_classes(tmp_path: Path) -> None:
         ("train: images\nnames: {0: cat, dog: 1}\n", "'dog', which is no whole number"),
         ("train: images\nnames: [cat, [dog]]\n", "class 1 has no name"),
         ("train: images\nnames: [cat\n", "data.yaml:3"),
-        ("train: pictures\nnames: [cat]\n", "train: pictures"),
+        ("train: photos\nnames: [cat]\n", "train: photos"),
         ("train: images\nval: gone\nnames: [cat]\n", "delete it to have a part"),
         ("train: labels\nnames: [cat]\n", "no file in it ends in .jpg"),
         ("train: {a: 1}\nnames: [cat]\n", "train is neither a path nor a list"),
@@ -363,9 +364,9 @@ def test_lists_of_names_that_disagree(tmp_path: Path) -> None:
         open_index(tmp_path)
 
 
-def test_texts_beside_pictures_are_not_yolo(tmp_path: Path) -> None:
+def test_texts_beside_images_are_not_yolo(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        picture(tmp_path / f"{name}.jpg")
+        make_image(tmp_path / f"{name}.jpg")
         label(tmp_path / f"{name}.txt", "a caption of 1 2 3 4 5\n")
     label(tmp_path / "requirements.txt", "torch\n")
     (tmp_path / "config.yaml").write_text("train: {epochs: 3}\nlr: 0.1\n")

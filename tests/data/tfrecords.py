@@ -121,10 +121,10 @@ Box = tuple[str | None, int | None, float, float, float, float]
 """Text, label, xmin, ymin, xmax, ymax in shares."""
 
 
-def picture(
+def image_features(
     name: str | None, boxes: Sequence[Box] = (), *, size: tuple[int, int] | None = (100, 200), **more: Sequence[object]
 ) -> dict[str, Sequence[object]]:
-    """The features of a picture of `size` (height, width); more: other features, `/` written as two underscores."""
+    """The features of an image of `size` (height, width); more: other features, `/` written as two underscores."""
     features: dict[str, Sequence[object]] = {"image/encoded": [jpeg(200, 100)], "image/format": [b"jpeg"]}
     if size is not None:
         features |= {"image/height": [size[0]], "image/width": [size[1]]}
@@ -139,10 +139,10 @@ def picture(
     return features | {key.replace("__", "/"): values for key, values in more.items()}
 
 
-def write(path: Path, *pictures: Mapping[str, Sequence[object]] | bytes) -> Path:
-    """A shard of pictures; bytes are the data of a record as they are."""
+def write(path: Path, *images: Mapping[str, Sequence[object]] | bytes) -> Path:
+    """A shard of images; bytes are the data of a record as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(frame(item if isinstance(item, bytes) else example(item)) for item in pictures))
+    path.write_bytes(b"".join(frame(item if isinstance(item, bytes) else example(item)) for item in images))
     return path
 
 

@@ -1,4 +1,4 @@
-"""COCO JSON as COCO itself has it: `annotations/instances_<split>.json` beside a folder of pictures for each split. It
+"""COCO JSON as COCO itself has it: `annotations/instances_<split>.json` beside a folder of images for each split. It
 holds everything that an index has. Format: https://cocodataset.org/#format-data."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the writers of all formats are given: a data set's classes, then its pictures one by one; and how they write
+"""What the writers of all formats are given: a data set's classes, then its images one by one; and how they write
 numbers. A box is that of the index, whose float32 corners every format has to give back."""
 
 from abc import ABC, abstractmethod
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AnnotatedImage:
-    """One picture with its boxes."""
+    """One image with its boxes."""
 
     split: str
     name: str
-    """File name without a folder; no other picture of the new data set has it, or its stem, whatever the case."""
+    """File name without a folder; no other image of the new data set has it, or its stem, whatever the case."""
     data: bytes
-    """The encoded picture."""
+    """The encoded image."""
     image_format: str
     """Its format, one of `headers.KINDS`."""
     size: tuple[int, int]
@@ -33,34 +33,34 @@ class AnnotatedImage:
 
 
 class UnsupportedImage(Exception):
-    """The format has no place for a picture; says why."""
+    """The format has no place for an image; says why."""
 
 
 class DatasetWriter(ABC):
-    """Writes one format. Pictures come split by split, in the order of the index."""
+    """Writes one format. Images come split by split, in the order of the index."""
 
     single_image_dir: ClassVar[bool] = False
-    """All splits share a folder, so no two pictures may have the same name."""
+    """All splits share a folder, so no two images may have the same name."""
     supports_crowd: ClassVar[bool] = True
     box_orientation: ClassVar[Literal["said", "upright", "stored"]] = "said"
-    """Of a picture that EXIF turns, the one that boxes refer to: as its readers show it, or, where the format has room
+    """Of an image that EXIF turns, the one that boxes refer to: as its readers show it, or, where the format has room
     for the size, as the source has it."""
 
     def __init__(self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int]) -> None:
-        """folder: empty, there; counts: how many pictures each split may have at most."""
+        """folder: empty, there; counts: how many images each split may have at most."""
         self.folder, self.class_names, self.max_images = folder, class_names, max_images
         self.written_splits: list[str] = []
-        """Those that have got a picture; `convert` keeps it."""
+        """Those that have got an image; `convert` keeps it."""
         self.notes: Counter[str] = Counter()
         """What the format could not hold or what differs, in words that follow a number."""
 
     @abstractmethod
     def image_path(self, image: AnnotatedImage) -> Path | None:
-        """Where the picture belongs, below the folder; None: `add` keeps it in a file of its own."""
+        """Where the image belongs, below the folder; None: `add` keeps it in a file of its own."""
 
     @abstractmethod
     def add(self, image: AnnotatedImage) -> None:
-        """Writes what is to be said of a picture. Raises CannotHold before anything of it is written."""
+        """Writes what is to be said of an image. Raises CannotHold before anything of it is written."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -82,8 +82,8 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
 
 
 def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
-    """[k, 4] xyxy in shares of the picture's width and height, within 0 … 1, and how many boxes had to be clipped for
-    it: readers of normalised boxes refuse others, some the whole picture."""
+    """[k, 4] xyxy in shares of the image's width and height, within 0 … 1, and how many boxes had to be clipped for
+    it: readers of normalised boxes refuse others, some the whole image."""
     height, width = image.size
     normalized = image.boxes.astype(np.float64) / (width, height, width, height)
     clipped = normalized.clip(0, 1)
@@ -91,7 +91,7 @@ def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
 
 
 def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:
-    """Boxes [k, 4] of a picture of `size` (height, width), where they are once EXIF's orientation is applied to it."""
+    """Boxes [k, 4] of an image of `size` (height, width), where they are once EXIF's orientation is applied to it."""
     height, width = size
     x1, y1, x2, y2 = boxes.astype(np.float64).T
     if orientation >= 5:

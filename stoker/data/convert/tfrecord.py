@@ -1,5 +1,5 @@
 """TFRecord for the TensorFlow Object Detection API: `<split>.record`, in numbered shards where asked, and
-`label_map.pbtxt`, labels from 1. Corners are shares of the picture within 0 … 1; the API stops at others. Keys as in
+`label_map.pbtxt`, labels from 1. Corners are shares of the image within 0 … 1; the API stops at others. Keys as in
 object_detection/dataset_tools/create_coco_tf_record.py."""
 
 import hashlib
@@ -42,7 +42,7 @@ class TfRecordWriter(DatasetWriter):
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
         normalized, clipped = clip_normalized(image)
         if clipped:
-            self.notes["boxes reached outside their picture and are clipped: TensorFlow stops at others"] += clipped
+            self.notes["boxes reached outside their image and are clipped: TensorFlow stops at others"] += clipped
         height, width = image.size
         xyxy = normalized.astype(np.float32).T
         values: dict[str, Values] = {
@@ -64,7 +64,7 @@ class TfRecordWriter(DatasetWriter):
         self._num_written[image.split] += 1
 
     def _shard_file(self, split: str) -> BinaryIO:
-        """The shard that the next record of a split belongs into: the pictures in order, in equal parts."""
+        """The shard that the next record of a split belongs into: the images in order, in equal parts."""
         shard = self._num_written[split] * self._shards // max(1, self.max_images[split])
         if self._open_shard is None or self._open_shard[0] != (split, shard):
             self._close_shard()
@@ -82,7 +82,7 @@ class TfRecordWriter(DatasetWriter):
     def finish(self) -> None:
         self._close_shard()
         for split, files in self._files.items():
-            for path in files:  # how many there are is known now: pictures may have been left out
+            for path in files:  # how many there are is known now: images may have been left out
                 is_single = self._shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
         (self.folder / "label_map.pbtxt").write_text(label_map.to_text(self.class_names), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pascal VOC: an XML file per picture in `Annotations/`, pictures in `JPEGImages/`, splits in `ImageSets/Main/`.
+"""Pascal VOC: an XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`.
 
 It has no order of classes, no class without a box and no crowd. Corners are written as they are, not moved by one.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000."""

@@ -1,7 +1,7 @@
 """`convert`: from an index to a folder in another format, complete or not there at all.
 
 Everything is written into `<out>.partial`, which takes the name `out` at the end; one that a kill left behind carries a
-mark and makes way for the next attempt. Pictures are copied byte for byte, neither decoded nor encoded anew: one whose
+mark and makes way for the next attempt. Images are copied byte for byte, neither decoded nor encoded anew: one whose
 header is sound is taken, also where its pixels are damaged, which `stoker data check` finds. Not here: what a format
 looks like (the writers beside this file).
 """
@@ -38,7 +38,7 @@ SUFFIX_BY_FORMAT = {
     "jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tif", "gif": ".gif", "pnm": ".ppm",
     "jpeg 2000": ".jp2",
 }  # fmt: skip
-"""Of `headers.KINDS`: what a file gets whose own name has no ending by which readers know a picture."""
+"""Of `headers.KINDS`: what a file gets whose own name has no ending by which readers know an image."""
 INVERSE_ORIENTATION = {6: 8, 8: 6}
 """Of EXIF's orientations, those that another one undoes; the others undo themselves."""
 _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
@@ -54,7 +54,7 @@ class ConversionResult:
     """By split."""
     num_boxes: int
     skipped: tuple[tuple[Path, str], ...]
-    """Pictures that could not be read or that the format cannot hold, and why."""
+    """Images that could not be read or that the format cannot hold, and why."""
     notes: tuple[str, ...]
 
 
@@ -69,11 +69,11 @@ def convert(
 ) -> ConversionResult:
     """Writes a data set anew.
 
-    out: a folder that is empty or not there; shards: TFRecord files per split; link: pictures that are files become
-    hard links, so that they take no room; progress: called with the pictures done and all of them.
+    out: a folder that is empty or not there; shards: TFRecord files per split; link: images that are files become
+    hard links, so that they take no room; progress: called with the images done and all of them.
 
     Raises UsageError where `out` or a choice cannot be, DataError where the format cannot hold the classes or no
-    picture can be read, StorageError where the folder cannot be written.
+    image can be read, StorageError where the folder cannot be written.
     """
     if shards < 1 or (shards > 1 and to != "tfrecord"):
         raise UsageError(
@@ -82,9 +82,7 @@ def convert(
             choices=["1 or more, with --to tfrecord"],
         )
     if hardlink and places.path_to_uri(index.root) is not None:
-        raise UsageError(
-            "--hardlink is of local pictures.", location=index.source, fix="leave it out to copy the pictures"
-        )
+        raise UsageError("--hardlink is of local images.", location=index.source, fix="leave it out to copy the images")
     partial = _create_partial_dir(out)
     try:
         result = _write(index, partial, out, to, shards, hardlink, progress)
@@ -96,7 +94,7 @@ def convert(
             "The new data set cannot be written.",
             location=error.filename or partial,
             cause=error.strerror or str(error),
-            fix="make room, or name a folder that can be written; --hardlink takes no room for pictures",
+            fix="make room, or name a folder that can be written; --hardlink takes no room for images",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -174,7 +172,7 @@ def _write(
     if not written:
         skipped_path, reason = skipped[0]
         raise DataError(
-            "No picture could be converted.", location=skipped_path, cause=reason, fix="see `stoker data check`"
+            "No image could be converted.", location=skipped_path, cause=reason, fix="see `stoker data check`"
         )
     writer.written_splits = list(written)
     writer.finish()
@@ -182,11 +180,11 @@ def _write(
     if num_rotated:
         orientation_notes = {
             "said": "as the source has them",
-            "upright": "to the upright pictures",
+            "upright": "to the upright images",
             "stored": "to the pixels as stored",
         }
         notes.append(
-            f"{num_rotated:,} pictures are turned by EXIF: their boxes refer {orientation_notes[writer.box_orientation]}"
+            f"{num_rotated:,} images are turned by EXIF: their boxes refer {orientation_notes[writer.box_orientation]}"
         )
     return ConversionResult(
         folder=out, num_images=dict(written), num_boxes=num_boxes, skipped=tuple(skipped), notes=tuple(notes)
@@ -207,7 +205,7 @@ def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> D
 
 
 def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
-    """The encoded picture and its header. Raises CannotHold where training would leave it out, too."""
+    """The encoded image and its header. Raises CannotHold where training would leave it out, too."""
     try:
         data = index.read(image_index)
         header = parse_header(data, path)
@@ -218,7 +216,7 @@ def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Head
     height, width = index.original_size[image_index].tolist()
     size = header.as_annotated((height, width)).size
     if 0 not in (height, width) and (height, width) != size:
-        raise UnsupportedImage(f"the annotations say {width} × {height} pixels, the picture has {size[1]} × {size[0]}")
+        raise UnsupportedImage(f"the annotations say {width} × {height} pixels, the image has {size[1]} × {size[0]}")
     return data, header
 
 
@@ -231,7 +229,7 @@ class _BoxFields(TypedDict):
 
 
 def _orient_boxes(index: Index, image_index: int, header: Header, box_orientation: str) -> _BoxFields:
-    """What the index has of a picture, turned where the format's readers turn it otherwise than the source does."""
+    """What the index has of an image, turned where the format's readers turn it otherwise than the source does."""
     box_slice = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
     height, width = index.original_size[image_index].tolist()
     oriented = header.as_annotated((height, width))
@@ -255,14 +253,14 @@ def _orient_boxes(index: Index, image_index: int, header: Header, box_orientatio
 
 
 class _UniqueNames:
-    """Gives pictures file names whose stems differ, whatever their case, from all others of their folder."""
+    """Gives images file names whose stems differ, whatever their case, from all others of their folder."""
 
     def __init__(self) -> None:
         self._used: set[tuple[str, str]] = set()
 
     def make_unique(self, name: str, image_format: str, folder: str) -> str:
-        """The source's name where it can be; an ending that no picture has gets that of its format behind it."""
-        name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "picture"
+        """The source's name where it can be; an ending that no image has gets that of its format behind it."""
+        name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
         stem, suffix = os.path.splitext(name)
         if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
             stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
@@ -275,7 +273,7 @@ class _UniqueNames:
 
 
 def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None) -> None:
-    """Puts a picture where the writer wants it: a link to `source` where there is one, else its bytes."""
+    """Puts an image where the writer wants it: a link to `source` where there is one, else its bytes."""
     if target is None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -288,8 +286,8 @@ def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None
         if error.errno != errno.EXDEV:
             raise
         raise UsageError(
-            "--hardlink needs the pictures and the new folder on one file system.",
+            "--hardlink needs the images and the new folder on one file system.",
             location=target,
             cause=f"{source} is on another",
-            fix="leave --hardlink out to copy the pictures",
+            fix="leave --hardlink out to copy the images",
         ) from error

@@ -1,6 +1,6 @@
-"""YOLO: `images/<split>/`, a text file per picture in `labels/<split>/`, `data.yaml` with the names of the classes.
+"""YOLO: `images/<split>/`, a text file per image in `labels/<split>/`, `data.yaml` with the names of the classes.
 
-A line is `class x y width height` in shares of the picture, within 0 … 1: Ultralytics drops a picture that has others.
+A line is `class x y width height` in shares of the image, within 0 … 1: Ultralytics drops an image that has others.
 It has no crowd. Format: https://docs.ultralytics.com/datasets/detect/."""
 
 import json
@@ -20,7 +20,7 @@ class YoloWriter(DatasetWriter):
     def add(self, image: AnnotatedImage) -> None:
         normalized, clipped = clip_normalized(image)
         if clipped:
-            self.notes["boxes reached outside their picture and are clipped: YOLO's are within it"] += clipped
+            self.notes["boxes reached outside their image and are clipped: YOLO's are within it"] += clipped
         if num_crowd := int(image.crowd.sum()):
             self.notes["crowd boxes are left out: YOLO has none"] += num_crowd
         lines = []
@@ -32,7 +32,7 @@ class YoloWriter(DatasetWriter):
                 lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
         labels_dir = self.folder / "labels" / image.split
         labels_dir.mkdir(parents=True, exist_ok=True)
-        # also where there are no boxes: a picture without a file may have been forgotten
+        # also where there are no boxes: an image without a file may have been forgotten
         (labels_dir / f"{os.path.splitext(image.name)[0]}.txt").write_text("".join(lines))
 
     def finish(self) -> None:

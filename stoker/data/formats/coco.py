@@ -1,7 +1,7 @@
 """COCO JSON: reads the files of a data set into columns.
 
 Each file is memory-mapped and decoded once (`coco_entries.py`); polygons are skipped without becoming objects, and the
-decoded annotations become numpy columns at once. COCO's own size (118,287 pictures, 860,001 boxes, 401 MB) takes about
+decoded annotations become numpy columns at once. COCO's own size (118,287 images, 860,001 boxes, 401 MB) takes about
 a seventh of pycocotools' time and a third of its memory: `benchmarks/index.py`. What is wrong with single entries is
 put among the problems, and the rest is read. Which files there are: `coco_files.py`; classes: `categories.py`.
 """
@@ -30,7 +30,7 @@ MAX_NAME_BYTES = 255
 
 @dataclass(kw_only=True)
 class _SplitTable:
-    """One file as columns; boxes [K, 4] xyxy, sorted by picture."""
+    """One file as columns; boxes [K, 4] xyxy, sorted by image."""
 
     categories: list[Category]
     file_names: list[str]
@@ -95,13 +95,13 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _SplitTable | None:
-    """None for a file that lists no pictures and may do so. where: the file's name in messages."""
+    """None for a file that lists no images and may do so. where: the file's name in messages."""
     entries = read_entries(path, location, problems)
     if not entries.images and allow_empty:
-        problems.add("split-without-boxes", f"{location}: no pictures")
+        problems.add("split-without-boxes", f"{location}: no images")
         return None
     if not entries.images:
-        raise DataError("The annotation file lists no pictures.", location=path, fix="export the split again")
+        raise DataError("The annotation file lists no images.", location=path, fix="export the split again")
     images = _drop_ambiguous(path, _drop_unusable_names(entries.images, location, problems), location, problems)
     image_id = np.fromiter([image.id for image in images], np.int64, len(images))
     categories = _unique_categories(path, entries.categories, location, problems)
@@ -141,7 +141,7 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
 
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
-    """The pictures whose `file_name` can be the name of a file."""
+    """The images whose `file_name` can be the name of a file."""
 
     def is_valid(name: str) -> bool:
         if not name or "\0" in name or name.endswith(("/", "\\")) or not _is_encodable(name):
@@ -153,7 +153,7 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
     invalid = [i for i, image in enumerate(images) if not is_valid(image.file_name)]
     for i in invalid:
         quoted = f"{images[i].file_name[:60]!r}"
-        problems.add("malformed-image", f"{location}, picture id {images[i].id}: {quoted} is no name of a file")
+        problems.add("malformed-image", f"{location}, image id {images[i].id}: {quoted} is no name of a file")
     dropped = set(invalid)
     return [image for i, image in enumerate(images) if i not in dropped] if invalid else images
 
@@ -169,7 +169,7 @@ def _is_encodable(name: str) -> bool:
 def _drop_ambiguous(
     path: Path, images: list[ImageEntry], location: str, problems: ProblemCollector
 ) -> list[ImageEntry]:
-    """The pictures that have an id and a file name of their own. Which boxes are those of the others is not known: data
+    """The images that have an id and a file name of their own. Which boxes are those of the others is not known: data
     sets were merged without new ids, or without their folders."""
     num_images = len(images)
     if len({p.id for p in images}) == num_images == len({p.file_name for p in images}):
@@ -177,7 +177,7 @@ def _drop_ambiguous(
     first: dict[tuple[int, str], ImageEntry] = {}
     for image in images:
         if first.setdefault((image.id, image.file_name), image) is not image:
-            problems.add("copied-entry", f"{location}, picture id {image.id}: {image.file_name}")
+            problems.add("copied-entry", f"{location}, image id {image.id}: {image.file_name}")
     names_by_id, ids_by_name = defaultdict(list), defaultdict(list)
     for image_id, name in first:
         names_by_id[image_id].append(name)
@@ -185,17 +185,17 @@ def _drop_ambiguous(
     for image_id, shared_names in names_by_id.items():
         if len(shared_names) > 1:
             problems.add(
-                "ambiguous-id", f"{location}, picture id {image_id}: {', '.join(shared_names)}", len(shared_names)
+                "ambiguous-id", f"{location}, image id {image_id}: {', '.join(shared_names)}", len(shared_names)
             )
     for name, shared_ids in ids_by_name.items():
         if len(shared_ids) > 1 and any(len(names_by_id[image_id]) == 1 for image_id in shared_ids):
             listed = ", ".join(map(str, shared_ids))
-            problems.add("listed-twice", f"{location}, {name}: picture ids {listed}")
+            problems.add("listed-twice", f"{location}, {name}: image ids {listed}")
     kept = [p for p in first.values() if len(names_by_id[p.id]) == 1 == len(ids_by_name[p.file_name])]
     if not kept:
         problem = next(p for p in problems.summarize(1) if p.kind in ("ambiguous-id", "listed-twice"))
         raise DataError(
-            "No picture has an id and a file name of its own.",
+            "No image has an id and a file name of its own.",
             location=path,
             cause=f"e.g. {problem.examples[0]}: data sets were merged without new ids, or without their folders",
             fix="give every entry its own id and file name",
@@ -204,7 +204,7 @@ def _drop_ambiguous(
 
 
 def _sizes(images: list[ImageEntry], location: str, problems: ProblemCollector) -> NDArray[np.int32]:
-    """[R, 2], height and width; 0, to be read from the picture, where the file has none that makes sense."""
+    """[R, 2], height and width; 0, to be read from the image, where the file has none that makes sense."""
     annotated_size = np.array([(image.height or 0, image.width or 0) for image in images], np.float64).reshape(-1, 2)
     is_valid = (annotated_size >= 0) & (annotated_size < 2**31)
     for image_index in np.flatnonzero(~is_valid.all(1)).tolist():
@@ -246,7 +246,7 @@ def _match_images(
     box_id: NDArray[np.int64],
     problems: ProblemCollector,
 ) -> NDArray[np.int64]:
-    """The row of the picture that each annotation [K] belongs to; -1 for none."""
+    """The row of the image that each annotation [K] belongs to; -1 for none."""
     order = np.argsort(image_id)
     image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
     unmatched = image_id[image_index] != box_image_id

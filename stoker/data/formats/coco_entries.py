@@ -1,7 +1,7 @@
 """The entries of a COCO JSON file: decoded at once where all are as COCO has them, else one by one.
 
 One by one, an entry that does not fit is put among the problems and left out; numbers written as text are read. What
-makes the whole file meaningless (no JSON, no list of pictures) is a `DataError`. Not here: what the entries mean
+makes the whole file meaningless (no JSON, no list of images) is a `DataError`. Not here: what the entries mean
 together (`coco.py`).
 """
 

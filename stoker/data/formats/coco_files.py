@@ -1,8 +1,8 @@
-"""Which files make up a COCO data set, and in which folder its pictures lie.
+"""Which files make up a COCO data set, and in which folder its images lie.
 
 Recognised: `train/_annotations.coco.json` per split (Roboflow) and its relatives;
 `annotations/instances_train2017.json` beside `train2017/` (the official one); JSON files in the folder itself, beside
-`images/` or the pictures; one JSON file.
+`images/` or the images; one JSON file.
 Not here: what is in the files (`coco.py`).
 """
 
@@ -40,7 +40,7 @@ SPLIT_FILE_NAMES = (
 OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 MAX_PROBES = 16
-"""Pictures that are looked for in each folder in which they may lie; the folder that has the most is taken."""
+"""Images that are looked for in each folder in which they may lie; the folder that has the most is taken."""
 
 
 def find(folder: Path) -> DatasetLayout | None:
@@ -112,7 +112,7 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
-    """A file with the folders in which its pictures may lie: "instances_train2017" points at train2017/, train/, …"""
+    """A file with the folders in which its images may lie: "instances_train2017" points at train2017/, train/, …"""
     dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
     candidates = [root / dir_name for dir_name in dir_names] + [root / "images" / dir_name for dir_name in dir_names]
     default_dirs = [*list_image_dirs(root), *list_image_dirs(path.parent)]
@@ -133,7 +133,7 @@ def _count_probe_hits(
 
 @dataclass(frozen=True)
 class ImageLocations:
-    """Where the pictures of a file lie."""
+    """Where the images of a file lie."""
 
     folder_index: NDArray[np.int32]
     """[R], numbers of Folders."""
@@ -142,10 +142,10 @@ class ImageLocations:
 
 
 def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTable) -> ImageLocations:
-    """Finds the folder that a file's `file_name`s [R] are relative to, by looking for a few of the pictures.
+    """Finds the folder that a file's `file_name`s [R] are relative to, by looking for a few of the images.
 
     Where none is found, folders below the root are looked into; where none is there either, the likeliest is taken, and
-    the check that pictures exist tells. Folders inside a name are kept, unless the pictures are there only without them
+    the check that images exist tells. Folders inside a name are kept, unless the images are there only without them
     (exports that carry another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
@@ -169,15 +169,15 @@ def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTa
     _, base, strip_dirs = max(hits, key=lambda hit: hit[0])
     notes = []
     if base not in existing:
-        notes.append(f"{part.annotations.name}: the pictures are in {os.path.relpath(base, folders.root)}/")
+        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
     if strip_dirs:
         notes.append(
-            f"{part.annotations.name}: the folders in its file names are ignored, the pictures are in {base.name}"
+            f"{part.annotations.name}: the folders in its file names are ignored, the images are in {base.name}"
         )
         names = [name.rpartition("/")[2] for name in names]
         if len(set(names)) != len(names):
             raise DataError(
-                "Pictures in different folders have the same file name, and those folders are not here.",
+                "Images in different folders have the same file name, and those folders are not here.",
                 location=part.annotations,
                 fix=f"restore the folders that the file names speak of below {base}",
             )

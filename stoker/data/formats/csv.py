@@ -1,7 +1,7 @@
 """CSV tables with a row per box: reads a data set of them into columns.
 
-Boxes are in pixels or in shares of the picture's width and height, decided for each table as a whole. A row without
-box and class is a picture without objects. A row that cannot be read is left out and named; the picture stays, if
+Boxes are in pixels or in shares of the image's width and height, decided for each table as a whole. A row without
+box and class is an image without objects. A row that cannot be read is left out and named; the image stays, if
 others name it. Which column is what: `csv_table.py`.
 """
 
@@ -30,7 +30,7 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 MAX_NORMALIZED = 1.05
-"""The largest coordinate of a box that is in shares of the picture; a box in pixels is hardly ever this small."""
+"""The largest coordinate of a box that is in shares of the image; a box in pixels is hardly ever this small."""
 
 
 class _Box(NamedTuple):
@@ -43,7 +43,7 @@ class _Box(NamedTuple):
 
 @dataclass
 class _Images:
-    """The pictures of all tables so far, in order of appearance."""
+    """The images of all tables so far, in order of appearance."""
 
     index_by_key: dict[tuple[int, Path, str], int] = field(default_factory=dict)
     """Split, folder, file name → row."""
@@ -71,7 +71,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         normalized += [is_normalized] * len(boxes)
     if not images.index_by_key:
         path, fix = layout.parts[0].annotations, "export the annotations again"
-        raise DataError("The tables list no pictures.", location=path, fix=fix)
+        raise DataError("The tables list no images.", location=path, fix=fix)
     keys = list(images.index_by_key)
     size = np.array(images.sizes, np.int32).reshape(-1, 2)
     needs_scaling = np.array(normalized, np.bool_)
@@ -118,7 +118,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _read_table(
     part: SplitFiles, locator: "_ImageLocator", images: _Images, notes: list[str], problems: ProblemCollector
 ) -> tuple[list[_Box], bool]:
-    """The boxes of a table, and whether they are in shares of the picture."""
+    """The boxes of a table, and whether they are in shares of the image."""
     table = part.annotations
     layout = detect_csv_layout(table)
     if layout is None:
@@ -142,7 +142,7 @@ def _read_table(
             or not values[layout.file_column]
         ):
             reason = (
-                "too few columns" if layout.file_column < len(values) and values[layout.file_column] else "no picture"
+                "too few columns" if layout.file_column < len(values) and values[layout.file_column] else "no image"
             )
             problems.add("malformed-row", f"{location}: {quoted}, {reason}")
             continue
@@ -164,7 +164,7 @@ def _read_table(
 
 
 def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None, folder_split: str | None) -> int:
-    """The split of a row: that of its column, else of its table's name, else of its picture's folder."""
+    """The split of a row: that of its column, else of its table's name, else of its image's folder."""
     word = (
         values[layout.split_column].lower()
         if layout.split_column is not None and layout.split_column < len(values)
@@ -207,13 +207,13 @@ def _parse_size(values: list[str], layout: CsvLayout) -> tuple[int, int]:
 def _detect_units(
     table: Path, boxes: list[_Box], notes: list[str], problems: ProblemCollector
 ) -> tuple[list[_Box], bool]:
-    """The boxes of a table that fit its unit, and whether that is shares of the picture: what most boxes fit."""
+    """The boxes of a table that fit its unit, and whether that is shares of the image: what most boxes fit."""
     xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
     max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN where one is
     finite, is_small = np.isfinite(max_coordinate), max_coordinate <= MAX_NORMALIZED
     if not 2 * np.count_nonzero(is_small) > len(boxes):
         return boxes, False
-    notes.append(f"{table.name}: boxes are within 0 … 1, shares of the picture's width and height")
+    notes.append(f"{table.name}: boxes are within 0 … 1, shares of the image's width and height")
     is_large = finite & ~is_small
     for box_index in np.flatnonzero(is_large).tolist():
         quoted = ", ".join(f"{value:g}" for value in boxes[box_index].xyxy)
@@ -229,7 +229,7 @@ def _sort_class_names(names: set[str]) -> list[str]:
 
 
 class _ImageLocator:
-    """The pictures of some folders, listed once, to find those that a table names."""
+    """The images of some folders, listed once, to find those that a table names."""
 
     def __init__(self, root: Path, part: SplitFiles) -> None:
         self._root = root
@@ -257,7 +257,7 @@ class _ImageLocator:
         return self._listings[folder]
 
     def locate(self, text: str) -> tuple[Path, str]:
-        """Folder and name of the picture that a table names; the likeliest place where it is not there."""
+        """Folder and name of the image that a table names; the likeliest place where it is not there."""
         if text not in self._located:
             self._located[text] = self._search(text.replace("\\", "/"))
         return self._located[text]
@@ -289,13 +289,13 @@ class _ImageLocator:
         notes = []
         if self._num_dirs_ignored:
             notes.append(
-                f"the folders in the names of {self._num_dirs_ignored:,} pictures are ignored: they are not there"
+                f"the folders in the names of {self._num_dirs_ignored:,} images are ignored: they are not there"
             )
         if self._corrected:
             written_name, name = next(iter(self._corrected.items()))
             notes.append(
-                f"{len(self._corrected):,} pictures have other names than the tables say, e.g. {written_name}: {name}"
+                f"{len(self._corrected):,} images have other names than the tables say, e.g. {written_name}: {name}"
             )
         if self._num_ambiguous:
-            notes.append(f"{self._num_ambiguous:,} names are those of pictures in several folders: the first is used")
+            notes.append(f"{self._num_ambiguous:,} names are those of images in several folders: the first is used")
         return notes

@@ -1,7 +1,7 @@
-"""Which CSV tables make up a data set, and in which folders their pictures may lie.
+"""Which CSV tables make up a data set, and in which folders their images may lie.
 
 Recognised: tables of boxes (`csv_table.py`) in the folder, in `annotations/`, `labels/`, `data/` or `csv/`, or one in
-each of `train/`, `valid/`, `test/`. A table whose pictures are not in the folders beside it is found, but unsure: a
+each of `train/`, `valid/`, `test/`. A table whose images are not in the folders beside it is found, but unsure: a
 data set elsewhere is preferred. Not here: the rows (`csv.py`).
 """
 
@@ -30,7 +30,7 @@ TABLE_DIRS = ("annotations", "labels", "data", "csv")
 MAX_NEAR_MISSES = 3
 """Tables whose fault is described."""
 MAX_PROBES = 16
-"""Rows whose pictures are looked for, to see whether these are where the table points."""
+"""Rows whose images are looked for, to see whether these are where the table points."""
 
 
 def find(folder: Path) -> DatasetLayout | None:
@@ -120,7 +120,7 @@ def _make_layout(folder: Path, chosen: tuple[list[tuple[str | None, Path]], list
 
 
 def _iter_nearby_dirs(table: Path, root: Path, split: str | None) -> Iterator[Path]:
-    """Folders beside a table in which its pictures may lie, those named after its split first."""
+    """Folders beside a table in which its images may lie, those named after its split first."""
     base_dirs = dict.fromkeys((table.parent, root))
     for base in base_dirs:
         yield from iter_split_image_dirs(base, split) if split is not None else ()
@@ -146,7 +146,7 @@ def _read_first_names(table: Path) -> list[str]:
 
 
 def _has_images(folder: Path, names: list[str]) -> bool:
-    """Whether a folder has a picture that a table names, with or without folders in the name, or without its ending."""
+    """Whether a folder has an image that a table names, with or without folders in the name, or without its ending."""
     if not folder.is_dir():
         return False
     base_names = [name.rpartition("/")[2] for name in names]

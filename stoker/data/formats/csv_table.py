@@ -57,7 +57,7 @@ class CsvLayout:
     """Four columns, or one that holds "[x, y, width, height]"."""
     box_format: Literal["corners", "corner and sides", "centre and sides"]
     size_columns: tuple[int, int] | None = None
-    """Height and width of the picture."""
+    """Height and width of the image."""
     split_column: int | None = None
     class_candidates: tuple[str, ...] = ()
     """Columns of text that could be the class, where none is named so."""
@@ -87,7 +87,7 @@ def explain_rejection(path: Path) -> str:
         first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
     except DataError as error:
         return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
-    return f"its first row, {first[:80]!r}, names no pictures or no boxes" if first else "it is empty"
+    return f"its first row, {first[:80]!r}, names no images or no boxes" if first else "it is empty"
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
@@ -206,7 +206,7 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
     """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
     first = rows[0]
     if len(first) == 6 and _is_image_name(first[0]) and _are_numbers(first[1:5]):
-        note = "no header: the columns are taken as picture, x1, y1, x2, y2, class"
+        note = "no header: the columns are taken as image, x1, y1, x2, y2, class"
         return CsvLayout(
             delimiter=delimiter,
             header=(),
@@ -222,7 +222,7 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
         and _is_image_name(first[1])
         and _are_numbers([first[column] for column in (3, 4, 7, 8)])
     ):
-        note = "no header: the columns are taken as AutoML's split, picture, class, x1, y1, …, x2, y2"
+        note = "no header: the columns are taken as AutoML's split, image, class, x1, y1, …, x2, y2"
         return CsvLayout(
             delimiter=delimiter,
             header=(),
@@ -241,7 +241,7 @@ def _is_image_name(text: str) -> bool:
 
 
 def _are_numbers(values: Sequence[str]) -> bool:
-    """Whether all are numbers, or all empty: a picture without objects."""
+    """Whether all are numbers, or all empty: an image without objects."""
     return not any(values) or all(_is_number(value) for value in values)
 
 

@@ -64,13 +64,11 @@ FORMATS = {
         coco_files.from_file,
         (".json",),
     ),
-    "voc": Format(
-        voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml beside the pictures)"
-    ),
+    "voc": Format(voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml beside the images)"),
     "yolo": Format(
         yolo_files.find,
         yolo.read,
-        "YOLO (data.yaml, images/ with labels/, *.txt beside the pictures)",
+        "YOLO (data.yaml, images/ with labels/, *.txt beside the images)",
         yolo_files.from_file,
         (".yaml", ".yml", ".data"),
     ),
@@ -122,7 +120,7 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
         path, layout = candidates[0]
         notes = [f"read from the folder {path.name}/"]
         if root_layout is not None:
-            reason = "its pictures are not where it says"
+            reason = "its images are not where it says"
             notes.append(f"not read: {root_layout.description}, {reason}; --format {root_layout.format} reads it")
         return replace(layout, notes=(*notes, *layout.notes))
     if candidates:
@@ -181,7 +179,7 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
         location=data,
         cause="it is an archive" if is_archive else None,
         choices=["a folder", *(f"*{suffix}" for suffix in suffixes if not suffix.endswith(".gz"))],
-        fix="unpack it, and name the folder" if is_archive else "name the folder that has annotations and pictures",
+        fix="unpack it, and name the folder" if is_archive else "name the folder that has annotations and images",
     )
 
 
@@ -263,5 +261,5 @@ def _describe_contents(folder: Path) -> str:
         *names[:MAX_LISTED_NAMES],
         *([f"{len(names) - MAX_LISTED_NAMES} more"] if len(names) > MAX_LISTED_NAMES else []),
     ]
-    listed += [f"{num_images:,} pictures" if num_images > 1 else "a picture"] if num_images else []
+    listed += [f"{num_images:,} images" if num_images > 1 else "an image"] if num_images else []
     return f"it holds {', '.join(listed)}" if names else f"it holds {listed[0]} and nothing else"

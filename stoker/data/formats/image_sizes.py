@@ -1,6 +1,6 @@
-"""The sizes of pictures, from their headers, for the formats that need and do not say them: YOLO, some CSV tables.
+"""The sizes of images, from their headers, for the formats that need and do not say them: YOLO, some CSV tables.
 
-Boxes in shares of a picture's width and height belong to the picture as it is shown, turned as EXIF says. Not here: the
+Boxes in shares of an image's width and height belong to the image as it is shown, turned as EXIF says. Not here: the
 headers themselves (`stoker/data/images/headers.py`).
 """
 
@@ -21,9 +21,9 @@ IO_WORKERS = 16
 CHUNK_SIZE = 64
 """Files per task: less, and handing out tasks costs more than reading them."""
 REMOTE_IO_WORKERS = 64
-"""For pictures in a bucket, of which each answer takes 10 … 100 ms and no processor."""
+"""For images in a bucket, of which each answer takes 10 … 100 ms and no processor."""
 NOTICE_MIN_IMAGES = 2000
-"""Pictures in a bucket from which on reading their sizes takes so long that it is said."""
+"""Images in a bucket from which on reading their sizes takes so long that it is said."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,12 +46,12 @@ def map_in_threads(
 
 
 def read_sizes(paths: Sequence[Path]) -> tuple[NDArray[np.int32], dict[int, str]]:
-    """int32 [R, 2], height and width of the upright pictures, 0 where they cannot be read; why not, by row."""
+    """int32 [R, 2], height and width of the upright images, 0 where they cannot be read; why not, by row."""
     sizes = np.zeros((len(paths), 2), np.int32)
     unreadable = {}
     if paths and (uri := source.path_to_uri(paths[0])) is not None:
         if len(paths) >= NOTICE_MIN_IMAGES:
-            source.print_status(f"Reading the sizes of {len(paths):,} pictures, {uri} and on: the first bytes of each")
+            source.print_status(f"Reading the sizes of {len(paths):,} images, {uri} and on: the first bytes of each")
         results = map_in_threads(_read_size, paths, workers=REMOTE_IO_WORKERS, chunk_size=1)
     else:
         results = map_in_threads(_read_size, paths)

@@ -1,9 +1,9 @@
-"""Picture names that annotations write otherwise than the disk does, matched where only one file can be meant.
+"""Image names that annotations write otherwise than the disk does, matched where only one file can be meant.
 
 Annotations made on Windows or macOS say `IMG_1.JPG` for a file `img_1.jpg`, write é as one character where the disk has
 two (NFC and NFD), `%20` for a space, or leave a space at the end. `mend` sets right what a format's reader has read,
 for all formats at once; a reader that looks for files itself, to choose a folder, asks `alike`. Names that are right
-cost one listing of their folder. Not here: pictures that are under another name altogether (`index.require_pictures`).
+cost one listing of their folder. Not here: images that are under another name altogether (`index.require_pictures`).
 """
 
 import os
@@ -19,7 +19,7 @@ from stoker.data.validation.problems import ProblemCollector
 
 
 def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector) -> None:
-    """Gives pictures the names of their files, in place, where they differ as above; each is a problem, and fixed."""
+    """Gives images the names of their files, in place, where they differ as above; each is a problem, and fixed."""
     is_file = np.ones(len(table.file_names), np.bool_) if table.byte_range is None else table.byte_range[:, 1] == 0
     for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(is_file)):
         image_indices, folder_name = indices.tolist(), table.folders[folder_index]

@@ -18,7 +18,7 @@ from stoker.errors import DataError
 
 SPLITS = ("train", "val", "test")
 UNASSIGNED = -1
-"""The split of a picture whose data set names none."""
+"""The split of an image whose data set names none."""
 
 SPLIT_BY_NAME = {
     "train": "train", "training": "train",
@@ -26,13 +26,13 @@ SPLIT_BY_NAME = {
     "test": "test", "testing": "test",
 }  # fmt: skip
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Of the files that are pictures where no annotation names them, in lower case."""
+"""Of the files that are images where no annotation names them, in lower case."""
 IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
-"""Where pictures lie beside their annotations: COCO's habit, Pascal VOC's, FiftyOne's, and two that people use."""
+"""Where images lie beside their annotations: COCO's habit, Pascal VOC's, FiftyOne's, and two that people use."""
 ANNOTATION_DIRS = ("annotations", "annotation", "xmls", "xml", "labels", "label")
 """Folders that hold annotations and nothing else, also in folders of their own (CVAT keeps those of a task)."""
 MAX_SEARCHED_DIRS = 256
-"""Folders that are looked into for pictures that are not beside their annotations."""
+"""Folders that are looked into for images that are not beside their annotations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class SplitFiles:
     split: str | None
     """One of SPLITS; None: the data set names no split."""
     annotations: Path
-    """A file, or the folder of one file per picture (XML, YOLO's labels); it need not exist where none has labels."""
+    """A file, or the folder of one file per image (XML, YOLO's labels); it need not exist where none has labels."""
     image_dirs: tuple[Path, ...]
-    """Folders in which the pictures may lie, the likeliest first; they need not exist."""
+    """Folders in which the images may lie, the likeliest first; they need not exist."""
     image_list: Path | None = None
-    """A text file that names the pictures of the split (Pascal VOC's ImageSets)."""
+    """A text file that names the images of the split (Pascal VOC's ImageSets)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class DatasetLayout:
     """Small files about the set as a whole, which are read besides the parts: YOLO's data.yaml, lists of classes, label
     maps of TFRecords (the likeliest first)."""
     is_certain: bool = True
-    """False: the pictures are not where the annotations point, so a data set elsewhere in the folder is preferred."""
+    """False: the images are not where the annotations point, so a data set elsewhere in the folder is preferred."""
 
 
 @dataclass(kw_only=True)
 class AnnotationTable:
-    """A data set of R pictures and K boxes as its source has it, boxes sorted by picture."""
+    """A data set of R images and K boxes as its source has it, boxes sorted by image."""
 
     class_names: list[str]
     category_ids: list[int]
@@ -85,7 +85,7 @@ class AnnotationTable:
     image_id: NDArray[np.int64]
     """[R], the source's id, else the row."""
     image_index: NDArray[np.int64]
-    """[K], the picture of each box, ascending."""
+    """[K], the image of each box, ascending."""
     boxes: NDArray[np.float64]
     """[K, 4], xyxy in pixels."""
     labels: NDArray[np.int32]
@@ -97,10 +97,10 @@ class AnnotationTable:
     box_id_kind: str
     """What `box_id` is, for messages: "annotation", "object"."""
     byte_range: NDArray[np.int64] | None = None
-    """[R, 2], where pictures lie inside other files: first byte and number of bytes of each encoded picture within the
-    file that its "folder" is. `names` then only tell the pictures apart. None: every picture is a file."""
+    """[R, 2], where images lie inside other files: first byte and number of bytes of each encoded image within the
+    file that its "folder" is. `names` then only tell the images apart. None: every image is a file."""
     sizes_from_headers: bool = False
-    """Whether sizes were read from the pictures, so that the boxes are right only while these stay as they are."""
+    """Whether sizes were read from the images, so that the boxes are right only while these stay as they are."""
     notes: list[str] = field(default_factory=list)
 
     def image_path(self, image_index: int) -> str:
@@ -128,7 +128,7 @@ class FolderTable:
 def group_by_folder(
     folder_index: NDArray[np.int32], image_indices: NDArray[np.int64]
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The rows by their folder, ascending. One sort: there may be a folder to every few pictures."""
+    """The rows by their folder, ascending. One sort: there may be a folder to every few images."""
     ordered = image_indices[np.argsort(folder_index[image_indices], kind="stable")]
     folder_indices, starts = np.unique(folder_index[ordered], return_index=True)
     yield from zip(folder_indices.tolist(), np.split(ordered, starts[1:]), strict=False)
@@ -167,7 +167,7 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def check_unannotated_splits(folder: Path, parts: list[SplitFiles]) -> list[str]:
     """Notes on folders that are named after a split, beside those of `parts`, but have no annotations. Raises DataError
-    where that is the training or validation split: pictures of a test are often given without."""
+    where that is the training or validation split: images of a test are often given without."""
     notes = []
     for split, path in iter_split_dirs(folder):
         if split in [part.split for part in parts]:
@@ -177,7 +177,7 @@ def check_unannotated_splits(folder: Path, parts: list[SplitFiles]) -> list[str]
                 f"The {split} split is empty: its folder has no annotations.",
                 location=path,
                 cause=f"{parts[0].annotations} is where those of the {parts[0].split} split are",
-                fix="put them there, or delete the folder to have a part of the training pictures held back",
+                fix="put them there, or delete the folder to have a part of the training images held back",
             )
         notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
@@ -194,7 +194,7 @@ def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[s
 
 
 def iter_dirs_below(root: Path) -> Iterator[Path]:
-    """The folders up to two below one, at most MOST_FOLDERS, where pictures may be that are nowhere near."""
+    """The folders up to two below one, at most MOST_FOLDERS, where images may be that are nowhere near."""
 
     def iter_two_levels() -> Iterator[Path]:
         for path in list_subdirs(root).values():
@@ -205,12 +205,12 @@ def iter_dirs_below(root: Path) -> Iterator[Path]:
 
 
 def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
-    """The folders named after a split in a folder and in those for pictures in it."""
+    """The folders named after a split in a folder and in those for images in it."""
     for image_dir in list_image_dirs(folder):
         yield from (path for name, path in list_subdirs(image_dir).items() if split_from_name(name) == split)
 
 
 def list_image_dirs(folder: Path) -> tuple[Path, ...]:
-    """Where pictures may lie below a folder, whatever the case of its name; the folder itself comes last."""
+    """Where images may lie below a folder, whatever the case of its name; the folder itself comes last."""
     subdirs = list_subdirs(folder)
     return (*(subdirs[name.lower()] for name in IMAGE_DIRS if name.lower() in subdirs), folder)

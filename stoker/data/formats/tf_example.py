@@ -1,6 +1,6 @@
 """tf.train.Example on the wire: where each feature of a record lies, its values, and the bytes of a new one.
 
-The reader is given a mapped file and hands out positions in it, so the encoded picture inside a record is found and not
+The reader is given a mapped file and hands out positions in it, so the encoded image inside a record is found and not
 copied. Messages, as tensorflow/core/example/{example,feature}.proto have them:
 
     Example   { Features features = 1; }

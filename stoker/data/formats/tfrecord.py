@@ -1,6 +1,6 @@
 """TFRecord data sets of the TensorFlow Object Detection API: reads them into columns, without TensorFlow.
 
-Every checksum is compared; what is damaged is named with its byte and left out. Pictures stay where they are: the
+Every checksum is compared; what is damaged is named with its byte and left out. Images stay where they are: the
 columns say where each one's bytes lie in its file. Keys are those of object_detection/data_decoders/
 tf_example_decoder.py; image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group
 (image/object/group_of) counts as COCO's crowd. `image/encoded` may be of any format that stoker reads.
@@ -31,7 +31,7 @@ LABEL_KEY, TEXT_KEY = b"image/object/class/label", b"image/object/class/text"
 CROWD_KEY, GROUP_KEY, AREA_KEY = b"image/object/is_crowd", b"image/object/group_of", b"image/object/area"
 ENCODED_KEY, FILENAME_KEY, SOURCE_ID_KEY = b"image/encoded", b"image/filename", b"image/source_id"
 MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PN")
-"""Of JPEG and PNG, which nearly all pictures in records are; the headers of others are looked at."""
+"""Of JPEG and PNG, which nearly all images in records are; the headers of others are looked at."""
 _NAN = np.array(math.nan, "<f4").tobytes()
 HEIGHT_KEY, WIDTH_KEY = b"image/height", b"image/width"
 
@@ -42,10 +42,10 @@ class _UnusableRecord(Exception):
 
 @dataclass
 class _RecordColumns:
-    """Columns that grow by a record at a time; a box is 40 bytes here, a picture none of its own."""
+    """Columns that grow by a record at a time; a box is 40 bytes here, an image none of its own."""
 
     xyxy: tuple[bytearray, ...] = field(default_factory=lambda: tuple(bytearray() for _ in BOX_KEYS))
-    """Four columns [K] of float32, shares of the picture's width and height."""
+    """Four columns [K] of float32, shares of the image's width and height."""
     label: "array[int]" = field(default_factory=lambda: array("q"))
     text_index: "array[int]" = field(default_factory=lambda: array("i"))
     crowd: bytearray = field(default_factory=bytearray)
@@ -130,7 +130,7 @@ def _read_shard(
 
 
 def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
-    """Adds what a record says of its picture and boxes, and returns the picture's name. Raises _LeftOut."""
+    """Adds what a record says of its image and boxes, and returns the image's name. Raises _LeftOut."""
     try:
         features = tf_example.parse_features(data, frame.start, frame.stop)
         encoded = tf_example.find_byte_values(data, features.get(ENCODED_KEY))
@@ -181,7 +181,7 @@ def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordCol
 
 
 def _read_header_size(data: mmap.mmap, byte_range: ByteRange, shard: Path) -> tuple[int, int]:
-    """Height and width of a picture, as its own header has them."""
+    """Height and width of an image, as its own header has them."""
     try:
         return parse_header(data[byte_range.start : byte_range.stop], shard).size
     except DataError as error:

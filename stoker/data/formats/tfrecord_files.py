@@ -98,7 +98,7 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
 
 def _find_parts(folder: Path, split: str | None) -> tuple[list[SplitFiles], list[str]]:
     """The shards in a folder by name, and notes on those that are not read."""
-    with os.scandir(folder) as entries:  # of which there may be a hundred thousand, all pictures
+    with os.scandir(folder) as entries:  # of which there may be a hundred thousand, all images
         names = sorted(entry.name for entry in entries if "rec" in entry.name.lower() or "-of-" in entry.name)
     paths = [folder / name for name in names if _is_shard(folder / name) and (folder / name).is_file()]
     present = {path.name for path in paths}

@@ -1,4 +1,4 @@
-"""Shards that are compressed as a whole, unpacked once into the cache folder: a picture inside gzip cannot be read
+"""Shards that are compressed as a whole, unpacked once into the cache folder: an image inside gzip cannot be read
 without everything before it. `<cache folder>/shards/` may be deleted at any time; what is needed is unpacked again. Not
 here: the frames of what comes out (`tfrecord_frames.py`).
 """

@@ -1,8 +1,8 @@
-"""Pascal VOC XML: reads a data set of one file per picture into columns.
+"""Pascal VOC XML: reads a data set of one file per image into columns.
 
 Boxes are taken as written: the 1-based corners of the original VOC are not shifted, since most files today come from
 tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read.
-Which picture a file is about: `voc_images.py`.
+Which image a file is about: `voc_images.py`.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000.
 """
 
@@ -45,7 +45,7 @@ class _Annotation:
 
 
 class _Entry(NamedTuple):
-    """A picture with its annotations."""
+    """An image with its annotations."""
 
     annotation: _Annotation
     folder: Path
@@ -112,7 +112,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _drop_duplicate_files(entries: list[_Entry], root: Path, problems: ProblemCollector) -> list[_Entry]:
-    """Leaves out files about a picture that another file is about, too. The one with the picture's own name stays;
+    """Leaves out files about an image that another file is about, too. The one with the image's own name stays;
     where none has it, which one is right is not known."""
     files_by_image: dict[tuple[Path, str], set[Path]] = {}
     for entry in entries:
@@ -140,7 +140,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        # a name may be followed by 1 or -1, or carry the picture's ending
+        # a name may be followed by 1 or -1, or carry the image's ending
         stem = next((stem for stem in (entry, os.path.splitext(entry)[0], entry.split()[0]) if stem in known), None)
         if stem is None:
             absent.append((number, entry))
@@ -149,21 +149,21 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
         else:
             selected[known[stem]] = None
     if not entries and part.split == "test":
-        problems.add("split-without-boxes", f"{location}: no pictures")
+        problems.add("split-without-boxes", f"{location}: no images")
     elif not entries:
         raise DataError(
             f"The {part.split} split is empty.",
             location=part.image_list,
-            fix="list its pictures there, or delete the file",
+            fix="list its images there, or delete the file",
         )
     elif len(absent) == len(entries) and part.split == "test":
-        notes.append(f"the test split has no annotations and is left out ({len(entries)} pictures)")
+        notes.append(f"the test split has no annotations and is left out ({len(entries)} images)")
     elif len(absent) == len(entries):
         raise DataError(
             f"No entry of the {part.split} split has an annotation.",
             location=f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}",
             cause=f"{part.annotations} has no such XML file",
-            fix="list the names of annotated pictures, without folders",
+            fix="list the names of annotated images, without folders",
         )
     else:
         for number, entry in absent:
@@ -174,7 +174,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
 def _note_unlisted(layout: DatasetLayout, read_files: set[Path], notes: list[str]) -> None:
     unlisted = {path for part in layout.parts for path in list_xml(part.annotations)} - read_files
     if unlisted:
-        notes.append(f"{len(unlisted)} annotated pictures are in no split and are left out, e.g. {min(unlisted).name}")
+        notes.append(f"{len(unlisted)} annotated images are in no split and are left out, e.g. {min(unlisted).name}")
 
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:

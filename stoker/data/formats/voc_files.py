@@ -2,7 +2,7 @@
 
 Recognised: `Annotations/` (or `xml/`, `labels/` …) beside `JPEGImages/` (or `images/` …), with or without
 `ImageSets/Main`, also with folders inside both; `annotations/train/` with `images/train/`; XML files beside the
-pictures in one folder; any of these in `train/`, `valid/`, `test/`. Not here: what is in the files (`voc.py`).
+images in one folder; any of these in `train/`, `valid/`, `test/`. Not here: what is in the files (`voc.py`).
 """
 
 from pathlib import Path
@@ -89,7 +89,7 @@ def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
     """The splits of ImageSets/Main; one part without a split where there are none.
 
-    Only train, val, trainval and test: a file like aeroplane_train.txt says which pictures show that class.
+    Only train, val, trainval and test: a file like aeroplane_train.txt says which images show that class.
     """
     image_dirs = list_image_dirs(folder)
     main = folder / "ImageSets" / "Main"
@@ -99,7 +99,7 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     if trainval is not None and "train" not in lists:
         lists["train"] = trainval
         if "val" in lists:
-            notes.append("not read: ImageSets/Main/val.txt, its pictures are part of trainval.txt")
+            notes.append("not read: ImageSets/Main/val.txt, its images are part of trainval.txt")
             del lists["val"]
     parts = [
         SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])

@@ -1,7 +1,7 @@
-"""Which picture each XML file of a Pascal VOC data set is about.
+"""Which image each XML file of a Pascal VOC data set is about.
 
 It is the one that has the XML file's own name; <filename> is believed only where there is none, since it lies often. Of
-a file in a folder of its own it is in the folder of that name among the pictures, where there is one. Not here: the
+a file in a folder of its own it is in the folder of that name among the images, where there is one. Not here: the
 content of the files (`voc.py`), where they lie (`voc_files.py`).
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from stoker.data.formats.tables import IMAGE_SUFFIXES, SplitFiles, iter_dirs_below
 
 MAX_PROBES = 16
-"""XML files whose pictures are looked for, to see whether these are where they are likely to be."""
+"""XML files whose images are looked for, to see whether these are where they are likely to be."""
 
 
 class ImageLocator:
-    """The pictures of a part, each folder listed once."""
+    """The images of a part, each folder listed once."""
 
     def __init__(self, part: SplitFiles, root: Path, files: list[Path]) -> None:
-        """files: the part's XML files. Where none of the likely folders has a picture of theirs, others below `root`
+        """files: the part's XML files. Where none of the likely folders has an image of theirs, others below `root`
         are looked into, and `notes` say so."""
         self.notes: list[str] = []
         self._annotation_dir, self._image_dirs = part.annotations, part.image_dirs
@@ -33,11 +33,11 @@ class ImageLocator:
             )
             if other_dirs:
                 listed = ", ".join(str(directory.relative_to(root)) for directory in other_dirs[:3])
-                self.notes.append(f"the pictures of {os.path.relpath(part.annotations, root)}/ are in {listed}")
+                self.notes.append(f"the images of {os.path.relpath(part.annotations, root)}/ are in {listed}")
                 self._image_dirs, self._listing_by_subdir = (*other_dirs, *part.image_dirs), {}
 
     def locate(self, file: Path, filename: str) -> tuple[Path, str]:
-        """Folder and name of an XML file's picture; a likely name where there is none. filename: what it says."""
+        """Folder and name of an XML file's image; a likely name where there is none. filename: what it says."""
         listing = self._listing_for(file)
         annotated_name = filename.replace("\\", "/").rpartition("/")[2]
         name = listing.choose_name(file.stem, annotated_name) or (
@@ -60,7 +60,7 @@ def _list_stems(files: Iterable[Path]) -> list[str]:
 
 
 class _ImageListing:
-    """The pictures of some folders by name and stem."""
+    """The images of some folders by name and stem."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         folders = list(folders)
@@ -78,11 +78,11 @@ class _ImageListing:
         return stem.casefold() in self._names_by_stem
 
     def find_folder(self, name: str) -> Path:
-        """The folder of a picture; the likeliest where there is none of that name."""
+        """The folder of an image; the likeliest where there is none of that name."""
         return self._dir_by_name.get(name, self._default_dir)
 
     def choose_name(self, stem: str, annotated_name: str) -> str | None:
-        """The picture with a stem: in the same case and as <filename> says where there are several."""
+        """The image with a stem: in the same case and as <filename> says where there are several."""
         candidates = self._names_by_stem.get(stem.casefold(), [])
         best = sorted(candidates, key=lambda name: (os.path.splitext(name)[0] != stem, name != annotated_name, name))
         return best[0] if best else None

@@ -1,9 +1,9 @@
-"""YOLO's text files: reads a data set of one label file per picture into columns.
+"""YOLO's text files: reads a data set of one label file per image into columns.
 
-A row is `class x y width height` in shares of the upright picture, x and y its centre. Rows of a segmentation data set
+A row is `class x y width height` in shares of the upright image, x and y its centre. Rows of a segmentation data set
 (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points; a sixth number is the confidence
 of a prediction, and is not used. A row that cannot be read is left out and named; the rest of its file, and its
-picture, stay. The sizes come from the pictures' headers (`image_sizes.py`).
+image, stay. The sizes come from the images' headers (`image_sizes.py`).
 Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
@@ -42,7 +42,7 @@ class _LabelRow(NamedTuple):
     image_index: int
     label: int
     xyxy: tuple[float, float, float, float]
-    """x1, y1, x2, y2 in shares of the picture."""
+    """x1, y1, x2, y2 in shares of the image."""
     line: int
 
 
@@ -65,7 +65,7 @@ class _ImageFiles(NamedTuple):
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all label files and the headers of all pictures. Raises DataError when the classes cannot be known."""
+    """Reads all label files and the headers of all images. Raises DataError when the classes cannot be known."""
     row_format = _read_row_format(layout)
     images = _list_images(layout, problems)
     texts = map_in_threads(lambda image: b"" if image.label_file is None else image.label_file.read_bytes(), images)
@@ -145,7 +145,7 @@ def _read_row_format(layout: DatasetLayout) -> _RowFormat:
 
 
 def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> list[_ImageFiles]:
-    """All pictures with their label files, in the order of the parts; by name where no list orders them."""
+    """All images with their label files, in the order of the parts; by name where no list orders them."""
     names_by_list: dict[Path, dict[Path, list[str]]] = {}
     label_names: dict[Path, list[str]] = {}
     used: set[Path] = set()
@@ -199,7 +199,7 @@ def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollec
 def _report_unmatched_labels(
     layout: DatasetLayout, label_names: dict[Path, list[str]], used: set[Path], problems: ProblemCollector
 ) -> None:
-    """Reports label files without a picture, where the pictures are all those of a folder and not those of a list."""
+    """Reports label files without an image, where the images are all those of a folder and not those of a list."""
     listed = {part.annotations for part in layout.parts if part.image_list is not None}
     for folder, names in label_names.items():
         for file in [] if folder in listed else [folder / name for name in names if name not in NAMES_FILES]:
@@ -258,7 +258,7 @@ def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, floa
 
 
 def _is_normalized(x1: float, y1: float, x2: float, y2: float) -> bool:
-    """Whether centre and sides of a box can be shares of a picture; NaN and infinity are for `clean.py` to report."""
+    """Whether centre and sides of a box can be shares of an image; NaN and infinity are for `clean.py` to report."""
     if not all(map(math.isfinite, (x1, y1, x2, y2))):
         return True
     x, y = (x1 + x2) / 2, (y1 + y2) / 2

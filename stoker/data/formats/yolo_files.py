@@ -1,8 +1,8 @@
 """Which files make up a YOLO data set.
 
-Recognised: a data.yaml (or obj.data) that names folders or lists of pictures; without one, lists of pictures
+Recognised: a data.yaml (or obj.data) that names folders or lists of images; without one, lists of images
 (train.txt), `images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`, and label
-files beside the pictures. A part is one folder of pictures with the folder of their labels. Not here: what describes
+files beside the images. A part is one folder of images with the folder of their labels. Not here: what describes
 the set (`yolo_yaml.py`), what is in the label files (`yolo.py`).
 """
 
@@ -26,7 +26,7 @@ from stoker.data.formats.yolo_yaml import DatasetDefinition, find_definition, fi
 from stoker.errors import DataError
 
 IMAGE_DIR_NAMES = ("images", "jpegimages")
-"""Folders of a picture's path whose last is replaced by "labels", as Ultralytics and Darknet do."""
+"""Folders of an image's path whose last is replaced by "labels", as Ultralytics and Darknet do."""
 MAX_PROBES = 16
 """Label files that are looked into where no data.yaml says that they are labels."""
 
@@ -51,7 +51,7 @@ def find(folder: Path) -> DatasetLayout | None:
 
 
 def from_file(file: Path) -> DatasetLayout:
-    """The data set that a data.yaml or obj.data describes. Raises DataError when its pictures are not there."""
+    """The data set that a data.yaml or obj.data describes. Raises DataError when its images are not there."""
     definition = read_definition(file)
     base_dirs, notes = resolve_base_dirs(definition)
     parts: list[SplitFiles] = []
@@ -64,11 +64,11 @@ def from_file(file: Path) -> DatasetLayout:
                 continue
             if path is None:
                 raise DataError(
-                    f"The pictures of the {split} split are not there.",
+                    f"The images of the {split} split are not there.",
                     location=f"{file}: {split}: {entry}",
                     cause=f"looked for {entry!r}, also without its first folders, in "
                     + ", ".join(str(base) for base in base_dirs),
-                    fix="correct the line; delete it to have a part of the training pictures held back"
+                    fix="correct the line; delete it to have a part of the training images held back"
                     if split == "val"
                     else "correct the line, or `path`, which it is relative to",
                 )
@@ -80,10 +80,10 @@ def from_file(file: Path) -> DatasetLayout:
                 found_parts = list(_iter_parts_below(split, path))
                 if not found_parts and split != "test":
                     raise DataError(
-                        f"The {split} split has no pictures.",
+                        f"The {split} split has no images.",
                         location=path,
                         cause=f"{file} names the folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
-                        fix="correct the line, or put the pictures there",
+                        fix="correct the line, or put the images there",
                     )
                 parts += found_parts
     if substitutions:
@@ -139,7 +139,7 @@ def resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) ->
 
 
 def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
-    """Folder → file names of the pictures that a list names, in its order. A folder that is not
+    """Folder → file names of the images that a list names, in its order. A folder that is not
     there stands as it is written. bases: what the paths may be relative to, besides the folder of the list."""
     search_dirs = (image_list.parent, *base_dirs)
     lines = image_list.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
@@ -155,7 +155,7 @@ def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, l
             path = resolve_path(entry, search_dirs, min_parts=1)
             if path is not None:
                 folder = folder_by_head[head] = path.parent
-            else:  # the next picture may be there; else the folder is told by its own name
+            else:  # the next image may be there; else the folder is told by its own name
                 folder = (resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
         names_by_folder.setdefault(folder, {})[name] = None
     return {folder: list(names) for folder, names in names_by_folder.items()}
@@ -167,7 +167,7 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
         raise DataError(
             f"The {split} split is empty.",
             location=image_list,
-            fix="list its pictures there, one a line, or delete the list",
+            fix="list its images there, one a line, or delete the list",
         )
     for folder, names in names_by_folder.items():
         yield SplitFiles(
@@ -176,7 +176,7 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
 
 
 def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
-    """A part for every folder at or below one that holds pictures."""
+    """A part for every folder at or below one that holds images."""
     visited: set[str] = set()
     for dirpath, folders, files in os.walk(base, followlinks=True):
         real = os.path.realpath(dirpath)
@@ -197,8 +197,8 @@ def is_image_name(name: str) -> bool:
 
 
 def find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
-    """The folder of the label files of pictures: `images` in its path replaced by `labels`, the folder itself, or a
-    folder `labels` beside or in it; the first that has a label of one of these pictures."""
+    """The folder of the label files of images: `images` in its path replaced by `labels`, the folder itself, or a
+    folder `labels` beside or in it; the first that has a label of one of these images."""
     names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
@@ -220,8 +220,8 @@ def list_label_files(folder: Path) -> list[str]:
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
-    """Name of a picture → that of its label file: of the same stem; where a picture has none, the one whose stem is the
-    same in another case or another form of Unicode, and which is no other picture's."""
+    """Name of an image → that of its label file: of the same stem; where an image has none, the one whose stem is the
+    same in another case or another form of Unicode, and which is no other image's."""
     by_stem = {os.path.splitext(label_name)[0]: label_name for label_name in label_names}
     stems = {image_name: os.path.splitext(image_name)[0] for image_name in image_names}
     matches = {image_name: by_stem[stem] for image_name, stem in stems.items() if stem in by_stem}
@@ -246,7 +246,7 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
     lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
     yield (
-        "YOLO with lists of pictures",
+        "YOLO with lists of images",
         [part for split, path in lists for part in _parts_from_list(split, path, ())],
         [],
     )
@@ -258,7 +258,7 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
             splits.sort(key=lambda item: SPLITS.index(item[0]))
             others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
             if any(is_image_name(name) for name in os.listdir(images)):
-                others.append("the pictures in it")
+                others.append("the images in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
             yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
         yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
@@ -273,7 +273,7 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     if list_label_files(folder) or "labels" in subdirs:
         names = [name for name in sorted(os.listdir(folder)) if is_image_name(name)]
         part = SplitFiles(split=None, annotations=find_labels_dir(folder, names), image_dirs=(folder,))
-        yield "YOLO, label files and pictures in one folder", [part] if names else [], []
+        yield "YOLO, label files and images in one folder", [part] if names else [], []
 
 
 def _is_image_list(path: Path) -> bool:
@@ -282,7 +282,7 @@ def _is_image_list(path: Path) -> bool:
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
-    """Whether label files of pictures look like YOLO's: captions and other texts stand beside pictures, too."""
+    """Whether label files of images look like YOLO's: captions and other texts stand beside images, too."""
     num_checked = 0
     for part in parts:
         with os.scandir(part.image_dirs[0]) as entries:

@@ -1,7 +1,7 @@
 """What describes a YOLO data set as a whole: data.yaml (Ultralytics), obj.data (Darknet, CVAT), lists of class names.
 
 All values of a YAML file are read as text, so that a class may be called `no`, `on` or `1.0`. Not here: where the
-pictures are (`yolo_files.py`), what is in the label files (`yolo.py`).
+images are (`yolo_files.py`), what is in the label files (`yolo.py`).
 Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
@@ -30,7 +30,7 @@ class DatasetDefinition:
 
     file: Path
     splits: dict[str, tuple[str, ...]]
-    """Split → its folders and lists of pictures, as written."""
+    """Split → its folders and lists of images, as written."""
     path: str | None
     """What these are relative to, as written."""
     class_names: tuple[str, ...] | None
@@ -97,7 +97,7 @@ def read_definition(file: Path) -> DatasetDefinition:
             splits[SPLIT_BY_NAME[split_name]] = entries
     if not splits:
         raise _definition_error(
-            file, "it names no pictures: there is no train, val or test", "add lines such as `train: images/train`"
+            file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
         )
     path = data.get("path", "")
     if not isinstance(path, str):

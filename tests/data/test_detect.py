@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -15,12 +14,13 @@ from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, missing_images, open_index
 from stoker.errors import DataError, UsageError
 from stoker.training.start import resolve_run
+from tests.data.examples import property_test
 from tests.drawn import draw
 
 BOX = (4, 2, 20, 10)
 
 
-def picture(path: Path) -> None:
+def make_image(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (40, 20)).save(path)
 
@@ -55,13 +55,12 @@ def csv(root: Path) -> None:
 WRITERS = {"coco": coco, "voc": voc, "yolo": yolo, "csv": csv}
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.sets(st.sampled_from(sorted(WRITERS)), min_size=1))
+@property_test(st.sets(st.sampled_from(sorted(WRITERS)), min_size=1), few=4, many=15)
 def test_the_preferred_format_is_read_and_the_others_are_named(
     tmp_path_factory: pytest.TempPathFactory, formats: set[str]
 ) -> None:
     root = tmp_path_factory.mktemp("set")
-    picture(root / "images" / "a.jpg")
+    make_image(root / "images" / "a.jpg")
     for name in formats:
         WRITERS[name](root)
     index = open_index(root)
@@ -77,7 +76,7 @@ def test_the_preferred_format_is_read_and_the_others_are_named(
 
 
 def test_a_broken_format_does_not_hide_a_preferred_one(tmp_path: Path) -> None:
-    picture(tmp_path / "images" / "a.jpg")
+    make_image(tmp_path / "images" / "a.jpg")
     coco(tmp_path)
     (tmp_path / "data.yaml").write_text("train: images\nnames: [cat\n")
     index = open_index(tmp_path)
@@ -87,7 +86,7 @@ def test_a_broken_format_does_not_hide_a_preferred_one(tmp_path: Path) -> None:
         open_index(tmp_path, format="yolo")
 
 
-def test_a_table_without_its_pictures_is_read_where_there_is_nothing_else(tmp_path: Path) -> None:
+def test_a_table_without_its_images_is_read_where_there_is_nothing_else(tmp_path: Path) -> None:
     csv(tmp_path)
     assert [path.name for path in (tmp_path).iterdir()] == ["boxes.csv"]
     index = open_index(tmp_path)
@@ -95,9 +94,9 @@ def test_a_table_without_its_pictures_is_read_where_there_is_nothing_else(tmp_pa
     assert len(index) == 1
 
 
-def test_a_data_set_below_is_preferred_to_a_table_without_its_pictures(tmp_path: Path) -> None:
+def test_a_data_set_below_is_preferred_to_a_table_without_its_images(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    picture(tmp_path / "inner" / "images" / "a.jpg")
+    make_image(tmp_path / "inner" / "images" / "a.jpg")
     voc(tmp_path / "inner")
     csv(tmp_path)
     index = open_index(tmp_path)
@@ -105,13 +104,13 @@ def test_a_data_set_below_is_preferred_to_a_table_without_its_pictures(tmp_path:
     assert any("not read: CSV (boxes.csv)" in note and "--format csv" in note for note in index.notes)
     asked = open_index(tmp_path, format="csv")
     assert asked.path(0) == tmp_path / "inner" / "images" / "a.jpg"  # found two folders down
-    picture(tmp_path / "a.jpg")
+    make_image(tmp_path / "a.jpg")
     assert open_index(tmp_path).format == "csv"
 
 
 @pytest.mark.parametrize(("name", "format"), [("boxes.json", "coco"), ("data.yaml", "yolo"), ("boxes.csv", "csv")])
 def test_a_file_stands_for_a_data_set(tmp_path: Path, name: str, format: str) -> None:
-    picture(tmp_path / "images" / "a.jpg")
+    make_image(tmp_path / "images" / "a.jpg")
     for write in WRITERS.values():
         write(tmp_path)
     assert open_index(tmp_path / name).format == open_index(tmp_path / name, format=format).format == format
@@ -130,13 +129,12 @@ def boxes_of(index: Index, name: str) -> list[list[float]]:
     return index.boxes[index.labels == index.class_names.index(name)].tolist()
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.sampled_from(["red", "green", "blue"]), min_size=1, unique=True))
+@property_test(st.lists(st.sampled_from(["red", "green", "blue"]), min_size=1, unique=True), few=4, many=15)
 def test_classes_are_those_asked_for_in_that_order(drawn: Path, classes: list[str]) -> None:
     everything, index = open_index(drawn), open_index(drawn, classes=classes)
     assert index.class_names == tuple(classes)
     assert index.category_ids == tuple({"red": 1, "green": 2, "blue": 3}[name] for name in classes)
-    assert len(index) == len(everything)  # pictures stay, as background
+    assert len(index) == len(everything)  # images stay, as background
     for name in classes:
         assert boxes_of(index, name) == boxes_of(everything, name)
     assert len(index.boxes) == sum(len(boxes_of(everything, name)) for name in classes)
@@ -176,9 +174,9 @@ def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
 
 
 def test_the_flag_takes_several_classes() -> None:
-    _, bound, _ = app.parse_args(["train", "pictures", "--classes", "red", "sky blue", "--format", "yolo"])
+    _, bound, _ = app.parse_args(["train", "images", "--classes", "red", "sky blue", "--format", "yolo"])
     data = bound.arguments["config"].data
-    assert (data.classes, data.format, bound.arguments["data"]) == (("red", "sky blue"), "yolo", "pictures")
+    assert (data.classes, data.format, bound.arguments["data"]) == (("red", "sky blue"), "yolo", "images")
 
 
 def test_splits_that_are_data_sets_of_their_own(tmp_path: Path) -> None:
@@ -208,14 +206,14 @@ def test_splits_of_different_formats_are_not_one_data_set(tmp_path: Path) -> Non
         open_index(tmp_path)
 
 
-def test_pictures_of_coco_json_in_a_folder_of_any_name(tmp_path: Path) -> None:
+def test_images_of_coco_json_in_a_folder_of_any_name(tmp_path: Path) -> None:
     root = draw(tmp_path / "set", train=3, val=1, side=32) / "train"
     (root / "größe 1" / "deep").mkdir(parents=True)
-    for picture in root.glob("*.jpg"):
-        picture.rename(root / "größe 1" / "deep" / picture.name)
+    for image in root.glob("*.jpg"):
+        image.rename(root / "größe 1" / "deep" / image.name)
     index = open_index(root)
     assert missing_images(index) == []
-    assert "_annotations.coco.json: the pictures are in größe 1/deep/" in index.notes
+    assert "_annotations.coco.json: the images are in größe 1/deep/" in index.notes
 
 
 def complaint(folder: Path) -> str:
@@ -228,15 +226,15 @@ def test_what_is_in_a_folder_without_annotations_is_said(tmp_path: Path) -> None
     assert "why:    the folder is empty;" in complaint(tmp_path)
     for n in range(12):
         (tmp_path / f"{n}.jpg").touch()
-    assert "it holds 12 pictures and nothing else;" in complaint(tmp_path)
+    assert "it holds 12 images and nothing else;" in complaint(tmp_path)
     (tmp_path / "boxes.csv").write_bytes("filename;class;xmin;ymin;xmax;ymax\na.jpg;Bär;1;2;3;4\n".encode("cp1252"))
     said = complaint(tmp_path)
-    assert "it holds boxes.csv, 12 pictures; boxes.csv is no table of boxes: it is not UTF-8" in said
+    assert "it holds boxes.csv, 12 images; boxes.csv is no table of boxes: it is not UTF-8" in said
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
     assert "boxes.csv is no table of boxes: its first row, 'Datei;Klasse;links;oben', names no" in complaint(tmp_path)
 
 
-def test_a_folder_of_pictures_inside_a_data_set_leads_to_it(tmp_path: Path) -> None:
+def test_a_folder_of_images_inside_a_data_set_leads_to_it(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.jpg").touch()
     assert "name the folder or the file" in complaint(tmp_path / "images")
