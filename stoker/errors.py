@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 class StokerError(Exception):
     """The root of the tree. `what` is one sentence; the other arguments fill the lines below it.
 
-    location: file, `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do, a
-    command where there is one.
+    location: file, `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to
+    do, a command where there is one.
     """
 
     exit_code = 1
@@ -138,8 +138,8 @@ class Preempted(StokerError):
 
 @contextlib.contextmanager
 def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
-    """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The report
-    cannot be written."."""
+    """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The
+    report cannot be written."."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,8 @@ def parse_duration(text: str, flag: str = "max-duration") -> Duration:
 
 
 def join_length(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name in which `epochs`, `steps` or `max_time`, of which at most one may be set, became `max_duration`.
+    """Settings by name in which `epochs`, `steps` or `max_time`, of which at most one may be set, became
+    `max_duration`.
 
     epochs: number; steps: number; max_time: text such as `30min`, or minutes. Raises ConfigError.
     """

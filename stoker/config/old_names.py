@@ -1,7 +1,7 @@
 """Names that stoker wrote before 0.2 (settings, record fields, checkpoint keys), and what they are called now.
 
-Runs, checkpoints, model files and `config.toml` of older versions stay readable for one release: their readers pass what
-they read through this module. Only new names are written. Flags that users of other tools type are not here:
+Runs, checkpoints, model files and `config.toml` of older versions stay readable for one release: their readers pass
+what they read through this module. Only new names are written. Flags that users of other tools type are not here:
 `stoker/cli/flag_names.py`.
 """
 

@@ -40,12 +40,12 @@ class DataSettings:
     val_fraction: float = AUTO
     """Fraction of the images held out when the data set has no validation split; chosen by a stable hash."""
     max_bad_fraction: float = AUTO
-    """Fraction of the images that may be unusable before training stops; one image is always allowed, unless this is 0."""
-    image_size: tuple[int, int] = AUTO
+    """Fraction of the images that may be unusable before training stops; one image is always allowed, unless this is
+    0.""" image_size: tuple[int, int] = AUTO
     """Height and width of the model input in pixels; multiples of 32 (SSD300: 20). One number means a square."""
     resize: Literal["letterbox", "squash"] = AUTO
-    """letterbox keeps the aspect ratio and pads; squash stretches to the input size, as TF's fixed_shape_resizer does."""
-    augment: Literal["default", "none"] = AUTO
+    """letterbox keeps the aspect ratio and pads; squash stretches to the input size, as TF's fixed_shape_resizer
+    does.""" augment: Literal["default", "none"] = AUTO
     """default: the augmentation of the recipe; none: every augmentation setting that is not set is 0."""
     hflip: float = AUTO
     """Probability of a horizontal flip."""
@@ -76,8 +76,8 @@ class ModelSettings:
     weights: str = AUTO
     """Initial weights: coco, imagenet (backbone only), none, a file, or the URI of one."""
     backbone_norm: Literal["frozen_bn", "bn", "sync_bn"] = AUTO
-    """BatchNorm of the backbone: frozen_bn keeps the loaded statistics, bn trains them, sync_bn also shares them between
-    devices."""
+    """BatchNorm of the backbone: frozen_bn keeps the loaded statistics, bn trains them, sync_bn also shares them
+    between devices."""
     trainable_backbone_layers: int = AUTO
     """Number of backbone stages that are trained, counted from the last one; 0 … 5."""
     anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
@@ -161,8 +161,8 @@ class RunSettings:
     eval_every: str = AUTO
     """Interval between evaluations, as a length (1ep, 500, 10min); 0 evaluates at the end only."""
     patience: int = AUTO
-    """Stop after this many evaluations in a row without a better AP, counted from the first AP above 0; 0 never stops."""
-    checkpoint_every: str = AUTO
+    """Stop after this many evaluations in a row without a better AP, counted from the first AP above 0; 0 never
+    stops.""" checkpoint_every: str = AUTO
     """Interval between checkpoints, as a length; 0 saves at the end and on a signal only."""
     price_per_device_hour: float = AUTO
     """Price of a device-hour, for the ledger; 0 when unknown."""

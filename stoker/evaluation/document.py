@@ -23,7 +23,7 @@ ERROR_TYPES = ("localization", "class", "both", "duplicate", "background", "miss
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Interpolated precision at the recalls 0, 0.01, …, 1; empty where no true box counts."""
+    """Interpolated precision at the recalls 0, 0.01, …, 1; empty where no ground truth box counts."""
 
     iou50: list[float]
     iou75: list[float]
@@ -36,7 +36,7 @@ class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     boxes: int
-    """True boxes, without crowd boxes."""
+    """Ground truth boxes, without crowd boxes."""
     ap: float | None
     ap50: float | None
     threshold: float | None
@@ -46,7 +46,7 @@ class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     recall: float | None
     tp: int
     error_types: dict[str, int]
-    """Kind → count; one of MISTAKES; a kind that is absent did not occur."""
+    """Kind → count; one of ERROR_TYPES; a kind that is absent did not occur."""
     tp_scores: list[int]
     """Histogram of the scores of all detections, also below the threshold, that are right at IoU 0.5."""
     fp_scores: list[int]
@@ -59,15 +59,18 @@ class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
     """How often a box of one class was found as another; labels 0 … C-1."""
 
     gt_label: int
+    """Label of the ground truth box."""
     pred_label: int
+    """Label of the detection."""
     count: int
+    """How often."""
 
 
 class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
-    """A true box of a picture."""
+    """A ground truth box of a image."""
 
     box: tuple[float, float, float, float]
-    """xyxy in pixels of the original picture."""
+    """xyxy in pixels of the original image."""
     label: int
     crowd: bool
     detected: bool
@@ -81,16 +84,16 @@ class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
     label: int
     score: float
     error_type: str
-    """One of MISTAKES; empty when it is right; "crowd" when it lies in a crowd region and does not count."""
+    """One of ERROR_TYPES; empty when it is right; "crowd" when it lies in a crowd region and does not count."""
 
 
 class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture with what is in it and what was found in it."""
+    """A image with what is in it and what was found in it."""
 
     image_index: int
     """Of the index."""
     path: str
-    """Its file; for one inside another file, that file with the picture's name behind it."""
+    """Its file; for one inside another file, that file with the image's name behind it."""
     byte_range: tuple[int, int] | None
     """Where it lies in that other file: first byte and number of bytes."""
     size: tuple[int, int] | None
@@ -103,7 +106,7 @@ class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     gt_boxes: list[GroundTruthBox]
     detections: list[DetectionBox]
     truncated_boxes: int = 0
-    """Boxes beyond the most that are kept of a picture."""
+    """Boxes beyond the most that are kept of a image."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +122,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     confusions: list[ConfusionPair]
     """The most frequent first."""
     worst: list[ImageEvaluation]
-    """Lowest F1 first; of equal ones, the one with more mistakes."""
+    """Lowest F1 first; of equal ones, the one with more errors."""
     best: list[ImageEvaluation]
     """Highest F1 first; of equal ones, the one with more boxes."""
 

@@ -1,8 +1,8 @@
-"""The run folder: names, schemas, writers and readers of its files. The interface between all commands.
+"""The run folder: file names, writers and readers. The interface between all commands.
 
-Writers append whole lines and replace whole files by rename; readers accept a torn last line, so a live, a dead and a
-finished run read alike. `docs/run-folder.md` describes every file for people, and a test holds it to that. Not here:
-checkpoints (`training/checkpoint.py`).
+Writers append whole lines and replace whole files by rename; readers accept an incomplete last line, so a live, a
+killed and a finished run are read in the same way. `docs/run-folder.md` describes every file for people, and a test
+compares the two. Not here: the fields of the records (`schemas.py`) and checkpoints (`training/checkpoint.py`).
 """
 
 import contextlib
@@ -32,10 +32,10 @@ PHASES = (
     "compute", "startup", "compile", "input_wait", "h2d", "host", "sync", "comm", "straggler", "eval", "checkpoint",
     "recovery", "idle", "unattributed",
 )  # fmt: skip
-"""The ledger's phases; `compute` is the productive one, the others are losses. What each means: docs/run-folder.md."""
+"""The phases of the ledger: `compute` is productive, the others are losses. docs/run-folder.md defines each."""
 
 INPUT_STAGES = ("fetch", "decode", "copy", "queue")
-"""What `input_wait` is made of; what each means: docs/run-folder.md."""
+"""The stages of `input_wait`. docs/run-folder.md defines each."""
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
@@ -47,23 +47,25 @@ EVENT_KINDS = (
     "started", "resumed", "info", "warning", "evaluated", "checkpoint_saved", "checkpoint_failed", "checkpoint_corrupt",
     "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
 )  # fmt: skip
-"""What an event can be; docs/run-folder.md says when each is written."""
+"""The kinds of events; docs/run-folder.md says when each is written."""
 
 STABILITY_KINDS = frozenset({"rolled_back", "loss_spike", "lr_too_high", "lr_too_low"})
-"""Those about the loss and the rate."""
+"""Kinds about the loss and the learning rate."""
 
-WARNING_KINDS = frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | STABILITY_KINDS
-"""Those that are shown as warnings: training went on, and not as was asked for."""
+WARNING_KINDS = (
+    frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | STABILITY_KINDS
+)
+"""Kinds that are shown as warnings: training went on, but not as requested."""
 
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class RunFolder:
-    """A run's folder, opened to write, from any thread. Readers use the functions below.
+    """A run folder opened for writing, from any thread. Readers use the functions below.
 
-    Training must not die because a line of its records cannot be written (a full disk, a storage that went away): such
-    lines are counted, and said by an event as soon as writing works again.
+    Training must not fail because a line of its records cannot be written (a full disk, a lost mount): such lines are
+    counted, and an event reports their number as soon as writing works again.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -76,8 +78,8 @@ class RunFolder:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, name: str, line: msgspec.Struct) -> None:
-        """Adds a line in one write; a process killed in between tears at most this line. Raises OSError when not even
-        the first file can be opened."""
+        """Adds a line in one write, so a kill leaves at most this line incomplete. Raises OSError when not even the
+        first file can be opened."""
         with self._lock:
             try:
                 if name not in self._files:
@@ -90,11 +92,11 @@ class RunFolder:
                 self._dropped_lines += 1
                 return
             data = self._encoder.encode(line) + b"\n"
-            if name in self._incomplete:  # ends the half line that a killed process or a full disk left
+            if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
                 data = b"\n" + data
             try:
                 written = os.write(self._files[name], data)
-            except OSError:  # said below, when there is room again
+            except OSError:  # reported below, when writing works again
                 self._dropped_lines += 1
                 return
             if written < len(data):
@@ -111,7 +113,7 @@ class RunFolder:
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
     def replace(self, name: str, value: msgspec.Struct) -> None:
-        """Writes one of the run's JSON files anew. Where that fails the old one stays, and an event says so."""
+        """Replaces one of the run's JSON files. If that fails, the old file stays and an event reports the error."""
         try:
             write_atomic(self.path / name, self._encoder.encode(value) + b"\n")
         except OSError as error:
@@ -125,22 +127,22 @@ class RunFolder:
 
 
 def _is_incomplete(fd: int) -> bool:
-    """Whether a file's last line has no end."""
+    """Whether the last line of a file has no newline."""
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
-    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Torn lines are
-    passed over.
+    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Incomplete lines
+    are skipped.
 
-    Raises UsageError at a whole line that is not a `kind`: another version of stoker wrote it.
+    Raises UsageError at a complete line that is not a `kind`: a newer version of stoker wrote it.
     """
     return (line for _, line in numbered_lines(run, name, kind))
 
 
 def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int, Line]]:
-    """`read_lines` with the number of each line in its file, from 1: for who quotes them."""
+    """`read_lines` with the line number of each in its file, from 1."""
     path = run / name
     if not path.exists():
         return
@@ -154,16 +156,17 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
                         location=f"{path}:{number}",
                         cause=str(error),
-                        fix=f"read the run with the version of stoker that {ENVIRONMENT} beside it names",
+                        fix=f"read the run with the version of stoker that its {ENVIRONMENT} names",
                     ) from error
-                except (msgspec.DecodeError, UnicodeDecodeError):  # torn by a kill: never whole again
+                except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
             if not line.endswith(b"\n"):
-                return  # the end of a live run's file: what comes behind it now is the other half of this line
+                return  # the end of a live run's file: what follows now is the rest of this line
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml with the setting names of now, whichever version wrote them; None when the run has none.
+    """The tables of config.toml with the setting names of now, whichever version wrote them; None when the run has
+    none.
 
     Values are not checked (`config.settings.from_toml` does that). Raises UsageError when the file is damaged.
     """
@@ -173,14 +176,14 @@ def read_settings(run: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        fix = "bring it back, or remove it: the run is then read without its settings"
+        fix = "restore the file, or remove it: the run is then read without its settings"
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
     return {name: old_names.settings(table) if isinstance(table, dict) else table for name, table in tables.items()}
 
 
 def recorded_price(run: Path) -> float:
-    """Money per device-hour as the run was told: a measured job says it when an attempt begins, training in its
-    settings. 0: unknown. Raises UsageError as `read_settings`."""
+    """Price of a device-hour as given by the user: in the settings of a training, in the first event of a measured job.
+    0: unknown. Raises UsageError like `read_settings`."""
     price = (read_settings(run) or {}).get("run", {}).get("price_per_device_hour", 0.0)
     for event in read_lines(run, EVENTS, Event):
         if event.kind in ("started", "resumed"):
@@ -189,8 +192,10 @@ def recorded_price(run: Path) -> float:
 
 
 def open_run(text: str | Path) -> Path:
-    """The folder of an existing run, to read: of one in a bucket, a copy of its records. Raises UsageError that lists
-    the runs beside it; StorageError."""
+    """The folder of an existing run, for reading; for a run in a bucket, a copy of its records.
+
+    Raises UsageError, which lists the runs in the same folder, and StorageError.
+    """
     text = expand_variables(text) if isinstance(text, str) else str(text)
     if is_uri(text):
         return fetch_run(parse_uri(text))
@@ -200,21 +205,30 @@ def open_run(text: str | Path) -> Path:
     parent = path.parent if path.parent.exists() else Path("runs")
     runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix="name a folder that training wrote")
+    raise UsageError(
+        f"{str(path)!r} is not a run.",
+        cause=cause,
+        choices=runs,
+        fix="name a run folder that `stoker train` or `stoker watch` wrote",
+    )
 
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
-    """A run in a bucket as a folder here, to read: the working copy where that is at least as new, else a copy of its
-    records, of all ranks; weights: of its settings and best (else final, else newest) weights. Raises UsageError,
-    StorageError."""
-    from stoker.storage import download  # loads obstore, which folders do not need
+    """A run in a bucket as a local folder, for reading: the working copy where it is at least as new, else a copy of
+    the records of all ranks. weights: copies its settings and best (else final, else newest) weights instead.
+
+    Raises UsageError, StorageError.
+    """
+    from stoker.storage import download  # imports obstore, which local runs do not need
 
     working_dir = working_copy(uri)
     with contextlib.suppress(OSError), locked(working_dir) as free:  # OSError: there is no working copy
         if free is False and (working_dir / EVENTS).exists():
             return working_dir
     if weights:
-        return download.fetch_files(uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS)
+        return download.fetch_files(
+            uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS
+        )
     names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
              LEASE_FILE)  # fmt: skip
     return download.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
@@ -230,20 +244,20 @@ def last_attempt(run: Path) -> int:
 
 
 def runs_named(parent: Path, name_prefix: str) -> list[Path]:
-    """The runs `parent/stem-N`, oldest first."""
+    """The runs `parent/name_prefix-N`, oldest first."""
     pattern = re.compile(re.escape(name_prefix) + r"-(\d+)$")
     matches = [(int(m[1]), p) for p in parent.glob(f"{name_prefix}-*") if (m := pattern.match(p.name)) and p.is_dir()]
     return [path for _, path in sorted(matches)]
 
 
 def make_run(parent: Path, name_prefix: str) -> Path:
-    """Makes `parent/stem-N`, with the next free number; no other process gets the same. Raises OSError."""
+    """Creates `parent/name_prefix-N` with the next free number, which no other process gets. Raises OSError."""
     number = max((int(path.name.rpartition("-")[2]) for path in runs_named(parent, name_prefix)), default=0) + 1
     while True:
         path = parent / f"{name_prefix}-{number}"
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # another process was faster
+        except FileExistsError:  # another process took this number
             number += 1
         else:
             return path
@@ -253,14 +267,15 @@ def make_run(parent: Path, name_prefix: str) -> Path:
 def recording(
     path: Path, environment: dict[str, Any], description: str, *, fix: str, **data: Any
 ) -> Iterator[tuple[RunFolder, int]]:
-    """(the folder of a job that is no training of ours, held and ready to write; the descriptor that holds its lock).
+    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock).
 
-    A folder that was recorded in before gets one more attempt. what: of the event `started` or `resumed`, with data.
-    Raises UsageError when the folder is that of a training, or another living process records there; StorageError when
-    it cannot be written. fix: what to do then.
+    A folder that has records already gets one more attempt. description: text of the event `started` or `resumed`;
+    data:
+    its data. fix: what the error messages advise. Raises UsageError when the folder belongs to a training of stoker or
+    another process records there, StorageError when it cannot be written.
     """
     if (path / CONFIG).exists():
-        raise UsageError("This run is a training of stoker's own.", location=path, fix=fix)
+        raise UsageError("This folder is the run of a training by stoker.", location=path, fix=fix)
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
@@ -271,37 +286,39 @@ def recording(
             kind = "started" if folder.attempt == 1 else "resumed"
             folder.event(kind, f"attempt {folder.attempt}: {description}", **data)
             if not has_locks:
-                folder.event("warning", "this storage has no locks: nothing keeps a second job from this run's folder")
+                folder.event(
+                    "warning", "this file system has no locks: a second job could write to the same run folder"
+                )
         yield folder, lock_fd
 
 
 def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
-    """Holds the run; (the descriptor that does, whether the storage has locks). Whoever inherits it holds the run too,
-    until the lock is given back or all are gone."""
+    """Locks the run; (file descriptor of the lock, whether the file system has locks). A process that inherits the
+    descriptor holds the lock too, until it is released or all holders have ended."""
     file = stack.enter_context((path / ".lock").open("a"))
     held = lock(file)
     if held is False:
         raise UsageError("Another job is being recorded there.", location=path, fix=fix)
     if held:
-        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may have it still
+        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may still hold it
     return file.fileno(), held is True
 
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[bool | None]:
-    """Holds the run for this process; the kernel frees a dead one's. Yields False when another living one has it, None
-    where the storage has no locks (Lustre without -o flock, some network mounts)."""
+    """Locks the run for this process; the kernel releases the lock of a process that ends. Yields False when another
+    process holds it, None where the file system has no locks (Lustre without -o flock, some network mounts)."""
     with (run / ".lock").open("a") as file:
         yield lock(file)
 
 
 def lock(file: IO[str]) -> bool | None:
-    """`locked` of a file that is open; whoever inherits its descriptor holds the lock too."""
+    """`locked` for an open file; a process that inherits its descriptor holds the lock too."""
     for _ in range(20):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.02)  # `stoker why` holds it for an instant, to see whether the run is alive
+            time.sleep(0.02)  # `stoker why` holds it for a moment, to see whether the run is alive
         except OSError:
             return None
         else:

@@ -24,7 +24,9 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_images: int
     """Images trained on inside the window."""
     wall_s: float
+    """Length of the window, seconds."""
     devices: int
+    """Number of devices that the phases cover."""
     phases: dict[str, float]
     """Device-seconds by phase; a phase that took no time is absent."""
     input_wait_stages: dict[str, float] = {}
@@ -32,14 +34,16 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     losses: dict[str, float] = {}
     """Mean of each loss over the finite steps of the window, and `total`."""
     lr: float | None = None
+    """Learning rate of the last step."""
     grad_norm: float | None = None
     """Mean norm of the gradient before clipping, over the finite steps."""
     skipped_steps: int = 0
     """Steps of the window that were skipped because a gradient was not finite."""
     memory_peak_bytes: int | None = None
+    """Peak device memory allocated so far; on a CPU the resident memory of the process."""
     host_bound_steps: int | None = None
-    """Host-bound steps of the window: the device had finished all earlier work when the host issued the last kernel, so it
-    waited for the host inside the step. None: not measured (on a CPU, host and device are one)."""
+    """Host-bound steps of the window: the device had finished all earlier work when the host issued the last kernel,
+    so it waited for the host inside the step. None: not measured (on a CPU, host and device are one)."""
     thread_cpu_s: dict[str, float] = {}
     """CPU-seconds of the training thread by the phase that the thread was in (not the device); absent: not measured."""
 
@@ -48,11 +52,15 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of traces.jsonl: a few steps under the profiler. A sample; the profiler slows these steps down."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     step: int
     """Optimizer steps done at the end of the window."""
     window_steps: int
+    """Optimizer steps in the window."""
     wall_s: float
+    """Length of the window, seconds."""
     busy_s: float
     """Seconds of wall_s in which the device ran at least one kernel or copy."""
     comm_s: float = 0.0
@@ -62,6 +70,7 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     launches: int = 0
     """Kernel launches."""
     kernel_median_s: float | None = None
+    """Median duration of a kernel, seconds."""
     kernels: list["KernelTime"] = []
     """The ten kernels with the most time."""
     gaps: list["Gap"] = []
@@ -74,14 +83,18 @@ class KernelTime(msgspec.Struct, kw_only=True):
     """Kernels of one name in a trace."""
 
     name: str
+    """Name of the kernel."""
     count: int
+    """Number of launches."""
     total_s: float
+    """Sum of their durations, seconds."""
 
 
 class Gap(msgspec.Struct, kw_only=True):
     """A time in which the device had no work."""
 
     duration_s: float
+    """Length of the gap, seconds."""
     host_op: str
     """What the training thread ran meanwhile: the innermost operator or runtime call; empty: Python."""
 
@@ -90,8 +103,11 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of stacks.jsonl: what the threads of a watched job ran, by samples of their stacks (py-spy)."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     pid: int
+    """Process whose stacks were sampled."""
     wall_s: float
     """Seconds since the previous line."""
     samples: int
@@ -109,13 +125,17 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of probes.jsonl: an experiment. One thing is changed for a few dozen steps; the speed before and after."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     probe: str
     """One of PROBE_KINDS."""
     steps: int
     """Steps on each side of the comparison."""
     before_img_per_s: float
+    """Images per second of the run as it is."""
     after_img_per_s: float
+    """Images per second with the change."""
     ratio: float
     """After divided by before; the median of pairs that were measured alternately."""
     ratio_low: float
@@ -135,31 +155,44 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of events.jsonl: something that happened once."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     kind: str
     """One of EVENT_KINDS."""
     step: int | None = None
+    """Optimizer steps done then; for `evaluated`, those of the evaluated weights."""
     text: str = ""
     """The line that was printed."""
     data: dict[str, Any] = {}
+    """Values that belong to it, by kind."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One GPU, as the driver reports it. None: not available on this machine."""
 
     index: int
+    """Number of the GPU in the driver."""
     utilization: float | None = None
     """Fraction of the driver's last sample period in which a kernel ran, 0 … 1."""
     memory_used_bytes: int | None = None
+    """Memory in use."""
     memory_total_bytes: int | None = None
+    """Memory of the GPU."""
     power_w: float | None = None
+    """Power draw."""
     power_limit_w: float | None = None
+    """Power limit."""
     sm_clock_mhz: int | None = None
+    """Clock of the multiprocessors."""
     temperature_c: int | None = None
+    """Temperature."""
     throttle_reasons: int | None = None
     """NVML's bit mask of clock event reasons."""
     sm_clock_max_mhz: int | None = None
+    """Highest clock of the multiprocessors."""
     memory_clock_mhz: int | None = None
+    """Clock of the memory."""
     memory_utilization: float | None = None
     """Fraction of the driver's last sample period in which its memory was read or written, 0 … 1."""
     sm_active: float | None = None
@@ -188,6 +221,7 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     mig: bool | None = None
     """The GPU is a MIG slice or is divided into MIG slices."""
     vgpu: bool | None = None
+    """The GPU is shared by a hypervisor."""
     other_processes: int | None = None
     """Compute processes on it that do not belong to this run."""
     energy_j: float | None = None
@@ -198,8 +232,11 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of devices.jsonl: system telemetry, once a second. Fractions are of the time since the previous line."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     gpus: list[GpuSample] = []
+    """One for each GPU that this process may use; none without the NVIDIA driver."""
     cpu_core_utilization: list[float] = []
     """Utilization of each core of the machine, 0 … 1."""
     process_cpu: float | None = None
@@ -222,7 +259,9 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     threads_running: float | None = None
     """Mean number of these that ran or waited for a core."""
     page_cache_bytes: int | None = None
+    """Files that the kernel keeps in memory."""
     swap_used_bytes: int | None = None
+    """Swap in use."""
     read_bytes_s: float | None = None
     written_bytes_s: float | None = None
     """By this process and its children, from and to storage (page cache hits are not counted)."""
@@ -240,6 +279,7 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     open_fds: int | None = None
     """Open file descriptors of the process that has the most."""
     max_fds: int | None = None
+    """Maximum number of open files of that process."""
     oom_kills: int | None = None
     """Processes of the cgroup that the kernel's OOM killer killed since the previous line."""
 
@@ -248,10 +288,15 @@ class Quarantined(msgspec.Struct, kw_only=True):
     """A line of quarantine.jsonl: a bad image, and its substitute."""
 
     t: float
+    """Unix time, seconds."""
     attempt: int
+    """Attempt of the run, from 1."""
     image_index: int
+    """Index of the image in the data set."""
     path: str
+    """Its file."""
     error: str
+    """Why it cannot be used."""
     sample_position: int
     """Position in the stream of training samples from which the image is no longer used."""
     replaced_by: int
@@ -262,23 +307,35 @@ class Evidence(msgspec.Struct, kw_only=True):
     """A number, and where in the records it stands."""
 
     text: str
+    """What was measured."""
     value: float | None = None
+    """The number."""
     source: str = ""
+    """File and field of the record."""
 
 
 class Finding(msgspec.Struct, kw_only=True):
     """A result of the diagnosis; the causes are those of `stoker/diagnosis/`."""
 
     cause: str
+    """Id of the cause ([verdicts.md](verdicts.md))."""
     severity: str
     """info, warning or critical."""
     title: str
+    """One sentence."""
     evidence: list[Evidence]
+    """Measurements that support it."""
     lost_device_s: float | None = None
+    """Device-seconds that this cause took."""
     lost_cost: float | None = None
+    """The same in money."""
     fix: str = ""
+    """What to do."""
     command: str | None = None
+    """Command that does it."""
     confidence: float | None = None
+    """Confidence in the cause, 0 … 1."""
     probe_result: str | None = None
+    """Result of an experiment: before and after."""
     config_patch: dict[str, Any] = {}
     """Settings of config.toml that fix it, by name."""

@@ -17,9 +17,10 @@ rank knows by itself how long the others waited."""
 class Totals:
     """Sums over a run: all windows of all attempts and ranks, since lost steps cost time as well.
 
-    phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by stage.
-    wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer steps that
-    were done. step: the number of steps of the newest state; the difference was lost by kills and done again. num_images:
+    phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by
+    stage. wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer
+    steps that were done. step: the number of steps of the newest state; the difference was lost by kills and done
+    again. num_images:
     images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited for it in
     collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not measured.
 
@@ -96,9 +97,9 @@ def _add(sums: dict[str, float], seconds: dict[str, float]) -> None:
 class _CommWaits:
     """How much of `comm` was waiting for a slower rank.
 
-    All ranks end a collective together, and the last one to arrive waits least. So in each interval of COMPARISON_S that
-    ranks have in common, the smallest fraction of `comm` is what the collectives take; what another rank spent in them
-    beyond that, it waited for the slowest rank.
+    All ranks end a collective together, and the last one to arrive waits least. So in each interval of COMPARISON_S
+    that ranks have in common, the smallest fraction of `comm` is what the collectives take; what another rank spent in
+    them beyond that, it waited for the slowest rank.
     """
 
     def __init__(self) -> None:
@@ -129,8 +130,11 @@ class _CommWaits:
 
 
 def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and the fraction of it in each; they add up to 1."""
-    if end_s <= start_s:
+    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and the fraction of it in each; they
+    add up to 1.""" if end_s <= start_s:
+       
+       
+       
         return
     at_s = start_s
     while at_s < end_s:

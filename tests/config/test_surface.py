@@ -33,7 +33,11 @@ def described() -> dict[str, tuple[str, str, str]]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 assert isinstance(text, ast.Expr), f"{field.target.id} has no docstring"
                 assert isinstance(text.value, ast.Constant)
-                found[field.target.id] = (section, ast.unparse(field.annotation), " ".join(str(text.value.value).split()))
+                found[field.target.id] = (
+                    section,
+                    ast.unparse(field.annotation),
+                    " ".join(str(text.value.value).split()),
+                )
     return found
 
 
@@ -41,7 +45,7 @@ def keywords() -> str:
     """The text of keywords.py."""
     lines = [
         '"""The settings as keyword arguments, for type checkers and editors. Generated from `settings.py` by',
-        '`python -m tests.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.',
+        "`python -m tests.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.",
         '"""',
         "",
         "from typing import Literal, TypedDict",

@@ -1,7 +1,9 @@
 """The run folder: its documentation, and what it survives. Real files, real processes, a real full disk."""
 
+import ast
 import contextlib
 import errno
+import inspect
 import os
 import re
 import resource
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import UsageError
+from stoker.evaluation import document as evaluation
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs import records, schemas
 from stoker.runs.records import (
@@ -35,11 +38,23 @@ from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import compute_totals
 from stoker.storage.local_files import write_atomic
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/run-folder.md").read_text()
-STRUCTS = [
-    kind for kind in vars(schemas).values()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
-]  # fmt: skip
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = (DOCS / "run-folder.md").read_text()
+FILES = {
+    "steps.jsonl": [schemas.StepWindow],
+    "devices.jsonl": [schemas.DeviceSample, schemas.GpuSample],
+    "traces.jsonl": [schemas.TraceWindow, schemas.KernelTime, schemas.Gap],
+    "stacks.jsonl": [schemas.StackWindow],
+    "probes.jsonl": [schemas.Probe],
+    "events.jsonl": [schemas.Event],
+    "quarantine.jsonl": [schemas.Quarantined],
+    "findings.json": [schemas.Finding, schemas.Evidence],
+    "evaluation.json": [
+        evaluation.Evaluation, evaluation.Curves, evaluation.ClassEvaluation, evaluation.ConfusionPair,
+        evaluation.ImageEvaluation, evaluation.GroundTruthBox, evaluation.DetectionBox,
+    ],
+}  # fmt: skip
+"""File → the structs of its records, the outermost first."""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
 
 
@@ -55,17 +70,60 @@ def documented(start: str) -> list[str]:
     return rows
 
 
+def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
+    """(name, type, meaning) of each field, from the source; fields without a docstring have that of the next one."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    rows: list[list[str]] = []
+    for statement in body.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            written = ast.unparse(statement.annotation).replace(" | None", "").replace("'", "")
+            rows.append([statement.target.id, written, ""])
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and rows:
+            meaning = " ".join(str(statement.value.value).split())
+            for row in reversed(rows):
+                if row[2]:
+                    break
+                row[2] = meaning
+    return [(name, written, meaning) for name, written, meaning in rows]
+
+
+def page() -> str:
+    """docs/records.md."""
+    lines = [
+        "# Records",
+        "",
+        "The fields of every record of a run, generated from `stoker/runs/schemas.py` and `stoker/evaluation/document.py` by",
+        "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
+        "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
+    ]
+    for file, kinds in FILES.items():
+        lines += ["", f"## `{file}`"]
+        for kind in kinds:
+            lines += ["", f"`{kind.__name__}`: {' '.join(str(inspect.getdoc(kind)).split())}", ""]
+            lines += ["| field | type | meaning |", "|---|---|---|"]
+            lines += [f"| `{name}` | {written.replace('|', 'or')} | {text} |" for name, written, text in fields(kind)]
+    return "\n".join(lines) + "\n"
+
+
 # --- the documentation --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_every_field_of_every_line_is_documented_in_its_order(kind: type[msgspec.Struct]) -> None:
-    start = f"A list of `{kind.__name__}`" if kind is schemas.Finding else f"\n`{kind.__name__}`: "
-    assert documented(start) == list(kind.__struct_fields__)
+def test_the_page_of_records_is_current() -> None:
+    assert (DOCS / "records.md").read_text() == page(), "python -m tests.runs.test_records regenerates it"
+    kinds = {kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    assert kinds - {msgspec.Struct} <= {kind for kinds in FILES.values() for kind in kinds}
+
+
+def test_every_field_has_a_meaning() -> None:
+    without = [
+        f"{k.__name__}.{name}" for kinds in FILES.values() for k in kinds for name, _, text in fields(k) if not text
+    ]
+    assert without == []
 
 
 def test_every_phase_is_documented_in_its_order() -> None:
-    assert documented("### Phases") == list(records.PHASES)
+    assert documented("## Phases") == list(records.PHASES)
 
 
 def test_every_kind_of_event_is_documented() -> None:
@@ -73,11 +131,11 @@ def test_every_kind_of_event_is_documented() -> None:
 
 
 def test_every_key_of_the_environment_is_documented() -> None:
-    assert documented("## `environment.json`") == list(describe())
+    assert documented("\n## `environment.json`") == list(describe())
 
 
 def test_every_file_is_documented() -> None:
-    files = {name.partition("/")[0] for name in documented("| file | what | written |")}
+    files = {name.partition("/")[0] for name in documented("| file | content | written |")}
     names = {value for name, value in vars(records).items() if name.isupper() and isinstance(value, str)}
     assert names <= files
     assert files - names == {"tensorboard", ".lock"}
@@ -98,7 +156,7 @@ events = st.builds(
 
 def window(**changes: Any) -> StepWindow:
     filled = {
-        "t": 1.0, "attempt": 1, "step": 10, "steps": 10, "pictures": 80, "wall_s": 2.0, "devices": 1,
+        "t": 1.0, "attempt": 1, "step": 10, "window_steps": 10, "num_images": 80, "wall_s": 2.0, "devices": 1,
         "phases": {"compute": 1.5, "input_wait": 0.5},
     } | changes  # fmt: skip
     return StepWindow(**filled)
@@ -220,12 +278,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> 
 
 REPLACE_FOR_EVER = """
 import sys, pathlib
-from stoker.storage.local_files import write_whole
+from stoker.storage.local_files import write_atomic
 target = pathlib.Path(sys.argv[1])
 n = 0
 while True:
     n += 1
-    write_whole(target, b"%10d" % n * 300_000)
+    write_atomic(target, b"%10d" % n * 300_000)
     print(n, flush=True)
 """
 
@@ -340,17 +398,19 @@ def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
     assert (nothing.phases, nothing.device_s, nothing.attempts) == ({}, 0.0, 0)
     with run_folder(tmp_path) as folder:
         folder.event("started")
-        folder.append(STEPS, window(step=10, steps=10))
-        folder.append(STEPS, window(step=20, steps=10))
+        folder.append(STEPS, window(step=10, window_steps=10))
+        folder.append(STEPS, window(step=20, window_steps=10))
     with run_folder(tmp_path, 2) as folder:
         folder.event("resumed")
         again = {"recovery": 4.0, "eval": 2.0}
-        folder.append(STEPS, window(attempt=2, step=15, steps=5, pictures=40, wall_s=3.0, devices=2, phases=again))
+        folder.append(
+            STEPS, window(attempt=2, step=15, window_steps=5, num_images=40, wall_s=3.0, devices=2, phases=again)
+        )
     found = compute_totals(tmp_path)
     assert found.phases == {"compute": 3.0, "input_wait": 1.0, "recovery": 4.0, "eval": 2.0}
     assert sum(found.phases.values()) == found.device_s == 2.0 + 2.0 + 6.0
     assert (found.wall_s, found.devices, found.attempts) == (7.0, 2, 2)
-    assert (found.steps, found.step, found.pictures) == (25, 15, 200)
+    assert (found.steps, found.step, found.num_images) == (25, 15, 200)
 
 
 def test_records_are_read_where_torch_is_absent() -> None:
@@ -360,3 +420,7 @@ def test_records_are_read_where_torch_is_absent() -> None:
 
 def test_no_line_of_the_document_is_too_long_to_read() -> None:
     assert [line for line in DOCUMENT.splitlines() if len(line) > 130 and not re.match(r"\|", line)] == []
+
+
+if __name__ == "__main__":
+    (DOCS / "records.md").write_text(page())

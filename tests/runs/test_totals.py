@@ -18,8 +18,8 @@ def line(end_s: float, wall_s: float = 1.0, *, attempt: int = 1, devices: int = 
          **phases: float) -> StepWindow:  # fmt: skip
     """Times in device-seconds; what is left of the window is `compute`."""
     rest = {"compute": wall_s * devices - sum(phases.values())}
-    return StepWindow(t=T0 + end_s, attempt=attempt, step=step or int(end_s) * 2, window_steps=steps, num_images=steps * 8,
-                      wall_s=wall_s, devices=devices, phases=phases | rest)  # fmt: skip
+    return StepWindow(t=T0 + end_s, attempt=attempt, step=step or int(end_s) * 2, window_steps=steps, num_images=steps
+    * 8,                   wall_s=wall_s, devices=devices, phases=phases | rest)  # fmt: skip
 
 
 def write(run: Path, ranks: dict[int, list[StepWindow]], attempts: int = 1) -> Totals:
@@ -38,10 +38,10 @@ def test_devices_pictures_and_phases_of_all_ranks_are_summed_and_steps_are_those
     one = [line(n + 1, comm=0.2, input_wait=0.1) for n in range(40)]
     two = [line(n + 1.3, comm=0.2, eval=0.5) for n in range(40)]
     found = write(tmp_path, {0: one, 1: two})
-    assert (found.devices, found.steps, found.step, found.pictures, found.wall_s) == (2, 80, 80, 1280, 40)
+    assert (found.devices, found.steps, found.step, found.num_images, found.wall_s) == (2, 80, 80, 1280, 40)
     assert found.device_s == 80
     assert found.phases == pytest.approx({"compute": 40, "comm": 16, "input_wait": 4, "eval": 20})
-    assert found.slowest == {}
+    assert found.straggler_s == {}
 
 
 def test_what_the_others_wait_more_than_the_one_that_waits_least_is_a_straggler(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_what_the_others_wait_more_than_the_one_that_waits_least_is_a_straggler(
     found = write(tmp_path, ranks)
     assert found.phases["straggler"] == pytest.approx(90, rel=0.02)
     assert found.phases["comm"] == pytest.approx(40, rel=0.05)
-    assert max(found.slowest, key=lambda rank: found.slowest[rank]) == 2
-    assert found.slowest[2] == pytest.approx(90, rel=0.02)
+    assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 2
+    assert found.straggler_s[2] == pytest.approx(90, rel=0.02)
     assert sum(found.phases.values()) == pytest.approx(found.device_s)
 
 
@@ -66,7 +66,7 @@ def test_a_slow_rank_is_named_while_it_is_slow(tmp_path: Path) -> None:
         return [line(n + 1, comm=0.1 if rank == (0 if n < 100 else 1) else 0.3) for n in range(300)]
 
     found = write(tmp_path, {0: lines(0), 1: lines(1)})
-    assert found.slowest == pytest.approx({0: 20, 1: 40}, rel=0.1)
+    assert found.straggler_s == pytest.approx({0: 20, 1: 40}, rel=0.1)
 
 
 def test_a_rank_that_wrote_nothing_or_half_a_line_is_no_reason_to_fail(tmp_path: Path) -> None:
@@ -123,6 +123,6 @@ def test_the_phases_always_add_up_and_who_waited_is_within_the_exchanges(
     assert sum(found.phases.values()) == pytest.approx(found.device_s, abs=1e-6)
     assert found.phases.get("comm", 0.0) + found.phases.get("straggler", 0.0) == pytest.approx(said, abs=1e-6)
     assert min(found.phases.values(), default=0.0) >= -1e-9
-    assert set(found.slowest) <= set(ranks)
-    assert min(found.slowest.values(), default=1.0) > 0
-    assert len(ranks) > 1 or found.slowest == {}
+    assert set(found.straggler_s) <= set(ranks)
+    assert min(found.straggler_s.values(), default=1.0) > 0
+    assert len(ranks) > 1 or found.straggler_s == {}
