@@ -40,12 +40,12 @@ class DataSettings:
     val_fraction: float = AUTO
     """Fraction of the images held out when the data set has no validation split; chosen by a stable hash."""
     max_bad_fraction: float = AUTO
-    """Fraction of the images that may be unusable before training stops; one image is always allowed, unless this is
-    0.""" image_size: tuple[int, int] = AUTO
+    """Fraction of the images that may be unusable before training stops; one is always allowed, unless this is 0."""
+    image_size: tuple[int, int] = AUTO
     """Height and width of the model input in pixels; multiples of 32 (SSD300: 20). One number means a square."""
     resize: Literal["letterbox", "squash"] = AUTO
-    """letterbox keeps the aspect ratio and pads; squash stretches to the input size, as TF's fixed_shape_resizer
-    does.""" augment: Literal["default", "none"] = AUTO
+    """letterbox keeps the aspect ratio and pads; squash stretches to the input size, as TF's fixed_shape_resizer."""
+    augment: Literal["default", "none"] = AUTO
     """default: the augmentation of the recipe; none: every augmentation setting that is not set is 0."""
     hflip: float = AUTO
     """Probability of a horizontal flip."""
@@ -161,8 +161,8 @@ class RunSettings:
     eval_every: str = AUTO
     """Interval between evaluations, as a length (1ep, 500, 10min); 0 evaluates at the end only."""
     patience: int = AUTO
-    """Stop after this many evaluations in a row without a better AP, counted from the first AP above 0; 0 never
-    stops.""" checkpoint_every: str = AUTO
+    """Stop after this many evaluations in a row without a better AP, counted from the first AP above 0; 0: never."""
+    checkpoint_every: str = AUTO
     """Interval between checkpoints, as a length; 0 saves at the end and on a signal only."""
     price_per_device_hour: float = AUTO
     """Price of a device-hour, for the ledger; 0 when unknown."""
@@ -349,7 +349,8 @@ def check(config: Config) -> None:
         raise ConfigError("--bg-iou-thresh must not be above --fg-iou-thresh.")
     if run.batch_size is not None and optim.grad_accum_steps is not None and run.batch_size % optim.grad_accum_steps:
         raise ConfigError(
-            f"--batch-size {run.batch_size} cannot be split into --grad-accum-steps {optim.grad_accum_steps} equal micro-batches.",
+            f"--batch-size {run.batch_size} cannot be split into {optim.grad_accum_steps} equal micro-batches "
+            "(--grad-accum-steps).",
             choices=[n for n in range(1, run.batch_size + 1) if run.batch_size % n == 0],
         )
     if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:

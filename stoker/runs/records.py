@@ -20,10 +20,10 @@ import msgspec
 
 from stoker.config import old_names
 from stoker.errors import UsageError, writing
-from stoker.storage.local_files import write_atomic
 from stoker.runs.schemas import Event
-from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+from stoker.storage.local_files import write_atomic
 from stoker.storage.run_uri import LEASE_FILE, working_copy
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 if os.name == "posix":
     import fcntl

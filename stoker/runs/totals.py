@@ -130,11 +130,8 @@ class _CommWaits:
 
 
 def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and the fraction of it in each; they
-    add up to 1.""" if end_s <= start_s:
-       
-       
-       
+    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and its fraction in each; they add up to 1."""
+    if end_s <= start_s:
         return
     at_s = start_s
     while at_s < end_s:
