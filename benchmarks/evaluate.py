@@ -32,14 +32,14 @@ from report import Bar, Report, options, publish, spread
 PICTURES, BOXES, CLASSES, DETECTIONS = 5_000, 36_781, 80, 100
 HEIGHT, WIDTH = 480, 640
 ALONE_S = 0.5
-Found = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
+Measured = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
-def draw(pictures: int, boxes: int) -> Found:
+def draw(images: int, boxes: int) -> Measured:
     """Columns of the true boxes and the detections. Corners are sixteenths of a pixel: the same in float32 and JSON."""
     rng = np.random.default_rng(2017)
     share = 1 / np.arange(1, CLASSES + 1) ** 0.8  # a third of the boxes are of the three most frequent classes
-    shown = rng.choice(CLASSES, (pictures, 3), p=share / share.sum())
+    shown = rng.choice(CLASSES, (images, 3), p=share / share.sum())
     limit = np.array([WIDTH, HEIGHT])
 
     def anywhere(count: int) -> np.ndarray:
@@ -48,15 +48,15 @@ def draw(pictures: int, boxes: int) -> Found:
         corner = rng.uniform(0, 1, (count, 2)) * (limit - side)
         return np.concatenate([corner, corner + side], axis=1)
 
-    row = np.sort(rng.integers(0, pictures, boxes))
+    row = np.sort(rng.integers(0, images, boxes))
     label = shown[row, rng.integers(0, 3, boxes)]
     true = _sixteenths(anywhere(boxes))
     area = np.prod(true[:, 2:] - true[:, :2], axis=1) * rng.uniform(0.4, 1, boxes)  # of the object in its box
-    truth = {"row": row, "boxes": true, "label": label, "crowd": rng.random(boxes) < 0.012, "area": area}
+    gt = {"row": row, "boxes": true, "label": label, "crowd": rng.random(boxes) < 0.012, "area": area}
 
-    count = np.bincount(row, minlength=pictures)
+    count = np.bincount(row, minlength=images)
     first = np.cumsum(count) - count
-    of = np.repeat(np.arange(pictures), DETECTIONS)
+    of = np.repeat(np.arange(images), DETECTIONS)
     near = (rng.random(len(of)) < 0.6) & (count[of] > 0)
     box = np.where(near, first[of] + (rng.random(len(of)) * count[of]).astype(int), 0)
     distance = rng.normal(0, 1, (len(of), 4)) * np.exp(rng.normal(np.log(0.1), 0.7, (len(of), 1)))
@@ -68,7 +68,7 @@ def draw(pictures: int, boxes: int) -> Found:
     )
     good = np.exp(-3 * np.abs(distance).mean(axis=1)) * rng.beta(3, 2, len(of))
     score = np.where(near, good, rng.beta(1, 6, len(of)))
-    return truth, {
+    return gt, {
         "row": of,
         "boxes": _sixteenths(found),
         "label": np.where(near & (rng.random(len(of)) < 0.9), label[box], guess),
@@ -80,21 +80,21 @@ def _sixteenths(boxes: np.ndarray) -> np.ndarray:
     return np.round(boxes * 16) / 16
 
 
-def generate(folder: Path, pictures: int, boxes: int) -> None:
+def generate(folder: Path, images: int, boxes: int) -> None:
     """Writes arrays.npz, and data/ and found.json with the same as COCO JSON; the pictures are empty files."""
-    truth, found = draw(pictures, boxes)
+    gt, found = draw(images, boxes)
     columns = [
-        (f"{name}_{key}", column) for name, of in (("true", truth), ("found", found)) for key, column in of.items()
+        (f"{name}_{key}", column) for name, of in (("true", gt), ("found", found)) for key, column in of.items()
     ]
-    np.savez(folder / "arrays.npz", pictures=np.arange(pictures), **dict(columns))
-    names = [f"{n:012d}.jpg" for n in range(pictures)]
+    np.savez(folder / "arrays.npz", images=np.arange(images), **dict(columns))
+    names = [f"{n:012d}.jpg" for n in range(images)]
     (folder / "data" / "annotations").mkdir(parents=True)
     (folder / "data" / "val2017").mkdir()
     for name in names:
         (folder / "data" / "val2017" / name).touch()
     document = {
         "images": [{"id": n, "file_name": name, "height": HEIGHT, "width": WIDTH} for n, name in enumerate(names)],
-        "annotations": [one | {"id": n + 1} for n, one in enumerate(as_dicts(truth))],
+        "annotations": [one | {"id": n + 1} for n, one in enumerate(as_dicts(gt))],
         "categories": [{"id": n, "name": f"class {n}"} for n in range(CLASSES)],
     }
     (folder / "data" / "annotations" / "instances_val2017.json").write_text(json.dumps(document))
@@ -129,9 +129,9 @@ class Clock:
 def measure_stoker(folder: Path) -> dict[str, Any]:
     from stoker.evaluation import coco
 
-    truth, found = arrays(folder)
+    gt, found = arrays(folder)
     clock = Clock()
-    metrics = coco.compute_metrics(truth, found).metrics
+    metrics = coco.compute_metrics(gt, found).metrics
     return {"arrays": clock.read(), "numbers": numbers(metrics)}
 
 
@@ -171,24 +171,24 @@ def measure_pycocotools(folder: Path) -> dict[str, Any]:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    return by_cocoeval(folder, COCO, lambda truth, found: COCOeval(truth, found, "bbox"))
+    return by_cocoeval(folder, COCO, lambda gt, found: COCOeval(gt, found, "bbox"))
 
 
 def measure_faster(folder: Path) -> dict[str, Any]:
     from faster_coco_eval import COCO, COCOeval_faster
 
-    return by_cocoeval(folder, COCO, lambda truth, found: COCOeval_faster(truth, found, "bbox"))
+    return by_cocoeval(folder, COCO, lambda gt, found: COCOeval_faster(gt, found, "bbox"))
 
 
 def by_cocoeval(folder: Path, coco: Callable[..., Any], evaluation: Callable[..., Any]) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         files = Clock()
-        truth = coco(str(folder / "data" / "annotations" / "instances_val2017.json"))
-        found = truth.loadRes(str(folder / "found.json"))
+        gt = coco(str(folder / "data" / "annotations" / "instances_val2017.json"))
+        found = gt.loadRes(str(folder / "found.json"))
         in_memory = Clock()
-        run = evaluation(truth, found)
+        run = evaluation(gt, found)
         run.evaluate()
-        run.grad_accum_steps()
+        run.accumulate()
         run.summarize()
         return {"arrays": in_memory.read(), "files": files.read(), "numbers": list(run.stats[:12])}
 
@@ -201,10 +201,10 @@ def arrays(folder: Path) -> Any:
     names = tuple(f"class {n}" for n in range(CLASSES))
     true = {key: of[f"true_{key}"] for key in ("row", "label", "crowd", "area")}
     found = {key: of[f"found_{key}"] for key in ("row", "label", "score")}
-    pictures = of["pictures"]
+    images = of["pictures"]
     return (
-        GroundTruth(image_indices=pictures, boxes=of["true_boxes"].astype(np.float32), class_names=names, **true),
-        Detections(image_indices=pictures, boxes=of["found_boxes"].astype(np.float32), **found),
+        GroundTruth(image_indices=images, boxes=of["true_boxes"].astype(np.float32), class_names=names, **true),
+        Detections(image_indices=images, boxes=of["found_boxes"].astype(np.float32), **found),
     )
 
 
@@ -215,13 +215,13 @@ def numbers(metrics: Any) -> list[float]:
     return [-1.0 if value is None else value for value in values]
 
 
-def measure_witness(folder: Path) -> dict[str, Any]:
+def measure_telemetry(folder: Path) -> dict[str, Any]:
     """What a thread that trains loses: {what: [share lost, longest stop in s, seconds that the score took]}."""
     import torch
 
     from stoker.evaluation import coco
 
-    truth, found = arrays(folder)
+    gt, found = arrays(folder)
     torch.set_num_threads(1)
     square = torch.ones(64, 64)
 
@@ -230,7 +230,7 @@ def measure_witness(folder: Path) -> dict[str, Any]:
             torch.mm(square, square)
 
     def score() -> None:
-        coco.compute_metrics(truth, found)
+        coco.compute_metrics(gt, found)
 
     beside = threading.Thread(target=score)
     process = multiprocessing.get_context("fork").Process(target=score)
@@ -273,12 +273,12 @@ def lost(turn: Callable[[], None], start: Callable[[], None], alive: Callable[[]
 
 
 def run(quick: bool) -> Report:
-    pictures, boxes = (PICTURES // 10, BOXES // 10) if quick else (PICTURES, BOXES)
+    images, boxes = (PICTURES // 10, BOXES // 10) if quick else (PICTURES, BOXES)
     turns = {"stoker": 5, "stoker_files": 5, "pycocotools": 1 if quick else 3, "faster": 1, "witness": 3}
     runs: dict[str, list[dict[str, Any]]] = {what: [] for what in turns}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary)
-        child("generate", folder, folder, pictures, boxes)
+        child("generate", folder, folder, images, boxes)
         for turn in range(max(turns.values())):
             for what, count in turns.items():
                 if turn < count:
@@ -289,7 +289,7 @@ def run(quick: bool) -> Report:
         if not off <= 1e-9:
             raise RuntimeError(f"{what} is off by {off:.3g}: {runs[what][0]['numbers']}, pycocotools {expected}")
     report = Report(
-        f"COCO's numbers of {pictures:,} pictures, {boxes:,} boxes, {pictures * DETECTIONS:,} detections",
+        f"COCO's numbers of {images:,} images, {boxes:,} boxes, {images * DETECTIONS:,} detections",
         turns["stoker"],
         ("stoker", "numpy", "msgspec", "pycocotools", "faster-coco-eval"),
     )
@@ -304,7 +304,7 @@ def run(quick: bool) -> Report:
             medians[what, tool] = statistics.median(one["s"] for one in of)
             report.rows.append(row(f"{what}, {tool}", of))
     for what in runs["witness"][0]:
-        report.rows.append(witness_row(what, [result[what] for result in runs["witness"]]))
+        report.rows.append(telemetry_row(what, [result[what] for result in runs["witness"]]))
     report.bars = [
         Bar.at_most(f"{what} / pycocotools", medians[what, "stoker"] / medians[what, "pycocotools"], goal)
         for what, goal in (("matching and accumulation", 1 / 8), ("from files", 1 / 5))
@@ -325,7 +325,7 @@ def row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def witness_row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
+def telemetry_row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
     seconds = spread([result["s"] for result in results])
     return {
         "what": f"training thread: {what}",
@@ -347,7 +347,7 @@ if __name__ == "__main__":
             "stoker_files": measure_stoker_files,
             "pycocotools": measure_pycocotools,
             "faster": measure_faster,
-            "witness": measure_witness,
+            "witness": measure_telemetry,
         }
     )
     publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -60,7 +60,7 @@ class StepReport(Report):
     """What takes the device's time: rows of their own in the file."""
     beside: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Rows of the scripts of BESIDE, and their bars."""
-    beside_bars: list[Bar] = dataclasses.field(default_factory=list)
+    around_bars: list[Bar] = dataclasses.field(default_factory=list)
 
     def show(self) -> None:
         Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.beside_bars]).show()
@@ -97,9 +97,9 @@ def run(arguments: argparse.Namespace) -> Report:
                 if limit_s <= 5:
                     found[case.model][f"{how} error"] = "no time was left"
                     continue
-                asked = {"case": dataclasses.asdict(case), "how": how, "device": str(device.torch_device),
+                requested = {"case": dataclasses.asdict(case), "how": how, "device": str(device.torch_device),
                          "windows": windows, "steps": steps}  # fmt: skip
-                found[case.model] |= measure(asked, how, limit_s)
+                found[case.model] |= measure(requested, how, limit_s)
                 print(f"{case.model}, {how}: {brief(found[case.model], how)}", file=sys.stderr, flush=True)
                 conclude(report, cases, found, predicted, device.name)
                 report.write(arguments.json)
@@ -115,18 +115,18 @@ def run(arguments: argparse.Namespace) -> Report:
 def shrunk(case: Case) -> Case:
     """The same with few and small pictures. Not smaller: at 64 pixels a level is a single place, for which bf16
     convolutions on a CPU leave parts of the weight's gradient uninitialised (torch 2.15)."""
-    side = 128 if "ssd" not in case.model else case.canvas[0]
-    return dataclasses.replace(case, batch=4, canvas=(side, side), classes=5, slots=8, goal=None)
+    side = 128 if "ssd" not in case.model else case.image_size[0]
+    return dataclasses.replace(case, batch=4, image_size=(side, side), classes=5, slots=8, goal=None)
 
 
 def predict(case: Case) -> fakes.Outcome:
     return fakes.run(case.trial(), timeout_s=120)[0]
 
 
-def measure(asked: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
+def measure(requested: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
     """What a process of gpu_case.py said, up to an error or the limit, which it says too."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(Path(__file__).with_name("gpu_case.py")), json.dumps(asked)]
+    command = [sys.executable, str(Path(__file__).with_name("gpu_case.py")), json.dumps(requested)]
     error = None
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(
@@ -135,9 +135,9 @@ def measure(asked: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
         try:
             if process.wait(limit_s):
                 messages.seek(0)
-                said = messages.read().strip()
-                print(said[-2000:], file=sys.stderr)
-                error = (said.splitlines() or [f"exit code {process.returncode}"])[-1]
+                message = messages.read().strip()
+                print(message[-2000:], file=sys.stderr)
+                error = (message.splitlines() or [f"exit code {process.returncode}"])[-1]
         except subprocess.TimeoutExpired:
             error = f"not done in {limit_s:.0f} s"
             os.killpg(process.pid, signal.SIGKILL)  # with the compiler's workers
@@ -174,8 +174,8 @@ def add_script(report: StepReport, name: str, more: list[str], ends: float) -> N
 
 def brief(found: dict[str, Any], how: str) -> str:
     rates = found.get(how)
-    said = "" if rates is None else f"{statistics.median(rates):.1f} img/s"
-    return " ".join(filter(None, (said, found.get(f"{how} error"))))
+    message = "" if rates is None else f"{statistics.median(rates):.1f} img/s"
+    return " ".join(filter(None, (message, found.get(f"{how} error"))))
 
 
 def conclude(
@@ -189,7 +189,7 @@ def conclude(
     report.rows, report.bars, report.kernels = [], [], []
     for case in cases:
         known = found[case.model]
-        row, bars = row_of(case, known, peak_of(predicted[case.model]), device_name)
+        row, bars = arch_of(case, known, peak_of(predicted[case.model]), device_name)
         report.rows.append(row)
         report.bars += bars
     for case in cases:
@@ -210,10 +210,10 @@ def peak_of(future: Future[fakes.Outcome]) -> tuple[int | None, str | None]:
     return (None, outcome.error) if outcome.error else (outcome.peak, None)
 
 
-def row_of(
+def arch_of(
     case: Case, known: dict[str, Any], predicted: tuple[int | None, str | None], device_name: str
 ) -> tuple[dict[str, Any], list[Bar]]:
-    height, width = case.canvas
+    height, width = case.image_size
     row: dict[str, Any] = {"what": case.model, "classes": case.classes, "image_size": f"{height}×{width}",
                            "batch_size": case.batch, "optimizer": case.optimizer}  # fmt: skip
     bars = []

@@ -43,7 +43,7 @@ class Case:
     model: str
     classes: int
     batch: int
-    canvas: tuple[int, int]
+    image_size: tuple[int, int]
     optimizer: str = "sgd"
     precision: str = "bf16"
     slots: int = 100
@@ -52,7 +52,7 @@ class Case:
     def trial(self) -> fakes.Trial:
         """The same step on the fake accelerator. Fused SGD does not run there."""
         return fakes.Trial(model=self.model, classes=self.classes, batch=self.batch, slots=self.slots,
-                           canvas=self.canvas, precision=self.precision, optimizer=self.optimizer,
+                           image_size=self.image_size, precision=self.precision, optimizer=self.optimizer,
                            fused=self.optimizer == "adamw", average=True)  # fmt: skip
 
 
@@ -62,14 +62,14 @@ class Work:
     def __init__(self, case: Case, device: Device) -> None:
         torch.manual_seed(0)
         self.case, self.device = case, device
-        self.model = settled_model(case, device)
+        self.model = calibrated_model(case, device)
         optim = OptimSettings(optimizer=case.optimizer, backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=1.0,
                               ema_decay=0.999)  # fmt: skip
         self.stepper = OptimizerStep(self.model, optim, device, precision=case.precision)
         self.meter = LossAccumulator(device, max_skipped_steps=10**6)
         self.batch = random_batch(case, device)
-        self.eager = make_loss_fn(self.model, eager=True)
-        self.compiled = make_loss_fn(self.model, eager=False)
+        self.eager = make_loss_fn(self.model, compile=False)
+        self.compiled = make_loss_fn(self.model, compile=True)
         self.done = 0
 
     def step(self, compute: LossFn, batch: Batch | None = None) -> None:
@@ -90,27 +90,27 @@ class Work:
         return steps * self.case.batch / (time.perf_counter() - began)
 
 
-def settled_model(case: Case, device: Device) -> Detector:
+def calibrated_model(case: Case, device: Device) -> Detector:
     """Random weights, and frozen norms with the statistics of random pictures: without, activations overflow."""
     settings = ModelSettings(**{**MODELS[case.model].defaults, "model": case.model})
-    learning = build(replace(settings, norm="train"), case.classes).to(device.torch_device).train()
-    for module in learning.modules():
+    trained = build(replace(settings, backbone_norm="bn"), case.classes).to(device.torch_device).train()
+    for module in trained.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
     few = replace(case, batch=2)
     with torch.no_grad():
-        learning(random_batch(few, device).images)
+        trained(random_batch(few, device).images)
     model = build(settings, case.classes).to(device.torch_device)
-    model.load_state_dict(learning.state_dict(), strict=False)  # but for the counts of batches
+    model.load_state_dict(trained.state_dict(), strict=False)  # but for the counts of batches
     return model.train()
 
 
 def random_batch(case: Case, device: Device) -> Batch:
     """Every box slot filled, pixels and augmentation drawn."""
     batch = make_worst_case_batch(
-        case.batch, image_size=case.canvas, max_boxes=case.slots, num_classes=case.classes, device=device
+        case.batch, image_size=case.image_size, max_boxes=case.slots, num_classes=case.classes, device=device
     )
-    pixels = torch.randint(0, 256, (case.batch, *case.canvas, 3), dtype=torch.uint8, device=device.torch_device)
+    pixels = torch.randint(0, 256, (case.batch, *case.image_size, 3), dtype=torch.uint8, device=device.torch_device)
     draw = torch.rand(case.batch, NUM_RAND, device=device.torch_device)
     return batch._replace(images=pixels.permute(0, 3, 1, 2), draw=draw)
 
@@ -180,10 +180,10 @@ def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
     total = sum(times.values())
     top = [{"share": us / total, "calls a step": calls[name] // PROFILED, "name": name[:NAME]}
            for name, us in times.most_common(KERNELS)]  # fmt: skip
-    return {"kernels": top, "idle": idle_share(spans)}
+    return {"kernels": top, "idle": idle_fraction(spans)}
 
 
-def idle_share(spans: list[tuple[float, float]]) -> float | None:
+def idle_fraction(spans: list[tuple[float, float]]) -> float | None:
     """Share of the time from the first beginning to the last end that is in none of the spans; None without any."""
     if not spans:
         return None
@@ -231,8 +231,8 @@ MEASURES = {"compile": measure_eager, "compiled": measure_compiled}
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    asked = Case(**{**given["case"], "image_size": tuple(given["case"]["canvas"])})
+    requested = Case(**{**given["case"], "image_size": tuple(given["case"]["image_size"])})
     where = select_device(given["device"])
     if where.is_cpu:
         forward.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
-    MEASURES[given["how"]](asked, where, given["windows"], given["steps"])
+    MEASURES[given["how"]](requested, where, given["windows"], given["steps"])

@@ -30,15 +30,15 @@ KINDS = {"suppression inside": ("--iou=0.7", "nms=True"), "none": ("--iou=1", "n
 """How each exports it."""
 
 
-def main_run(asked: argparse.Namespace) -> Report:
-    if asked.quick:
-        asked.sides, asked.rounds = asked.sides[:1], 15
-    report = Report("Processor time of a picture in onnxruntime, one thread", asked.rounds)
+def main_run(requested: argparse.Namespace) -> Report:
+    if requested.quick:
+        requested.sides, requested.rounds = requested.sides[:1], 15
+    report = Report("Processor time of a picture in onnxruntime, one thread", requested.rounds)
     report.packages = ("stoker", "torch", "onnxruntime")
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
-        for side in asked.sides:
-            files = exported(asked, Path(folder) / str(side), side)
-            times = measured(files, asked.rounds)
+        for side in requested.sides:
+            files = exported(requested, Path(folder) / str(side), side)
+            times = measured(files, requested.rounds)
             for (name, kind), seconds in times.items():
                 low, middle, high = statistics.quantiles(seconds, n=4)
                 report.rows.append({"what": name, "kind": kind, "side": side, "ms": middle * 1e3,
@@ -50,10 +50,10 @@ def main_run(asked: argparse.Namespace) -> Report:
     return report
 
 
-def exported(asked: argparse.Namespace, folder: Path, side: int) -> dict[tuple[str, str], Path]:
+def exported(requested: argparse.Namespace, folder: Path, side: int) -> dict[tuple[str, str], Path]:
     """ONNX files by contestant and kind."""
     folder.mkdir()
-    data = make_data("bccd", asked.shared, folder, side=side)
+    data = make_data("bccd", requested.shared, folder, side=side)
     files = {}
     ours = folder / OURS
     trained(of_stoker(OURS), data, ours)
@@ -62,12 +62,12 @@ def exported(asked: argparse.Namespace, folder: Path, side: int) -> dict[tuple[s
         weights = str(ours / "run" / "final.safetensors")
         spend([sys.executable, "-m", "stoker", "export", weights, "--onnx", "--batch-size", "1", flag,
                "--out", str(files[OURS, kind])], folder)  # fmt: skip
-    if asked.ultralytics is not None:
+    if requested.ultralytics is not None:
         theirs = folder / PEER
-        trained(of_ultralytics(asked.ultralytics, PEER), data, theirs)
+        trained(of_ultralytics(requested.ultralytics, PEER), data, theirs)
         last = theirs / "run" / "weights" / "last.pt"
         for number, (kind, (_, flag)) in enumerate(KINDS.items()):
-            spend([str(asked.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}", "device=cpu",
+            spend([str(requested.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}", "device=cpu",
                    "simplify=False", flag], folder)  # fmt: skip
             files[PEER, kind] = last.with_suffix(".onnx").rename(folder / f"theirs-{number}.onnx")
     return files

@@ -34,12 +34,12 @@ CHILD = Path(__file__).with_name("step_child.py")
 class Side:
     """A process that takes a step when it is told to."""
 
-    def __init__(self, who: str, body: str, precision: str, side: int, count: int) -> None:
+    def __init__(self, who: str, backbone: str, precision: str, side: int, count: int) -> None:
         self.name = f"{who} {precision}"
         # Each with the environment that it has by itself: importing this benchmark has set one of stoker's.
         environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), who, body, precision, str(side), str(count)],
+            [sys.executable, str(CHILD), who, backbone, precision, str(side), str(count)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,9 +58,9 @@ class Side:
 
 
 @contextlib.contextmanager
-def contest(body: str, precisions: tuple[str, ...], side: int, count: int) -> Iterator[list[Side]]:
-    sides = [Side("theirs", body, "fp32", side, count)]
-    sides += [Side("ours", body, precision, side, count) for precision in precisions]
+def contest(backbone: str, precisions: tuple[str, ...], side: int, count: int) -> Iterator[list[Side]]:
+    sides = [Side("theirs", backbone, "fp32", side, count)]
+    sides += [Side("ours", backbone, precision, side, count) for precision in precisions]
     try:
         yield sides
     finally:
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> Report:
     half, why = select_device("cpu").best_precision()
     precisions = ("fp32", "bf16") if half == "bf16" else ("fp32",)
     report = Report(str(__doc__).splitlines()[0], n, packages=("torch", "torchvision"))
-    for body in BODIES:
-        with contest(body, precisions, side, count) as sides:
+    for backbone in BODIES:
+        with contest(backbone, precisions, side, count) as sides:
             for one in sides:
                 one.step()  # allocates, and chooses kernels
             took: dict[str, list[float]] = {one.name: [] for one in sides}
@@ -87,25 +87,25 @@ def run(arguments: argparse.Namespace) -> Report:
         middle = {name: statistics.median(values) for name, values in took.items()}
         for name, values in took.items():
             report.rows.append(
-                {"step": f"{body}, {side} px, batch {count}", "side": name}
+                {"step": f"{backbone}, {side} px, batch {count}", "side": name}
                 | {f"CPU-s, {key}": value for key, value in spread(values).items()}
                 | {"ratio": middle[name] / middle["theirs fp32"]}
             )
         for precision in precisions:
             ratio = middle[f"ours {precision}"] / middle["theirs fp32"]
-            report.bars.append(Bar.at_most(f"{body} {precision}: CPU-s, ours / theirs in fp32",
-                                           ratio, GOALS[body, precision]))  # fmt: skip
-    for body in BODIES:
+            report.bars.append(Bar.at_most(f"{backbone} {precision}: CPU-s, ours / theirs in fp32",
+                                           ratio, GOALS[backbone, precision]))  # fmt: skip
+    for backbone in BODIES:
         peaks: dict[str, float] = {}
-        with contest(body, precisions, large, 2) as sides:
+        with contest(backbone, precisions, large, 2) as sides:
             for one in sides:
                 for _ in range(2):  # the second has all of the optimizer's state
                     peaks[one.name] = one.step()["peak_mib"]
         for name, peak in peaks.items():
-            row: dict[str, Any] = {"step": f"{body}, {large} px, batch 2", "side": name, "peak MiB": peak}
+            row: dict[str, Any] = {"step": f"{backbone}, {large} px, batch 2", "side": name, "peak MiB": peak}
             report.rows.append(row | {"ratio": peak / peaks["theirs fp32"]})
         ratio = peaks["ours fp32"] / peaks["theirs fp32"]
-        report.bars.append(Bar.at_most(f"{body} fp32: peak memory, ours / theirs", ratio, MEMORY_GOAL))
+        report.bars.append(Bar.at_most(f"{backbone} fp32: peak memory, ours / theirs", ratio, MEMORY_GOAL))
     if "bf16" not in precisions:
         print(f"bf16: n/a, {why}")
     return report

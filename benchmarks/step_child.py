@@ -39,9 +39,9 @@ class Pictures:
 def draw(count: int, side: int) -> Pictures:
     chance = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=chance)
-    centre = torch.rand(count, MOST_BOXES, 2, generator=chance) * 0.8 + 0.1
+    center = torch.rand(count, MOST_BOXES, 2, generator=chance) * 0.8 + 0.1
     half = torch.rand(count, MOST_BOXES, 2, generator=chance) ** 2 * 0.25 + 0.02
-    boxes = (torch.cat((centre - half, centre + half), 2) * side).clamp(0, side)
+    boxes = (torch.cat((center - half, center + half), 2) * side).clamp(0, side)
     labels = torch.randint(0, CLASSES, (count, MOST_BOXES), generator=chance)
     used = torch.randint(1, MOST_BOXES + 1, (count, 1), generator=chance)
     return Pictures(images, boxes, labels, torch.arange(MOST_BOXES) < used)
@@ -96,7 +96,7 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
     from stoker.training.optim import OptimizerStep
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
-    backbone = build_backbone_with_fpn(body, 256, norm="frozen", trainable_stages=3)
+    backbone = build_backbone_with_fpn(body, 256, norm="frozen_bn", trainable_stages=3)
     model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
     model = model.to(memory_format=torch.channels_last).train()
     device = select_device("cpu")
@@ -117,7 +117,7 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
         torch.arange(len(whole)),
         torch.zeros(len(whole), NUM_RAND),
     )
-    compute = make_loss_fn(model, eager=True)
+    compute = make_loss_fn(model, compile=False)
 
     def step() -> None:
         forward_backward(compute, stepper, batch, 1, device.autocast(precision))

@@ -65,7 +65,7 @@ class Trial:
     classes: int = 80
     batch: int = 4
     slots: int = 16
-    canvas: tuple[int, int] = (128, 192)
+    image_size: tuple[int, int] = (128, 192)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -247,7 +247,7 @@ class PeakMemory(PeakMemoryMode):
 
 def fake_batch(trial: Trial) -> Batch:
     """A batch of the trial's shapes on the fake device; to be called inside `fake_tensors`."""
-    b, m, (h, w) = trial.batch, trial.slots, trial.canvas
+    b, m, (h, w) = trial.batch, trial.slots, trial.image_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
@@ -317,7 +317,7 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
                     losses = forward_backward(
-                        make_loss_fn(model, eager=True), stepper, augmented, 1, autocast(trial.precision)
+                        make_loss_fn(model, compile=False), stepper, augmented, 1, autocast(trial.precision)
                     )  # type: ignore[arg-type]
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)
@@ -330,7 +330,7 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[
 def _oracle(trial: Trial) -> nn.Module:
     from torchvision.models.detection import retinanet_resnet50_fpn
 
-    short, long = sorted(trial.canvas)
+    short, long = sorted(trial.image_size)
     model: nn.Module = retinanet_resnet50_fpn(
         weights=None, weights_backbone=None, num_classes=trial.classes, min_size=short, max_size=long
     )
@@ -338,9 +338,9 @@ def _oracle(trial: Trial) -> nn.Module:
 
 
 def _oracle_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    pictures = list((batch.images / 255).unbind(0))
+    images = list((batch.images / 255).unbind(0))
     targets = [{"boxes": boxes, "labels": labels} for boxes, labels in zip(batch.boxes, batch.labels, strict=True)]
-    losses: dict[str, Tensor] = model(pictures, targets)
+    losses: dict[str, Tensor] = model(images, targets)
     return losses
 
 
@@ -348,5 +348,5 @@ if __name__ == "__main__":
     install()
     for text in sys.argv[1:]:
         given = json.loads(text)
-        given["canvas"] = tuple(given.get("canvas", Trial.canvas))
+        given["image_size"] = tuple(given.get("image_size", Trial.image_size))
         print(json.dumps(dataclasses.asdict(try_step(Trial(**given)))), flush=True)

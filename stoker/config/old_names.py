@@ -114,6 +114,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "Manifest": {"sound": "healthy", "slowed": "rollbacks"},
     "ModelMetadata": {"canvas": "image_size"},
+    "Metrics": {"pictures": "num_images"},
 }
 """Record struct → field → its name now."""
 
@@ -122,6 +123,7 @@ _NESTED: dict[str, dict[str, str]] = {
     "TraceWindow": {"gaps": "Gap"},
     "Finding": {"evidence": "Evidence"},
     "Evaluation": {
+        "metrics": "Metrics",
         "classes": "ClassEvaluation",
         "confusions": "ConfusionPair",
         "worst": "ImageEvaluation",
@@ -129,7 +131,7 @@ _NESTED: dict[str, dict[str, str]] = {
     },
     "ImageEvaluation": {"gt_boxes": "GroundTruthBox", "detections": "DetectionBox"},
 }
-"""Record struct → field (by its name now) → struct of the items of that list."""
+"""Record struct → field (by its name now) → its struct, or that of the items of a list."""
 
 EVENT_KINDS = {
     "note": "info",
@@ -256,6 +258,8 @@ def record(struct: str, value: Any) -> Any:
     for key, inner in _NESTED.get(struct, {}).items():
         if isinstance(renamed.get(key), list):
             renamed[key] = [record(inner, item) for item in renamed[key]]
+        elif isinstance(renamed.get(key), dict):
+            renamed[key] = record(inner, renamed[key])
     if struct == "Event":
         renamed["kind"] = EVENT_KINDS.get(renamed.get("kind", ""), renamed.get("kind"))
         if isinstance(renamed.get("data"), dict):
@@ -277,7 +281,7 @@ def record(struct: str, value: Any) -> Any:
 
 def _event_data(data: dict[str, Any]) -> dict[str, Any]:
     renamed = {_EVENT_DATA.get(key, key): value for key, value in data.items()}
-    for key in ("facts", "job"):
+    for key in ("facts", "job", "metrics"):
         if isinstance(renamed.get(key), dict):
             renamed[key] = _event_data(renamed[key])
     return renamed

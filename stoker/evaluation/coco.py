@@ -1,13 +1,13 @@
-"""COCO's numbers from columns: which detection is right about which true box, and the curves and means over that.
+"""COCO's numbers from columns: which detection is right about which ground truth box, and the curves and means over that.
 
-The rules are those of pycocotools' cocoeval.py, which is the oracle in the tests (equal within 1e-9): per picture and
-class the 100 best detections, each to the free true box with the largest IoU at ten thresholds, with crowd regions and
+The rules are those of pycocotools' cocoeval.py, which is the oracle in the tests (equal within 1e-9): per image and
+class the 100 best detections, each to the free ground truth box with the largest IoU at ten thresholds, with crowd regions and
 boxes outside an area range to fall back on. Whole columns are worked on at once. What is left for a loop is one step
-for the n-th pair of boxes of every picture and class together, at all thresholds (a bit each) and areas. So a score of
+for the n-th pair of boxes of every image and class together, at all thresholds (a bit each) and areas. So a score of
 COCO's size takes about a second, most of it inside NumPy with the interpreter free for the training thread (decision
 9). `benchmarks/evaluate.py` measures both.
 
-What the matches say about mistakes is `error_analysis.py`; no torch here.
+What the matches say about errors is `error_analysis.py`; no torch here.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)
 """All, small, medium, large: areas in pixels, both ends included."""
 MAX_DETECTIONS = 100
-"""Detections of a class in a picture that count, the best ones."""
+"""Detections of a class in a image that count, the best ones."""
 MIN_PAIR_IOU = 0.1
 """Pairs that overlap less are not kept. TIDE's t_b (Bolya et al., ECCV 2020); COCO asks from 0.5 on."""
 _PAIRS_PER_BLOCK = 250_000
@@ -37,26 +37,26 @@ ThresholdBits = NDArray[np.uint16]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CocoMatches:
-    """The detections that count, N of them, by picture, class and falling score, and what each is right about."""
+    """The detections that count, N of them, by image, class and falling score, and what each is right about."""
 
     order: NDArray[np.int64]
     """[N], indices into the detections."""
     by_class: NDArray[np.int64]
-    """[N], places in `order`, by class and falling score; of equal ones by picture."""
+    """[N], places in `order`, by class and falling score; of equal ones by image."""
     gt_index: NDArray[np.int64]
-    """[N], at IoU 0.5 the true box that a detection is right about; -1: none, -2: it lies in a crowd region."""
+    """[N], at IoU 0.5 the ground truth box that a detection is right about; -1: none, -2: it lies in a crowd region."""
     pair_detection: NDArray[np.int64]
-    """[P], place in `order` of each pair of boxes of a picture that overlap by BACKGROUND or more, ascending."""
+    """[P], place in `order` of each pair of boxes of a image that overlap by BACKGROUND or more, ascending."""
     pair_gt: NDArray[np.int64]
     """[P]."""
     pair_iou: NDArray[np.float64]
-    """[P], IoU; with a crowd region the share of the detection inside it."""
+    """[P], IoU; with a crowd region the fraction of the detection inside it."""
     tp: ThresholdBits
     """[4, N], for each of AREAS the thresholds at which a detection is right."""
     ignored: ThresholdBits
     """[4, N], those at which it counts neither way."""
     rank: NDArray[np.int64]
-    """[N], how many detections of its class in its picture score better."""
+    """[N], how many detections of its class in its image score better."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
     det_index, gt_index, overlap = det_index[best_first], gt_index[best_first], overlap[best_first]
 
     gt_outside = (gt.area < AREA_RANGES[:, :1]) | (gt.area > AREA_RANGES[:, 1:])
-    gt_ignore = gt.crowd | gt_outside  # [4, K], true boxes that need not be found
+    gt_ignore = gt.crowd | gt_outside  # [4, K], ground truth boxes that need not be found
     # a detection falls back on those only when no other is left for it
     visit_order = np.argsort(2 * det_index + gt_ignore[:, gt_index], axis=1, kind="stable")
     hits = _greedy_match(det_index, gt_index[visit_order], overlap[visit_order], _starts(image_index, label), gt.crowd)
@@ -134,8 +134,8 @@ def _greedy_match(
 ) -> ThresholdBits:
     """[4, P], the thresholds at which a pair of boxes is a match, when pairs are asked one after the other.
 
-    place: [P], the detection, ascending; box, overlap: [4, P], its true boxes in the order in which they are asked;
-    groups: the detections at which a new picture or class begins: no box is in two of them.
+    place: [P], the detection, ascending; box, overlap: [4, P], its ground truth boxes in the order in which they are asked;
+    groups: the detections at which a new image or class begins: no box is in two of them.
     """
     reached = ((1 << np.searchsorted(np.minimum(IOU_THRESHOLDS, 1 - 1e-10), pair_iou, "right")) - 1).astype(np.uint16)
     group = np.searchsorted(groups, det_index, "right")
@@ -165,7 +165,7 @@ def _greedy_match(
 def _iter_iou_pairs(
     gt: GroundTruth, detections: Detections, order: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """(place in `order`, true box, overlap) of all pairs of boxes of a picture that reach BACKGROUND, part by part."""
+    """(place in `order`, ground truth box, overlap) of all pairs of boxes of a image that reach BACKGROUND, part by part."""
     gt_order = np.argsort(gt.image_index, kind="stable")
     gt_image_index = gt.image_index[gt_order]
     gt_xyxy = gt.boxes[gt_order].T.astype(np.float64)
@@ -207,7 +207,7 @@ def _iter_iou_pairs(
 def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
     """The twelve COCO numbers, AP and AP50 of each class, and the precision-recall curves.
 
-    All pictures of the detections are pictures of the truth, and the truth has a box that counts.
+    All images of the detections are images of the truth, and the truth has a box that counts.
     """
     matches = match_detections(gt, detections)
     num_classes = len(gt.class_names)
@@ -247,7 +247,7 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
             )
             for k, name in enumerate(gt.class_names)
         ],
-        pictures=len(gt.image_indices),
+        num_images=len(gt.image_indices),
         boxes=int(num_gt_total.sum()),
         detections=len(detections),
     )  # fmt: skip

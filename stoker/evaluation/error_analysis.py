@@ -1,15 +1,15 @@
-"""Where a model is wrong: detections against true boxes at IoU 0.5, kinds of mistakes, the worst and best pictures.
+"""Where a model is wrong: detections against ground truth boxes at IoU 0.5, kinds of errors, the worst and best images.
 
-Matching is COCO's (`coco.py`): per class, the best score first, each to the free true box with the highest IoU of at
+Matching is COCO's (`coco.py`): per class, the best score first, each to the free ground truth box with the highest IoU of at
 least 0.5; a detection that only a crowd region covers does not count. Then each class gets the score threshold with the
 best F1, and what is left above it is sorted into kinds after TIDE (Bolya et al., ECCV 2020), the first that fits:
 
-    duplicate     IoU ≥ 0.5 with a true box of its class, which a better score has already
-    localisation  0.1 ≤ IoU < 0.5 with a true box of its class, and more than with any other
-    class         IoU ≥ 0.5 with a true box of another class
-    both          0.1 ≤ IoU < 0.5 with a true box of another class
-    background    IoU < 0.1 with every true box
-    missed        a true box that no detection is right about, nor wrong about by place or class alone
+    duplicate     IoU ≥ 0.5 with a ground truth box of its class, which a better score has already
+    localization  0.1 ≤ IoU < 0.5 with a ground truth box of its class, and more than with any other
+    class         IoU ≥ 0.5 with a ground truth box of another class
+    both          0.1 ≤ IoU < 0.5 with a ground truth box of another class
+    background    IoU < 0.1 with every ground truth box
+    missed        a ground truth box that no detection is right about, nor wrong about by place or class alone
 
 TIDE weighs kinds by the AP that they cost; here they are counted at the threshold that one would use. The scores are
 `evaluate.py`'s; no torch here.
@@ -28,7 +28,7 @@ FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
 
 TRUE_POSITIVE, CROWD = "", "crowd"
-"""What a detection is that is no mistake."""
+"""What a detection is that is no error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class ErrorAnalysis:
     gt_index: NDArray[np.int64]
     """[M], as in Matches."""
     error_type: list[str]
-    """[M], RIGHT, CROWD or one of MISTAKES."""
+    """[M], RIGHT, CROWD or one of ERROR_TYPES."""
     related_gt: NDArray[np.int64]
-    """[M], the true box that a mistake of place or class is about; -1: none."""
+    """[M], the ground truth box that a error of place or class is about; -1: none."""
     is_detected: NDArray[np.bool_]
-    """[K], of each true box, whether a detection is right about it."""
+    """[K], of each ground truth box, whether a detection is right about it."""
     is_missed: NDArray[np.bool_]
     """[K], whether none is even wrong about it by place or class alone."""
 
@@ -93,7 +93,7 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
 def classify_errors(
     gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassErrorStats]
 ) -> ErrorAnalysis:
-    """Sorts what is above the thresholds into right and kinds of mistakes. A class without a threshold has none."""
+    """Sorts what is above the thresholds into right and kinds of errors. A class without a threshold has none."""
     thresholds = np.array(
         [np.inf if class_stats.threshold is None else class_stats.threshold for class_stats in classes], np.float64
     )
@@ -112,16 +112,16 @@ def classify_errors(
             (same_class_gt >= 0) & (same_class_iou >= other_class_iou),
             other_class_iou >= FOREGROUND_IOU,
         ],
-        [TRUE_POSITIVE, CROWD, "background", "duplicate", "localisation", "class"],
+        [TRUE_POSITIVE, CROWD, "background", "duplicate", "localization", "class"],
         "both",
     )
     is_fp = matched_gt == -1
-    related_gt = np.where(np.isin(error_type, ["duplicate", "localisation"]), same_class_gt, other_class_gt)
+    related_gt = np.where(np.isin(error_type, ["duplicate", "localization"]), same_class_gt, other_class_gt)
     related_gt[~is_fp] = -1
     is_detected = np.zeros(len(gt.image_index), np.bool_)
     is_detected[matched_gt[matched_gt >= 0]] = True
     is_explained = is_detected.copy()
-    is_explained[related_gt[np.isin(error_type, ["localisation", "class"])]] = True
+    is_explained[related_gt[np.isin(error_type, ["localization", "class"])]] = True
     return ErrorAnalysis(
         detection_index=matches.order[positions], gt_index=matched_gt, error_type=error_type.tolist(), related_gt=related_gt, is_detected=is_detected,
         is_missed=~is_explained & ~gt.crowd,
@@ -131,7 +131,7 @@ def classify_errors(
 def _nearest(
     gt: GroundTruth, label: NDArray[np.int64], matches: CocoMatches, positions: NDArray[np.int64], *, same: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of each of the places [M] the true box of its class, or of another, that it overlaps most (of equal ones the
+    """Of each of the places [M] the ground truth box of its class, or of another, that it overlaps most (of equal ones the
     later), and by how much; -1 and 0 where it overlaps none. Crowd regions are none."""
     mask = ~gt.crowd[matches.pair_gt] & ((label[matches.pair_detection] == gt.label[matches.pair_gt]) == same)
     det_index, gt_index, pair_iou = matches.pair_detection[mask], matches.pair_gt[mask], matches.pair_iou[mask]
@@ -157,7 +157,7 @@ def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageF1:
-    """What is right and wrong in a picture."""
+    """What is right and wrong in a image."""
 
     image_index: int
     f1: float
@@ -169,9 +169,9 @@ class ImageF1:
 def worst_and_best(
     gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, image_indices: NDArray[np.int64], max_images: int
 ) -> tuple[list[ImageF1], list[ImageF1]]:
-    """At most `most` of the pictures each: lowest F1 first (of equal ones the one with more mistakes), and highest
+    """At most `most` of the images each: lowest F1 first (of equal ones the one with more errors), and highest
     first (of equal ones the one with more boxes). None is in both; a perfect one is no worst, one without a right box
-    no best; a picture without true boxes in which nothing is found is neither."""
+    no best; a image without ground truth boxes in which nothing is found is neither."""
     position = {image_index: n for n, image_index in enumerate(image_indices.tolist())}
     tp, fp, fn = (np.zeros(len(image_indices), np.int64) for _ in range(3))
     det_images = detections.image_index[analysis.detection_index].tolist()
@@ -187,7 +187,7 @@ def worst_and_best(
     f1 = np.divide(2 * tp, 2 * tp + num_errors, out=np.ones(len(image_indices)), where=tp + num_errors > 0)
     lowest = [n for n in np.lexsort((-num_errors, f1)).tolist() if num_errors[n]][:max_images]
     highest = [n for n in np.lexsort((-tp, -f1)).tolist() if tp[n]][:max_images]
-    in_both = set(lowest) & set(highest)  # few pictures: each goes where its F1 says
+    in_both = set(lowest) & set(highest)  # few images: each goes where its F1 says
     lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
     highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [

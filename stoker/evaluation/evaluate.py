@@ -1,10 +1,10 @@
-"""COCO metrics: runs a model over pictures with known boxes and scores what it finds.
+"""COCO metrics: runs a model over images with known boxes and scores what it finds.
 
 `detect` runs the model, `score` compares (`coco.py`), `evaluate` does both; `appraise` adds where a model is wrong
 (`error_analysis.py`) for evaluation.json. Detections leave the device by a side stream and are read one batch later,
 so the host never waits for the batch it has just issued. The waits have names: "detections", and "nms" inside the
-model's `decode`. Several ranks each detect in their share of the pictures (`Loader`'s rank and ranks); the
-shares together, in any order, score as one. Pictures without known boxes are `predict.py`'s.
+model's `decode`. Several ranks each detect in their fraction of the images (`Loader`'s rank and ranks); the
+shares together, in any order, score as one. Images without known boxes are `predict.py`'s.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
-from stoker.data.loading.loader import Loader, QuarantinedImage, compute_max_boxes
+from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
@@ -53,12 +53,12 @@ from stoker.models.layers.postprocess import DetectorProtocol
 SCORE_THRESHOLD = 0.05
 """Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
 MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
-"""Most of each that evaluation.json holds: classes with curves of their own, confused pairs, pictures a list, true and
-found boxes a picture. Some 600 kB where everything is at its limit."""
+"""Most of each that evaluation.json holds: classes with curves of their own, confused pairs, images a list, true and
+found boxes a image. Some 600 kB where everything is at its limit."""
 
 
 def ground_truth(index: Index, image_indices: NDArray[np.int64]) -> GroundTruth:
-    """The true boxes of some rows of an index."""
+    """The ground truth boxes of some rows of an index."""
     image_indices = np.asarray(image_indices, np.int64)
     starts, counts = index.offsets[image_indices], index.offsets[image_indices + 1] - index.offsets[image_indices]
     before = np.cumsum(counts) - counts
@@ -82,31 +82,29 @@ def evaluation_loader(
     batch_size: int,
     image_size: tuple[int, int],
     resize: str,
-    workers: int,
+    workers: int | Literal["auto"],
     initial_workers: int = 0,
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     rank: int = 0,
     world_size: int = 1,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Loader:
-    """One pass over some rows of an index, or over a rank's share of them; close it. See `Loader`."""
-    return Loader(
-        index,
-        image_indices,
+    """One pass over some rows of an index, or over a rank's fraction of them; close it. See `Loader`."""
+    spec = LoaderSpec(
         device=device,
         batch_size=batch_size,
         image_size=image_size,
         resize=resize,
         max_boxes=compute_max_boxes(index, image_indices),
-        seed=0,  # nothing is drawn
+        seed=0,  # an evaluation draws no random numbers
         workers=workers,
         initial_workers=initial_workers,
         train=False,
         max_bad_fraction=max_bad_fraction,
         rank=rank,
         world_size=world_size,
-        on_quarantine=on_quarantine,
     )
+    return Loader(index, image_indices, spec, on_quarantine=on_quarantine)
 
 
 def evaluate(
@@ -141,7 +139,7 @@ def detect(
     score_threshold: float = SCORE_THRESHOLD,
     iou_threshold: float | None = None,
 ) -> Detections:
-    """What the model finds in all the pictures of `batches`; see `detect_batches`."""
+    """What the model finds in all the images of `batches`; see `detect_batches`."""
     detections = detect_batches(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
@@ -213,7 +211,7 @@ def _read_detections(tensors: list[Tensor], ready: ReadyEvent) -> Detections:
 
 
 def compute_metrics(gt: GroundTruth, detections: Detections) -> Metrics:
-    """The twelve COCO numbers, and AP and AP50 of each class. Pictures that the model did not see are left out.
+    """The twelve COCO numbers, and AP and AP50 of each class. Images that the model did not see are left out.
 
     Raises DataError when there is no box to score against.
     """
@@ -232,7 +230,7 @@ def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
 def build_evaluation(
     result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
 ) -> Evaluation:
-    """What evaluation.json says: scores, curves, kinds of mistakes, and the worst and best pictures of the truth's.
+    """What evaluation.json says: scores, curves, kinds of errors, and the worst and best images of the truth's.
 
     scored: `score_with_matches` of the same truth and detections.
     """
@@ -280,7 +278,7 @@ def build_evaluation(
 
 
 def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
-    """Both without the pictures that the model did not see, or of which the truth is not known."""
+    """Both without the images that the model did not see, or of which the truth is not known."""
     image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
     mask = np.isin(gt.image_index, image_indices)
     columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}
@@ -291,7 +289,7 @@ def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTrut
 
 
 def _curves(precision: NDArray[np.float64]) -> Curves:
-    """Means over the classes [10, 101, C] that have true boxes."""
+    """Means over the classes [10, 101, C] that have ground truth boxes."""
     defined = precision[:, :, precision[0, 0] > -1]
     if not defined.shape[2]:
         return Curves(iou50=[], iou75=[], mean=[])
@@ -341,7 +339,7 @@ def sample_images(
     count: int = 4,
     score_threshold: float = 0.3,
 ) -> list[ImageWithBoxes]:
-    """A few of the evaluated pictures with true and found boxes, to look at: the same ones at every evaluation."""
+    """A few of the evaluated images with true and found boxes, to look at: the same ones at every evaluation."""
     chosen_indices = image_indices[
         np.unique(np.linspace(0, len(image_indices) - 1, min(count, len(image_indices))).round().astype(np.int64))
     ]
@@ -372,7 +370,7 @@ def require_boxes(gt: GroundTruth) -> None:
     if gt.crowd.all():
         boxes = f"{len(gt.image_index)} boxes, all of them crowd regions" if len(gt.image_index) else "no boxes"
         raise DataError(
-            "There is nothing to score against: the pictures to evaluate have no boxes.",
-            cause=f"{len(gt.image_indices)} pictures, {boxes}",
+            "There is nothing to score against: the images to evaluate have no boxes.",
+            cause=f"{len(gt.image_indices)} images, {boxes}",
             fix="evaluate another split, or annotate this one",
         )

@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Detections:
-    """N boxes that a model found in one or many pictures, as columns on the host. No object per box."""
+    """N boxes that a model found in one or many images, as columns on the host. No object per box."""
 
     image_index: NDArray[np.int64]
-    """[N], the picture: its row in the index, or its place in the list of files."""
+    """[N], the image: its row in the index, or its place in the list of files."""
     boxes: NDArray[np.float32]
-    """[N, 4], xyxy in pixels of the original picture."""
+    """[N, 4], xyxy in pixels of the original image."""
     score: NDArray[np.float32]
     """[N], 0 … 1."""
     label: NDArray[np.int64]
     """[N], 0 … C-1."""
     image_indices: NDArray[np.int64]
-    """[P], the pictures that the model looked at, also those in which it found nothing."""
+    """[P], the images that the model looked at, also those in which it found nothing."""
 
     def __len__(self) -> int:
         return len(self.image_index)
@@ -36,7 +36,7 @@ class Detections:
         return Detections(image_indices=self.image_indices, **columns)
 
     def of_image(self, image_index: int) -> "Detections":
-        """The boxes of one picture, the best score first."""
+        """The boxes of one image, the best score first."""
         positions = np.flatnonzero(self.image_index == image_index)
         best_first = self.select(positions[np.argsort(-self.score[positions], kind="stable")])
         return dataclasses.replace(best_first, image_indices=np.array([image_index], np.int64))
@@ -51,14 +51,14 @@ class Detections:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroundTruth:
-    """K true boxes of P pictures, as columns."""
+    """K ground truth boxes of P images, as columns."""
 
     image_indices: NDArray[np.int64]
     """[P], rows of the index."""
     image_index: NDArray[np.int64]
-    """[K], the picture of each box."""
+    """[K], the image of each box."""
     boxes: NDArray[np.float32]
-    """[K, 4], xyxy in pixels of the original picture."""
+    """[K, 4], xyxy in pixels of the original image."""
     label: NDArray[np.int64]
     """[K], 0 … C-1."""
     crowd: NDArray[np.bool_]
@@ -69,7 +69,7 @@ class GroundTruth:
 
 
 def empty_detections(image_indices: Sequence[int] = ()) -> Detections:
-    """Pictures in which nothing was found."""
+    """Images in which nothing was found."""
     return Detections(
         image_index=np.zeros(0, np.int64),
         boxes=np.zeros((0, 4), np.float32),
@@ -80,21 +80,21 @@ def empty_detections(image_indices: Sequence[int] = ()) -> Detections:
 
 
 class ClassMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One class. None: the evaluated pictures have no box of it that counts."""
+    """One class. None: the evaluated images have no box of it that counts."""
 
     name: str
     ap: float | None
     ap50: float | None
     boxes: int
-    """True boxes, without crowd boxes."""
+    """Ground truth boxes, without crowd boxes."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The twelve COCO numbers, 0 … 1; None where COCO says -1, that is where no true box is of that size.
+    """The twelve COCO numbers, 0 … 1; None where COCO says -1, that is where no ground truth box is of that size.
 
     ap: mean over ten IoU thresholds 0.50 … 0.95 and over classes; ap50, ap75: at one threshold; small, medium, large:
-    areas below 32², to 96², and above, in pixels of the original picture; ar1 … ar100: recall with that many
-    detections per picture and class.
+    areas below 32², to 96², and above, in pixels of the original image; ar1 … ar100: recall with that many
+    detections per image and class.
     """
 
     ap: float | None
@@ -110,13 +110,13 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     ar_medium: float | None
     ar_large: float | None
     per_class: list[ClassMetrics]
-    pictures: int
-    """Pictures that were evaluated."""
+    num_images: int
+    """Images that were evaluated."""
     boxes: int
-    """True boxes, without crowd boxes."""
+    """Ground truth boxes, without crowd boxes."""
     detections: int
     missing: int = 0
-    """Pictures of the split that could not be evaluated, because they could not be read."""
+    """Images of the split that could not be evaluated, because they could not be read."""
 
 
 COCO_SUMMARY = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large",

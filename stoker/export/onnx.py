@@ -1,6 +1,6 @@
 """`stoker export`: a trained detector as an ONNX file, kept only when it finds what the model finds.
 
-The file is made by `graph.py`, written under another name, compared with the model on real pictures (`parity.py`)
+The file is made by `graph.py`, written under another name, compared with the model on real images (`parity.py`)
 and only then given its name. What is in it: docs/onnx.md.
 """
 
@@ -41,24 +41,24 @@ from stoker.storage.local_files import fsync_folder
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 NUM_PARITY_IMAGES = 32
-"""How many pictures the file is compared with the model on."""
+"""How many images the file is compared with the model on."""
 
 
 class ImageRef(NamedTuple):
-    """A picture, and how its bytes are had: some lie inside larger files."""
+    """A image, and how its bytes are had: some lie inside larger files."""
 
     path: Path
     read: Callable[[], bytes]
 
 
 class ParityInputs(NamedTuple):
-    """Pictures as the model is given them."""
+    """Images as the model is given them."""
 
     names: list[str]
     images: NDArray[np.uint8]
-    """[P, 3, H, W], RGB in the canvas."""
+    """[P, 3, H, W], RGB in the model input."""
     resized_size: NDArray[np.int32]
-    """[P, 2], height and width of each picture inside the canvas."""
+    """[P, 2], height and width of each image inside the model input."""
 
 
 def export_onnx(
@@ -74,12 +74,12 @@ def export_onnx(
 ) -> Iterator[str]:
     """Writes a run's best weights (or a .safetensors file) as ONNX; yields lines about it, the file's name first.
 
-    out: default beside the weights; of a run in a bucket, in the current folder. pictures: what the file is compared
-    on, default pictures of the run's validation split. conf, iou: the thresholds that the file has by itself; whoever
+    out: default beside the weights; of a run in a bucket, in the current folder. images: what the file is compared
+    on, default images of the run's validation split. conf, iou: the thresholds that the file has by itself; whoever
     runs it can give others.
 
     Raises ParityError when the file does not find what the model finds, PreflightError when a package is missing,
-    UsageError when there are no pictures to compare on or `out` is another's file, StorageError.
+    UsageError when there are no images to compare on or `out` is another's file, StorageError.
     """
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_package(package, "Nothing can be exported")
@@ -109,8 +109,8 @@ def export_onnx(
             result = result.merge(unfiltered._replace(num_images=0))
         parity.require_parity(result, out_path)
         return (
-            f"parity on {result.num_images} pictures, {result.num_boxes:,} boxes{note}: boxes within {result.max_box_diff_px:.2g} px, "
-            f"scores within {result.max_score_diff:.1g}{_tie_note(result.num_ties)}; {1e3 * duration_s:.3g} ms/picture in onnxruntime "
+            f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: boxes within {result.max_box_diff_px:.2g} px, "
+            f"scores within {result.max_score_diff:.1g}{_tie_note(result.num_ties)}; {1e3 * duration_s:.3g} ms/image in onnxruntime "
             f"({threads} threads)"
         )
 
@@ -168,7 +168,7 @@ def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, st
 def _load_images(
     run: Path, weights: Path, metadata: model_file.ModelMetadata, image_inputs: Sequence[str]
 ) -> ParityInputs:
-    """Up to PICTURES of `places`, else of the run's validation split, spread over it. Those that cannot be read are
+    """Up to NUM_PARITY_IMAGES of `places`, else of the run's validation split, spread over it. Those that cannot be read are
     left out. Raises UsageError when there are none."""
     sources = [ImageRef(path, partial(read_image, path)) for path in find_images(image_inputs)] if image_inputs else []
     sources = sources or _val_images(run if run.is_dir() else weights.parent)
@@ -185,15 +185,15 @@ def _load_images(
         except (DataError, OSError) as error:
             last_error = error
     if not names:
-        raise UsageError("None of the pictures to compare on can be read.", location=sources[0].path, cause=str(last_error),
+        raise UsageError("None of the images to compare on can be read.", location=sources[0].path, cause=str(last_error),
                          fix="--images with files, folders or patterns") from last_error  # fmt: skip
     return ParityInputs(names, buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)])
 
 
 def _val_images(run: Path) -> list[ImageRef]:
-    """The pictures of a run's validation split. Raises UsageError when it is not known, or gone."""
+    """The images of a run's validation split. Raises UsageError when it is not known, or gone."""
     fix = "--images with files, folders or patterns"
-    message = "There are no pictures to compare the exported file with the model on."
+    message = "There are no images to compare the exported file with the model on."
     if not (run / CONFIG).exists():
         raise UsageError(message, location=run, cause=f"no {CONFIG} there names a data set", fix=fix)
     data = from_toml(run / CONFIG)[0].data

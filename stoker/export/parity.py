@@ -1,4 +1,4 @@
-"""Whether an exported file finds what the model finds: the two are run on the same pictures and compared box by box.
+"""Whether an exported file finds what the model finds: the two are run on the same images and compared box by box.
 
 Two programs that add the same numbers in another order differ in the last digits, and where a digit decides (a score at
 the threshold, two boxes that overlap by just the limit, two scores that are equal) one of them has a box that the other
@@ -18,20 +18,20 @@ from stoker.errors import ParityError
 from stoker.export.runtime import OnnxModel
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
-"""The largest differences of a box's corner, in pixels of the canvas, and of its score that are let pass."""
+"""The largest differences of a box's corner, in pixels of the model input, and of its score that are let pass."""
 TIE_TOLERANCE = 1e-4
 """How near to a threshold, or to each other, numbers must be for their last digits to decide."""
 MATCH_PX, MATCH_SCORE = 4.0, 0.05
 """Within these, two boxes of a class are taken for the same one, whose difference is then measured."""
 BATCH_SIZE = 8
-"""Pictures of the larger batch; a batch of one is compared as well."""
+"""Images of the larger batch; a batch of one is compared as well."""
 
 
 class ImageDetections(NamedTuple):
-    """What was found in one picture."""
+    """What was found in one image."""
 
     boxes: NDArray[np.float32]
-    """[N, 4], xyxy in pixels of the canvas."""
+    """[N, 4], xyxy in pixels of the model input."""
     scores: NDArray[np.float32]
     """[N]."""
     labels: NDArray[np.int64]
@@ -39,7 +39,7 @@ class ImageDetections(NamedTuple):
 
 
 class Parity(NamedTuple):
-    """The largest differences over some pictures."""
+    """The largest differences over some images."""
 
     num_images: int
     num_boxes: int
@@ -76,7 +76,7 @@ def compare_detections(
     iou_threshold: float,
     max_detections: int,
 ) -> Parity:
-    """Compares what the model and the file found in the picture `name`. slots: K, the most that either reports."""
+    """Compares what the model and the file found in the image `name`. slots: K, the most that either reports."""
     pairs = _match_boxes(model, file)
     unpaired = [
         np.setdiff1d(np.arange(len(detections.scores)), pairs[:, k]) for k, detections in enumerate((model, file))
@@ -145,11 +145,11 @@ def compare_outputs(
     iou_threshold: float,
     max_detections: int,
 ) -> tuple[Parity, float]:
-    """Runs both on P pictures, the file one by one and in batches, and compares. Second: seconds a picture of the file.
+    """Runs both on P images, the file one by one and in batches, and compares. Second: seconds a image of the file.
 
     Counts of boxes are those of one by one; differences are the largest of both ways.
 
-    images: [P, 3, H, W]; content: [P, 2]; names: of the pictures. The model runs in fp32 on the CPU.
+    images: [P, 3, H, W]; resized_size: [P, 2]; names: of the images. The model runs in fp32 on the CPU.
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     total, durations_s = EMPTY_PARITY, []
@@ -212,7 +212,7 @@ def require_parity(parity: Parity, location: object) -> None:
         "The exported file does not find what the model finds; it is not kept.",
         location=location,
         cause="\n          ".join([
-            f"largest differences on {parity.num_images} pictures: {parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
+            f"largest differences on {parity.num_images} images: {parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
             f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
             f"{len(parity.unexplained)} boxes that only one of the two finds",
             *parity.unexplained[:3],

@@ -30,10 +30,10 @@ OUTPUTS = ("boxes", "scores", "labels", "count")
 
 @dataclasses.dataclass(frozen=True)
 class OnnxDetections:
-    """What the file answers for B pictures, K slots each, best first."""
+    """What the file answers for B images, K slots each, best first."""
 
     boxes: NDArray[np.float32]
-    """[B, K, 4], xyxy in pixels of the canvas; zeros beyond `count`."""
+    """[B, K, 4], xyxy in pixels of the model input; zeros beyond `count`."""
     scores: NDArray[np.float32]
     """[B, K]; zero beyond `count`."""
     labels: NDArray[np.int64]
@@ -43,7 +43,7 @@ class OnnxDetections:
 
 
 class OnnxModel(nn.Module):
-    """The file as a model. `card`: what it is and how pictures are brought to it.
+    """The file as a model. `card`: what it is and how images are brought to it.
 
     Raises PreflightError without onnxruntime, WeightsError for a file that is not an export of stoker's.
     """
@@ -67,7 +67,7 @@ class OnnxModel(nn.Module):
             raise WeightsError(
                 "The ONNX file is not an export of stoker's.",
                 location=path,
-                cause=f"its metadata has no {METADATA_KEY!r}: which classes it has and how it wants its pictures is unknown",
+                cause=f"its metadata has no {METADATA_KEY!r}: which classes it has and how it wants its images is unknown",
                 fix="stoker export RUN --onnx",
             )
         try:
@@ -75,13 +75,13 @@ class OnnxModel(nn.Module):
         except msgspec.DecodeError as error:
             raise WeightsError("The ONNX file's card cannot be read.", location=path, cause=str(error)) from error
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
-        """The file's own limit of suppression; files from before it was written down have 0.5."""
+        """The file's own limit of NMS; files from before it was written down have 0.5."""
         batch_size = self._session.get_inputs()[0].shape[0]
         self._has_nms = any(
             graph_input.name == "iou_threshold" for graph_input in self._session.get_overridable_initializers()
         )
         self.batch_size: int | None = batch_size if isinstance(batch_size, int) else None
-        """Pictures per call where the file was exported for a fixed number."""
+        """Images per call where the file was exported for a fixed number."""
 
     def forward(self, images: Tensor) -> Tensor:
         """images: uint8 [B, 3, H, W], on the CPU. Handed on as they are: the file's one graph does all, in `decode`."""
@@ -97,7 +97,7 @@ class OnnxModel(nn.Module):
         score_threshold: float,
         iou_threshold: float | None,
     ) -> BatchDetections:
-        """As the detector's: the boxes of each picture in pixels of the original."""
+        """As the detector's: the boxes of each image in pixels of the original."""
         result = self.run(
             outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
         )
@@ -116,14 +116,14 @@ class OnnxModel(nn.Module):
         score_threshold: float | None = None,
         iou_threshold: float | None = None,
     ) -> OnnxDetections:
-        """images: [B, 3, H, W], RGB in the canvas; content: [B, 2]. A threshold that is None is the file's own. Raises
-        ConfigError for another canvas, and for a limit of overlaps where the file has no suppression.
+        """images: [B, 3, H, W], RGB in the model input; resized_size: [B, 2]. A threshold that is None is the file's own. Raises
+        ConfigError for another model input, and for a limit of overlaps where the file has no NMS.
 
-        A file of a fixed batch is run as often as needed, the last time with its last picture repeated.
+        A file of a fixed batch is run as often as needed, the last time with its last image repeated.
         """
         image_size = tuple(images.shape[2:])
         if image_size != tuple(self.metadata.image_size):
-            raise ConfigError(f"The model's canvas is {self.metadata.image_size}, the pictures lie in one of {image_size}.")
+            raise ConfigError(f"The model's model input is {self.metadata.image_size}, the images lie in one of {image_size}.")
         thresholds_by_name = {"score_threshold": score_threshold}
         if self._has_nms:
             thresholds_by_name["iou_threshold"] = iou_threshold

@@ -1,7 +1,7 @@
-"""Pictures without annotations, files or pixels, as batches: what prediction shows the model.
+"""Images without annotations, files or pixels, as batches: what prediction shows the model.
 
-What is shown at once is a window: a whole picture, or a tile of a large one (`tiles.py`). Windows are decoded, placed
-and padded as in an evaluation (`data/images/decode.py`, `data/augment/geometry.py`), pictures upright as EXIF says, in
+What is shown at once is a window: a whole image, or a tile of a large one (`tiles.py`). Windows are decoded, placed
+and padded as in an evaluation (`data/images/decode.py`, `data/augment/geometry.py`), images upright as EXIF says, in
 threads ahead of the device. Training's stream of labelled samples is `data/loading/loader.py`; who runs the model is
 `predict.py`.
 """
@@ -29,13 +29,13 @@ PREFETCH_BATCHES = 3
 
 
 ImageSource = Path | decode.Pixels
-"""A picture file, or pixels: uint8 [h, w, 3], RGB, upright."""
+"""A image file, or pixels: uint8 [h, w, 3], RGB, upright."""
 
 
 class InputImage:
-    """A picture. A file that is shown in tiles is decoded when the first of them is wanted and let go after the last.
+    """A image. A file that is shown in tiles is decoded when the first of them is wanted and let go after the last.
 
-    So what is in memory is a few batches of windows and the pictures they are from, however many files there are.
+    So what is in memory is a few batches of windows and the images they are from, however many files there are.
     """
 
     def __init__(self, image_index: int, source: ImageSource) -> None:
@@ -51,9 +51,9 @@ class InputImage:
         self._lock = threading.Lock()
 
     def read(self, buffer: HostBatchBuffer, k: int, region: Region | None, resize: str) -> None:
-        """Writes a window into place k of the slot; None: the whole picture, decoded at the size that is needed.
+        """Writes a window into place k of the slot; None: the whole image, decoded at the size that is needed.
 
-        Raises DataError, the same for every window of a picture. Runs in many threads at once.
+        Raises DataError, the same for every window of a image. Runs in many threads at once.
         """
         try:
             if region is None and self.path is not None:
@@ -72,7 +72,7 @@ class InputImage:
                     self._pixels = None
 
     def _decode_once(self) -> decode.Pixels:
-        with self._lock:  # the first thread decodes, the others of this picture wait for it
+        with self._lock:  # the first thread decodes, the others of this image wait for it
             if self.error is not None:
                 raise self.error
             if self._pixels is None:
@@ -92,13 +92,13 @@ class InferenceWindow(NamedTuple):
     """Running number; `Batch.image_id` of it."""
     image: InputImage
     region: Region | None
-    """The part of the picture; None: all of it, and this is its only window."""
+    """The part of the image; None: all of it, and this is its only window."""
     is_last: bool
-    """Whether it is the last window of its picture."""
+    """Whether it is the last window of its image."""
 
 
 def iter_windows(sources: Sequence[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
-    """The windows of pictures, in order: of one that does not fit in a tile the whole of it, then the tiles."""
+    """The windows of images, in order: of one that does not fit in a tile the whole of it, then the tiles."""
     window_index = 0
     for image_index, source in enumerate(sources):
         image = InputImage(image_index, source)
@@ -164,7 +164,7 @@ def iter_batches(
 
 
 def num_decode_workers(sources: Sequence[ImageSource], batch_size: int) -> int:
-    """A thread a core; for pictures in a bucket, which are mostly waited for, one for each that is under way."""
+    """A thread a core; for images in a bucket, which are mostly waited for, one for each that is under way."""
     is_remote = any(isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources)
     return max(host_cores(), (PREFETCH_BATCHES + 1) * batch_size if is_remote else 0)
 
@@ -175,17 +175,17 @@ def _read_window(buffer: HostBatchBuffer, k: int, window: InferenceWindow, resiz
 
 
 def read_image(path: Path) -> bytes:
-    """The encoded picture, of a file or of a placeholder. Raises DataError; StorageError where a bucket cannot be
+    """The encoded image, of a file or of a placeholder. Raises DataError; StorageError where a bucket cannot be
     read."""
     try:
         return places.read(path)
     except OSError as error:
         cause = error.strerror or str(error)
-        raise DataError("The picture cannot be read.", location=places.display_path(path), cause=cause) from error
+        raise DataError("The image cannot be read.", location=places.display_path(path), cause=cause) from error
 
 
 def decode_into_buffer(buffer: HostBatchBuffer, k: int, data: bytes, path: Path, resize: str) -> tuple[int, int]:
-    """Decodes a picture into place k of the slot, upright. Returns its height and width; raises DataError."""
+    """Decodes a image into place k of the slot, upright. Returns its height and width; raises DataError."""
     header = parse_header(data, path)
     out, region = _resize_view(buffer, k, header.size, resize)
     decode.decode_into(data, path, region=region, out=out, header=header)

@@ -1,4 +1,4 @@
-"""A trained detector at work: `load` it, then find objects in pictures, score it on a data set.
+"""A trained detector at work: `load` it, then find objects in images, score it on a data set.
 
 The commands `eval` and `predict` are these methods with a screen, and `stoker.load` in Python is `load`. How a model is
 run: `evaluate.py`, `predict.py`; exporting one: `onnx.py`.
@@ -40,14 +40,14 @@ DEFAULT_CONF = 0.3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prediction:
-    """What was found in a picture, n boxes, best score first."""
+    """What was found in a image, n boxes, best score first."""
 
     path: Path | None
-    """The picture's file, a placeholder where it lies in a bucket; None for pixels."""
+    """The image's file, a placeholder where it lies in a bucket; None for pixels."""
     original_size: tuple[int, int]
-    """Height and width of the picture, upright as its EXIF says."""
+    """Height and width of the image, upright as its EXIF says."""
     boxes: NDArray[np.float32]
-    """[n, 4], xyxy in pixels of the upright picture."""
+    """[n, 4], xyxy in pixels of the upright image."""
     scores: NDArray[np.float32]
     """[n], 0 … 1."""
     labels: NDArray[np.int64]
@@ -58,7 +58,7 @@ class Prediction:
     _class_names: tuple[str, ...] = dataclasses.field(repr=False)
 
     def draw(self) -> Image.Image:
-        """The picture with the boxes drawn, RGB; small ones are enlarged. Raises DataError when its file is gone."""
+        """The image with the boxes drawn, RGB; small ones are enlarged. Raises DataError when its file is gone."""
         pixels = self._source
         if isinstance(pixels, Path):
             pixels = decode.decode(read_image(pixels), pixels)
@@ -80,7 +80,7 @@ class Model:
     class_names: tuple[str, ...]
     """[C], by label."""
     image_size: tuple[int, int]
-    """Height and width in pixels of the tensor that pictures are resized into."""
+    """Height and width in pixels of the tensor that images are resized into."""
     _metadata: model_file.ModelMetadata = dataclasses.field(repr=False)
     _detector: DetectorProtocol = dataclasses.field(repr=False)
     _device: Device = dataclasses.field(repr=False)
@@ -96,14 +96,14 @@ class Model:
         tile_overlap: float | None = None,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> list[Prediction]:
-        """What is found in each picture, in their order; one picture is a list of one.
+        """What is found in each image, in their order; one image is a list of one.
 
         conf: least score of a box, 0 … 1. iou: of two boxes of a class that overlap more than this, the weaker is
-        dropped; default: the architecture's own. tile: pictures larger than this many pixels are also shown in tiles
-        of that side, for small objects in large pictures; overlap: share of its side that a tile has in common with
-        the next, at least, 0.2 unless given. batch: pictures per forward pass.
+        dropped; default: the architecture's own. tile: images larger than this many pixels are also shown in tiles
+        of that side, for small objects in large images; overlap: fraction of its side that a tile has in common with
+        the next, at least, 0.2 unless given. batch: images per forward pass.
 
-        Raises DataError for a picture that cannot be read, UsageError for something that is no picture or a number out
+        Raises DataError for a image that cannot be read, UsageError for something that is no image or a number out
         of range.
         """
         if batch_size < 1:
@@ -145,9 +145,9 @@ class Model:
         tile: int | None = None,
         tile_overlap: float | None = None,
     ) -> Iterator[str]:
-        """Finds objects in files, folders and patterns; writes the pictures with boxes and predictions.json into `out`.
+        """Finds objects in files, folders and patterns; writes the images with boxes and predictions.json into `out`.
 
-        Yields a line for each picture. A picture that cannot be read is a line, too, and a DataError at the end.
+        Yields a line for each image. A image that cannot be read is a line, too, and a DataError at the end.
         """
         yield from predict_to_dir(
             self._detector,
@@ -233,20 +233,20 @@ def _to_source(image: object) -> ImageSource:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise UsageError(
-                f"An array of {image.dtype} {list(image.shape)} is no picture.",
+                f"An array of {image.dtype} {list(image.shape)} is no image.",
                 choices=["uint8 [height, width, 3], RGB"],
-                fix="from OpenCV: image[..., ::-1]; from a grey one: np.stack([image] * 3, -1)",
+                fix="from OpenCV: image[..., ::-1]; from a gray one: np.stack([image] * 3, -1)",
             )
         return np.ascontiguousarray(image)
     if isinstance(image, str | os.PathLike):
         path = local_path(image)
         if path.is_dir():
             raise UsageError(
-                "A folder is no picture.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))"
+                "A folder is no image.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))"
             )
         return path
     choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
-    raise UsageError(f"A {type(image).__name__} is no picture.", choices=choices)
+    raise UsageError(f"A {type(image).__name__} is no image.", choices=choices)
 
 
 def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap: float | None) -> Tiling | None:

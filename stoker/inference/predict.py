@@ -1,6 +1,6 @@
-"""Finds objects in pictures that have no annotations: files, folders, patterns in; boxes, drawn pictures, JSON out.
+"""Finds objects in images that have no annotations: files, folders, patterns in; boxes, drawn images, JSON out.
 
-`predict_pictures` is the iterator, `predict_to_folder` the command. How pictures become batches, whole or in tiles, is
+`predict_pictures` is the iterator, `predict_to_folder` the command. How images become batches, whole or in tiles, is
 `image_batches.py`; they are run as in an evaluation (`evaluate.detect_batches`). The originals are never touched.
 """
 
@@ -20,7 +20,7 @@ from PIL import Image
 
 from stoker.data.images import decode
 from stoker.data.images.source import display_path
-from stoker.data.remote.bucket import resolve_images
+from stoker.data.remote.resolve import resolve_images
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluation.evaluate import detect_batches
 from stoker.evaluation.metrics import Detections, empty_detections
@@ -41,29 +41,29 @@ from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 OUTPUT_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Endings that a result may have; a picture of another one gets `.jpg` behind it."""
+"""Endings that a result may have; a image of another one gets `.jpg` behind it."""
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
-"""Endings by which pictures are found in folders; a file that is named is tried whatever it is called."""
+"""Endings by which images are found in folders; a file that is named is tried whatever it is called."""
 RESULTS_NAME = "predictions.json"
 DEFAULT_BATCH_SIZE = 8
 
 
 class ImageResult(NamedTuple):
-    """What was found in a picture."""
+    """What was found in a image."""
 
     path: Path | None
     """None for pixels."""
     original_size: tuple[int, int]
-    """Height and width of the picture, upright, pixels; zeros where it could not be read."""
+    """Height and width of the image, upright, pixels; zeros where it could not be read."""
     detections: Detections
-    """Best score first; boxes in pixels of the upright picture."""
+    """Best score first; boxes in pixels of the upright image."""
     error: DataError | None
     """Why it could not be read; nothing is found then."""
 
 
 def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None) -> list[Path]:
-    """The pictures of files, folders (with those inside), patterns and addresses of these, each once, in order. Those
-    in `beside` are not. Of a picture in a bucket it is its placeholder (`data/images/source.py`).
+    """The images of files, folders (with those inside), patterns and addresses of these, each once, in order. Those
+    in `beside` are not. Of a image in a bucket it is its placeholder (`data/images/source.py`).
 
     Raises UsageError that names what was not found, DataError and StorageError of an address.
     """
@@ -80,11 +80,11 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
             image_paths = sorted(p for p in matched if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
         included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
         if image_paths and not included:
-            message = f"The pictures of {str(path)!r} lie in the folder of the results, which are not predicted on."
+            message = f"The images of {str(path)!r} lie in the folder of the results, which are not predicted on."
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
             raise UsageError(_not_found(path), location=display_path(Path.cwd() / path), choices=IMAGE_SUFFIXES,
-                             fix="name picture files, a folder with such files, or a pattern in quotes")  # fmt: skip
+                             fix="name image files, a folder with such files, or a pattern in quotes")  # fmt: skip
         for image_path in included:
             unique_paths.setdefault(image_path.resolve(), image_path)
     return list(unique_paths.values())
@@ -99,9 +99,9 @@ def local_path(location: str | os.PathLike[str]) -> Path:
 def _not_found(path: Path) -> str:
     name = repr(display_path(path))
     if path.is_dir():
-        return f"There are no pictures in the folder {name}."
+        return f"There are no images in the folder {name}."
     if glob.has_magic(str(path)):
-        return f"No picture matches the pattern {name}."
+        return f"No image matches the pattern {name}."
     return f"There is no file or folder {name}."
 
 
@@ -118,10 +118,10 @@ def predict_images(
     batch_size: int = DEFAULT_BATCH_SIZE,
     tiling: Tiling | None = None,
 ) -> Iterator[ImageResult]:
-    """Runs the model, which lies on `device`, over pictures, in order. canvas, resize: as it was trained.
+    """Runs the model, which lies on `device`, over images, in order. model input, resize: as it was trained.
 
-    tiling: a picture that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
-    is shown as without. A picture that cannot be read is yielded with its error; the others go on.
+    tiling: a image that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
+    is shown as without. A image that cannot be read is yielded with its error; the others go on.
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
@@ -151,7 +151,7 @@ def predict_images(
 
 
 def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], iou_threshold: float) -> ImageResult:
-    """What was found in all windows of a picture, as one; boxes in pixels of the picture."""
+    """What was found in all windows of a image, as one; boxes in pixels of the image."""
     image = window_detections[0][0].image
     shifted, cut = [], []
     for window, detections in window_detections:
@@ -183,10 +183,10 @@ def predict_to_dir(
     tiling: Tiling | None = None,
     precision: str | None = None,
 ) -> Iterator[str]:
-    """Writes every picture with its boxes, and predictions.json, into `out`; yields a line for each picture.
+    """Writes every image with its boxes, and predictions.json, into `out`; yields a line for each image.
 
-    Raises UsageError for places without pictures and for an `out` that holds other things; DataError at the end when
-    some pictures could not be read.
+    Raises UsageError for places without images and for an `out` that holds other things; DataError at the end when
+    some images could not be read.
     """
     paths = find_images(inputs, exclude_dir=out)
     _require_output_dir(out)
@@ -224,10 +224,10 @@ def predict_to_dir(
     finally:
         _write_results(out, results)  # of an hour's work that is interrupted, too
     num_done = len(results) - len(failed)
-    yield f"{num_done:,} picture{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} are in {out}"
+    yield f"{num_done:,} image{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} are in {out}"
     if failed:
         raise DataError(
-            f"{len(failed):,} of {len(paths):,} pictures could not be read; the others are done.",
+            f"{len(failed):,} of {len(paths):,} images could not be read; the others are done.",
             location=failed[0].location,
             cause=failed[0].cause or failed[0].what,
             fix=f"the entries with an error in {out / RESULTS_NAME} name them all",
@@ -235,7 +235,7 @@ def predict_to_dir(
 
 
 def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, Any]:
-    """An entry of predictions.json: path, width, height, detections; `error` where the picture could not be read."""
+    """An entry of predictions.json: path, width, height, detections; `error` where the image could not be read."""
     detections = result.detections
     columns = zip(detections.label.tolist(), detections.score.tolist(), detections.boxes.tolist(), strict=True)
     entry: dict[str, Any] = {
@@ -251,7 +251,7 @@ def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, A
 
 
 def output_names(paths: Sequence[Path]) -> list[str]:
-    """A file name for each picture: its own, with the folders above it in front where two would be the same.
+    """A file name for each image: its own, with the folders above it in front where two would be the same.
 
     Compared without case, since some file systems do not know it. An ending that Pillow cannot write gets `.jpg`.
     """
@@ -273,7 +273,7 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_output_dir(out: Path) -> None:
-    """Results go where nothing else is: a picture of the user's with the same name must not be replaced."""
+    """Results go where nothing else is: a image of the user's with the same name must not be replaced."""
     if out.exists() and not out.is_dir():
         raise UsageError("The results need a folder.", location=out, cause="it is a file", fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():

@@ -1,8 +1,8 @@
-"""Large pictures in parts: where the tiles lie, and how what was found in them becomes one answer.
+"""Large images in parts: where the tiles lie, and how what was found in them becomes one answer.
 
-An object of 20 pixels in a picture of 4,000 is one of 3 pixels on a canvas of 640, and lost. So the picture is also
+An object of 20 pixels in a image of 4,000 is one of 3 pixels on a model input of 640, and lost. So the image is also
 shown tile by tile; overlapping tiles show every object that is smaller than the overlap whole at least once, and the
-whole picture, shown as well, has the objects that no tile can hold. What is found twice is left out by `merge`. Who
+whole image, shown as well, has the objects that no tile can hold. What is found twice is left out by `merge`. Who
 cuts the pixels and runs the model: `predict.py`. The idea is SAHI's (arXiv 2202.06934).
 """
 
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError
 
 Region = tuple[int, int, int, int]
-"""x0, y0, x1, y1 in whole pixels of the picture; x1 and y1 are outside."""
+"""x0, y0, x1, y1 in whole pixels of the image; x1 and y1 are outside."""
 
 TILE_OVERLAP = 0.2
-"""Share of a tile that its neighbour shows, too, where nothing is asked: SAHI's default."""
+"""Fraction of a tile that its neighbor shows, too, where nothing is asked: SAHI's default."""
 EDGE_MARGIN = 0.01
-"""A box that comes this near to a tile's inner edge, as a share of the tile's side, is taken for a part of an object: a
+"""A box that comes this near to a tile's inner edge, as a fraction of the tile's side, is taken for a part of an object: a
 detector's boxes end a few pixels off. An object that ends there by chance is whole in the next tile."""
 MERGE_IOU = 0.7
 """IoU above which boxes from several tiles are one object, of a model that itself suppresses nothing."""
 MIN_COVERED_FRACTION = 0.5
-"""Share of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
+"""Fraction of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Tiling:
     """`--tile` and `--tile-overlap`. Raises ConfigError for a number out of range."""
 
     side: int
-    """Pixels of the picture, both ways."""
+    """Pixels of the image, both ways."""
     overlap: float = TILE_OVERLAP
-    """Share of the side that neighbours have in common, at least."""
+    """Fraction of the side that neighbors have in common, at least."""
 
     def __post_init__(self) -> None:
         if self.side < 32:
-            raise ConfigError(f"--tile {self.side} is out of range.", choices=["32 or more, in pixels of the picture"])
+            raise ConfigError(f"--tile {self.side} is out of range.", choices=["32 or more, in pixels of the image"])
         if not 0 <= self.overlap <= 0.9:
             raise ConfigError(f"--tile-overlap {self.overlap} is out of range.", choices=["0 … 0.9"])
 
     def regions(self, size: tuple[int, int]) -> list[Region]:
-        """The tiles of a picture of `size` (height, width), row by row; none where it fits in one.
+        """The tiles of a image of `size` (height, width), row by row; none where it fits in one.
 
-        They cover it, have one size (the picture's own along an axis that is shorter than the tile), lie inside, and
-        neighbours share at least `overlap`: no tile is smaller at the right or lower edge, they share more instead.
+        They cover it, have one size (the image's own along an axis that is shorter than the tile), lie inside, and
+        neighbors share at least `overlap`: no tile is smaller at the right or lower edge, they share more instead.
         """
         if max(size) <= self.side:
             return []
@@ -64,9 +64,9 @@ class Tiling:
 
 
 def is_cut(boxes: NDArray[np.float32], region: Region, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """[N]: which `boxes` [N, 4], found in a `region` of a picture of `size` (height, width), reach its inner edges.
+    """[N]: which `boxes` [N, 4], found in a `region` of a image of `size` (height, width), reach its inner edges.
 
-    An edge is inner where the picture goes on behind it. Boxes are in pixels of the picture.
+    An edge is inner where the image goes on behind it. Boxes are in pixels of the image.
     """
     x0, y0, x1, y1 = region
     near_x, near_y = EDGE_MARGIN * (x1 - x0), EDGE_MARGIN * (y1 - y0)
@@ -88,7 +88,7 @@ def merge_detections(
     *,
     iou_threshold: float,
 ) -> NDArray[np.int64]:
-    """Which of N boxes of a picture stay, as indices, best score first. boxes: [N, 4]; cut: [N], see `is_cut`.
+    """Which of N boxes of a image stay, as indices, best score first. boxes: [N, 4]; cut: [N], see `is_cut`.
 
     Within each class the whole boxes come first, best score first, then the cut ones. Each that stays takes out what
     comes after it and overlaps it by more than `iou_threshold`, and the cut boxes that it covers by more than COVERED

@@ -1,9 +1,9 @@
 """Detectors: one table (`MODELS`, in `table.py`), `build`, `load_weights`.
 
-A detector (`detector.py`) is an nn.Module with three methods: `forward(images) -> raw`, `loss(raw, batch) -> dict of
-scalars`, `decode(raw, content, scale, size) -> Detections`. Nothing in it makes the host wait for the device but the
-suppression in `decode` (`waits.allow_host_wait("nms")`). How it is trained is `training/`; how it is scored is
-`evaluate.py`; how one is added: docs/add-a-model.md.
+A detector (`detector.py`) is an nn.Module with three methods: `forward(images) -> outputs`, `loss(outputs, batch) ->
+dict of scalars`, `decode(outputs, resized_size, scale, original_size) -> BatchDetections`. Only the NMS in `decode`
+makes the host wait for the device (`allow_host_sync("nms")`). Training is in `training/`, evaluation in `evaluation/`;
+docs/add-a-model.md shows how to add a detector.
 """
 
 from stoker.models.architecture import Architecture

@@ -1,4 +1,4 @@
-"""What a row of `MODELS` says about an architecture. The rows are in `table.py`."""
+"""`Architecture`: what stoker knows about a detector architecture. The table of all of them, `MODELS`, is in `table.py`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,10 +8,10 @@ from stoker.config.settings import ModelSettings
 from stoker.models.detector import Detector
 
 ModelBuilder = Callable[[ModelSettings, int], Detector]
-"""Makes the detector of settings, none of which that it uses is AUTO, for so many classes."""
+"""(settings, number of classes) → detector. No setting that the architecture uses is AUTO."""
 
 Defaults = Mapping[str, tuple[Any, str]]
-"""Values of fields of ModelSettings, each with the reason for it."""
+"""Field of ModelSettings → (value, reason for it)."""
 
 PRETRAINED_DEFAULTS: Defaults = {
     "backbone_norm": ("frozen_bn", "the backbone is pretrained and a detector's batches are small"),
@@ -20,44 +20,44 @@ PRETRAINED_DEFAULTS: Defaults = {
         "the first two stages are general enough as they were pretrained (torchvision's default)",
     ),
 }
-"""What most detectors on a classifier's body have."""
+"""Of most detectors with an ImageNet-pretrained backbone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCost:
-    """With 80 classes, on the square of `canvas_side`. `python -m tests.models.test_table` computes them."""
+    """For 80 classes at `default_image_size`. `python -m tests.models.test_table` computes these numbers."""
 
     gflop: float
-    """1e9 operations to find objects in a picture: products and sums of convolutions and matrices, before NMS."""
+    """GFLOPs to process one image, before NMS: multiplications and additions of convolutions and matrix products."""
     training_gflop: float
-    """The same of a training step, per picture, forward and backward, with the default settings."""
+    """GFLOPs per image of a training step, forward and backward, with the default settings."""
     memory_gib: float
-    """At the peak of a training step: the recipe's batch in bf16, at most 100 boxes a picture, averaged weights.
-    Counted on tensors; what an allocator, a driver and cuDNN take comes on top."""
+    """Peak memory of a training step: the recipe's batch in bf16, at most 100 boxes per image, with EMA weights.
+    Only tensors are counted; the allocator, the driver and cuDNN need more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row of MODELS."""
+    """An entry of MODELS."""
 
     build: ModelBuilder
     description: str
     num_params: int
-    """With 80 classes and the default settings (frozen norms have none)."""
+    """For 80 classes with the default settings. Frozen norms have no parameters."""
     cost: ComputeCost
     recipe: str
-    """The starting point in `recipes.RECIPES` that it is trained from."""
+    """Name in `config.recipes.RECIPES` of the default training settings."""
     default_image_size: int
-    """Side of the square whose area the canvas has at most, in pixels, where the user does not say."""
+    """Side of a square in pixels: the default input size has at most its area."""
     size_divisor: int = 32
-    """What both sides of the canvas are multiples of; most networks halve the picture five times."""
+    """Height and width of the input are multiples of it. Most networks halve the image five times."""
     anchors_scale_with_image_size: bool = False
-    """Whether its default anchor sizes are those of a square of `canvas_side`, and grow and shrink with the canvas."""
+    """Whether the default anchor sizes are for `default_image_size` and are scaled with the input size."""
     defaults: Mapping[str, Any]
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
-    """Why, for each field of `defaults`."""
+    """The reason for each field of `defaults`."""
     urls: Mapping[str, str]
-    """Addresses of pretrained weights, `coco` and `imagenet`, where there are such."""
+    """`coco` and `imagenet` → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None
-    """Epsilon of the norms of classifiers on its body, where it is not that of its own norms."""
+    """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""

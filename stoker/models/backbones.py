@@ -1,8 +1,8 @@
-"""What turns pictures into a pyramid of feature maps: a classification network (the body) and an FPN on top of it.
+"""Backbones with a feature pyramid: a classification network, and an FPN or another neck on top of it.
 
-Bodies are torchvision's networks, or `TinyBody`: one table, `BODIES`. Parameters have the names of torchvision's
-detectors (`body.`, `fpn.`). Every body has five stages, each at half the resolution of the one before it; stages are
-frozen by their number. Which weights fill them is `load.py`.
+The table `BACKBONES` has torchvision's networks, ember's and `TinyBackbone`. Parameters have the names of torchvision's
+detectors (`body.`, `fpn.`). Every backbone has five stages, each at half the resolution of the one before it; stages
+are frozen by their number. SSD's backbones are in `ssd/backbones.py`; `weights/load.py` loads weights.
 """
 
 import itertools
@@ -28,15 +28,15 @@ from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
 from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
-"""What follows the coarsest map: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or nothing."""
+"""Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
 
 
 class IntermediateLayerGetter(nn.ModuleDict):
-    """The maps that the children `outputs` of a body make: images [B, 3, H, W] → name → [B, channels, h, w].
+    """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → name → [B, C, h, w].
 
-    In training on a CPU, children at the beginning that are frozen take one picture at a time: their maps are the
-    largest, keep nothing for a backward pass, and then stay in the processor's cache. The first two stages of
-    MobileNetV2 take a third of the time so (LOG.md, "Frozen stages on a CPU").
+    In training on a CPU, the leading frozen children process one image at a time: their maps are the largest, keep
+    nothing for the backward pass, and then fit in the CPU's cache. That reduces the time of MobileNetV2's first two
+    stages to a third (LOG.md, "Frozen stages on a CPU").
     """
 
     def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ class IntermediateLayerGetter(nn.ModuleDict):
         return maps
 
     def _leading_frozen(self, children: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-        """Children from the first on, up to the first output, that learn nothing and take no statistics of a batch."""
+        """The leading children without trainable parameters and batch statistics, up to the first returned one."""
         frozen = []
         for name, module in children:
             is_trainable = any(parameter.requires_grad for parameter in module.parameters())
@@ -76,11 +76,11 @@ class IntermediateLayerGetter(nn.ModuleDict):
 
 
 class BackboneWithFPN(nn.Module):
-    """A body and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, channels, H / stride, W / stride].
+    """A backbone and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, C, H / stride, W / stride].
 
-    outputs: children of `body` whose output goes to the FPN, with their channels; coarser: levels added at the end;
-    norm: after each convolution of the FPN, None for none; lite: 3 × 3 convolutions as in `lite_convolution`, and only
-    they have the norm.
+    return_layers: child of the backbone → its channels, for each input of the FPN; extra_blocks: levels added at the
+    end; norm: after each convolution of the FPN, None for none; lite: separable 3 × 3 convolutions (`separable_conv`),
+    with the norm only after these.
     """
 
     def __init__(
@@ -105,8 +105,7 @@ class BackboneWithFPN(nn.Module):
 
 
 class BackboneWithNeck(nn.Module):
-    """A body and any neck on top of it: images [B, 3, H, W] → what `neck` makes of the maps of `outputs`, children of
-    `body`."""
+    """A backbone and any neck: images [B, 3, H, W] → `neck(maps)`, the maps of the children `return_layers`."""
 
     def __init__(self, backbone: nn.Module, return_layers: Sequence[str], neck: nn.Module) -> None:
         super().__init__()
@@ -119,9 +118,9 @@ class BackboneWithNeck(nn.Module):
 
 
 class FeaturePyramidNetwork(nn.Module):
-    """The FPN (arXiv 1612.03144): each level is its own map plus the coarser level, enlarged; with torchvision's names.
+    """FPN (arXiv 1612.03144) with torchvision's parameter names.
 
-    Not torchvision's module, because under autocast its enlarging runs in fp32 and takes the sums with it.
+    Not torchvision's module: under autocast its upsampling runs in fp32, and so do the sums after it.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class FeaturePyramidNetwork(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """maps: finest first, each [B, inputs, h, w] and of the same or half the size of the one before it."""
+        """maps: finest first, each [B, C, h, w], of the same or half the size of the one before it."""
         merged = [inner(feature) for inner, feature in zip(self.inner_blocks, maps, strict=True)]
         for level in reversed(range(len(merged) - 1)):
             coarser = merged[level + 1]
@@ -178,13 +177,13 @@ def _conv_norm(in_channels: int, out_channels: int, kernel_size: int, norm: Norm
 
 
 def separable_conv(channels: int, *, stride: int = 1) -> nn.Sequential:
-    """3 × 3 in two parts, each channel by itself and then 1 × 1 over all of them (MobileNet, arXiv 1704.04861), with
-    nothing between the two and no bias: a tenth of the work. Keras calls it SeparableConv2D."""
+    """A depthwise 3 × 3 and a pointwise convolution without norm, activation or bias (Keras's SeparableConv2D; MobileNet,
+    arXiv 1704.04861): a tenth of the FLOPs of a 3 × 3 convolution."""
     return nn.Sequential(depthwise_conv(channels, stride=stride), nn.Conv2d(channels, channels, 1, bias=False))
 
 
 def depthwise_conv(channels: int, *, stride: int = 1) -> nn.Conv2d:
-    """The first part of a `lite_convolution`."""
+    """The first part of `separable_conv`."""
     if stride == 2:
         return StridedConv2d(channels, channels, groups=channels, bias=False)
     return nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
@@ -195,13 +194,13 @@ def _separable_conv_norm_relu6(channels: int, norm: Norm, *, stride: int = 1) ->
 
 
 class BackboneSpec(NamedTuple):
-    """A row of BODIES."""
+    """An entry of BACKBONES."""
 
     build: Callable[[Norm], nn.Module]
     stages: Sequence[Sequence[str]]
-    """Names of the children that make each of the five stages."""
+    """Names of the children of each of the five stages."""
     stage_outputs: Sequence[tuple[str, int]]
-    """The last child at each of the strides 2, 4, 8, 16, 32 that the body has, with its channels; C1 … C5."""
+    """(last child, its channels) of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
 
 
 def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> BackboneSpec:
@@ -222,7 +221,7 @@ def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
 def _mobilenet(
     make: Callable[..., nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
 ) -> BackboneSpec:
-    """first: the number of each stage's first child, and one past the last."""
+    """stage_starts: number of each stage's first child, and one past the last child."""
 
     def build(norm: Norm) -> nn.Module:
         return make(weights=None, norm_layer=norm).get_submodule("features")
@@ -250,7 +249,7 @@ BACKBONES: dict[str, BackboneSpec] = {
         [("stem", 16), ("layer1", 32), ("layer2", 48), ("layer3", 64), ("layer4", 96)],
     ),
 }
-"""Every body by its name, torchvision's where it is torchvision's."""
+"""Every backbone by its name; those of torchvision have torchvision's names."""
 
 
 def build_backbone_with_fpn(
@@ -265,10 +264,10 @@ def build_backbone_with_fpn(
     lite: bool = False,
     return_layers: Mapping[str, int] | None = None,
 ) -> BackboneWithFPN:
-    """The feature pyramid of `channels` on a body of BODIES with its first stages frozen.
+    """A backbone of BACKBONES with its first stages frozen, and an FPN of `channels`.
 
-    finest: 2 … 5, the first C-level (stride 2^finest) that goes into the FPN; outputs: the levels instead, as in
-    `FeaturePyramid`; fpn_norm, lite: as there.
+    min_level: 2 … 5, the first C-level (stride 2^min_level) that goes into the FPN; return_layers: explicit inputs of
+    the FPN instead; return_layers, fpn_norm, lite: as in `BackboneWithFPN`.
     """
     spec = BACKBONES[backbone_name]
     network = _build_backbone(spec, norm, trainable_stages)
@@ -284,8 +283,8 @@ def build_backbone_with_neck(
     trainable_stages: int,
     min_level: int = 3,
 ) -> BackboneWithNeck:
-    """A body of BODIES with its first stages frozen, and the neck that `neck` makes for maps of these channels; finest:
-    as for `pyramid`."""
+    """A backbone of BACKBONES with its first stages frozen, and `neck(channels of its maps)`; min_level: as in
+    `build_backbone_with_fpn`."""
     spec = BACKBONES[backbone_name]
     network = _build_backbone(spec, norm, trainable_stages)
     names, widths = zip(*spec.stage_outputs[min_level - 1 :], strict=True)
@@ -301,14 +300,14 @@ def _build_backbone(spec: "BackboneSpec", norm: NormKind, trainable_stages: int)
 
 
 def freeze_stages(network: nn.Module, stages: Sequence[Sequence[str]], trainable_stages: int) -> None:
-    """Freezes all stages but the last `trainable` ones, 0 … 5. A stage is a list of names of children of `body`."""
+    """Freezes all stages except the last `trainable_stages` (0 … 5). A stage is a list of names of children."""
     for stage in stages[: len(stages) - trainable_stages]:
         for name in stage:
             network.get_submodule(name).requires_grad_(False)
 
 
 class TinyBackbone(nn.Sequential):
-    """A residual network small enough to learn on a CPU in minutes: five stages, `width` to 6 · `width` channels."""
+    """A residual network that trains on a CPU in minutes: five stages of `width` to 6 · `width` channels."""
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What every detector is: the base class of the rows of MODELS, and how it says which of its numbers belong to classes.
+"""`Detector`, the base class of all models, and `ClassHeadSpec`, which names the layers that depend on the classes.
 
-A detector predicts (`forward`), compares with a batch (`loss`) and offers boxes (`candidates`); what happens to those,
-suppression within each class and the way back to pixels of the original picture, is the same for all (`decode`).
+A detector predicts (`forward`), computes its loss (`loss`) and selects boxes before NMS (`candidates`). NMS per class
+and the conversion to pixels of the original image are the same for all detectors (`decode`).
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -20,27 +20,27 @@ from stoker.models.layers.postprocess import (
     topk_detections,
 )
 
-# Mean and standard deviation of ImageNet's pixels, 0 … 1: what torchvision's weights were trained with.
+# Mean and standard deviation of ImageNet pixels in 0 … 1. torchvision's weights were trained with them.
 PIXEL_MEAN = (0.485, 0.456, 0.406)
 PIXEL_STD = (0.229, 0.224, 0.225)
 
 
 class ClassHeadSpec(NamedTuple):
-    """A layer (weight and bias) whose outputs belong to classes: `anchors` groups of classes of `per_class` numbers."""
+    """A layer whose output channels are [num_anchors, classes, outputs_per_class], flattened."""
 
     name: str
-    """Of the module; its tensors are `name.weight` and `name.bias`."""
+    """Of the module. Its tensors are `name.weight` and `name.bias`."""
     num_anchors: int = 1
     outputs_per_class: int = 1
     has_background: bool = False
-    """Whether a background class comes before the user's (softmax)."""
+    """Whether a background class comes before the user's classes (softmax)."""
 
 
 class Detector(nn.Module):
-    """Base of all detectors. settings: no field that the architecture uses is AUTO; class_count: C, without background.
+    """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
-    Nothing but `remark` and the suppression in `decode` may make the host wait for the device. `forward` runs under
-    autocast and so do `loss` and `decode`, which leave it for what needs fp32.
+    Only `training_warning` and the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run
+    under autocast; the last two switch it off where they need fp32.
     """
 
     iou_threshold: float = 0.5
@@ -67,33 +67,32 @@ class Detector(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W] RGB → float32 of the same shape in channels-last memory, as pretrained weights want it."""
+        """uint8 [B, 3, H, W] RGB → normalized float32 of the same shape, in channels-last memory."""
         shift, scale = -self.pixel_mean / self.pixel_std, 1 / (255 * self.pixel_std)
         return torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Any:
-        """images: uint8 [B, 3, H, W], RGB. What it returns goes to `loss`, `candidates` and `decode`, nowhere else."""
+        """images: uint8 [B, 3, H, W], RGB. Only `loss`, `candidates` and `decode` read what it returns."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """The parts of the loss, fp32 scalars whose sum is minimised; normalised within the batch given."""
+        """The terms of the loss by name: fp32 scalars, normalized within the batch. Training minimizes their sum."""
         raise NotImplementedError
 
     def candidates(self, outputs: Any, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """Boxes before suppression, a fixed number; content: int32 [B, 2] as in `Batch`. Runs without gradients."""
+        """A fixed number of boxes before NMS; resized_size: int32 [B, 2] as in `Batch`. Runs without gradients."""
         raise NotImplementedError
 
     def training_warning(self) -> str | None:
-        """A sentence on the training steps so far that the user should know, where there is one. Waits for the host, as
-        "remark"."""
+        """A warning about the training so far, or None. Synchronizes, as "training_warning"."""
         return None
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
-        """The layers whose shapes depend on the classes; files of weights are fitted to the user's by them."""
+        """The layers whose shapes depend on the classes. Weights of other classes are converted with them."""
         raise NotImplementedError
 
     def backbone_key(self, name: str) -> str:
-        """Our name of the tensor that torchvision's classifier on the same body calls `name`."""
+        """Name here of the tensor that torchvision's classifier with the same backbone calls `name`."""
         return self.backbone_prefixes[0] + name.removeprefix("features.")
 
     def decode(
@@ -107,8 +106,11 @@ class Detector(nn.Module):
         iou_threshold: float | None = None,
         max_detections: int = MAX_DETECTIONS,
     ) -> BatchDetections:
-        """The best `detections` boxes of each picture, in pixels of the original; `content`, `scale`, `size` as in
-        `Batch`; iou_threshold: default the model's own. Waits for the host, as "nms", where that is below 1."""
+        """The best `max_detections` boxes of each image in pixels of the original image.
+
+        resized_size, scale, original_size: as in `Batch`; iou_threshold: default the model's own. Synchronizes, as
+        "nms", if that is below 1.
+        """
         nms_threshold = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():
             candidates = self.candidates(outputs, resized_size, score_threshold=score_threshold)

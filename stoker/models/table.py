@@ -79,7 +79,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "ember_mobilenet_v2": _make_architecture(
         build=ember_builder("mobilenet_v2", channels=(64, 128, 256), num_blocks=1),
-        description="CPUs, edge devices, classes that look alike: ember_n on a body that has seen ImageNet",
+        description="CPUs, edge devices, classes that look alike: ember_n on a backbone that has seen ImageNet",
         num_params=3_944_944,
         cost=ComputeCost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
         recipe="light",
@@ -89,7 +89,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "ember_resnet18": _make_architecture(
         build=ember_builder("resnet18", channels=(64, 128, 256), num_blocks=1),
-        description="GPUs, classes that look alike: on a body that has seen ImageNet",
+        description="GPUs, classes that look alike: on a backbone that has seen ImageNet",
         num_params=12_772_976,
         cost=ComputeCost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
         recipe="light",
@@ -142,7 +142,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_resnext50_32x4d_fpn": _make_architecture(
         build=retinanet_builder("resnext50_32x4d"),
-        description="large GPUs: the work of resnet50, on a body that classifies better (ImageNet 77.6 % to 76.1 %)",
+        description="large GPUs: the work of resnet50, on a backbone that classifies better (ImageNet 77.6 % to 76.1 %)",
         num_params=33_243_572,
         cost=ComputeCost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
         recipe="standard",
@@ -172,7 +172,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_mobilenet_v3_large_fpn": _make_architecture(
         build=retinanet_builder("mobilenet_v3_large", channels=128, num_convs=2),
-        description="small GPUs: as mobilenet_v2_fpn, on a body that classifies better (ImageNet 74.0 % to 71.9 %)",
+        description="small GPUs: as mobilenet_v2_fpn, on a backbone that classifies better (ImageNet 74.0 % to 71.9 %)",
         num_params=5_290_196,
         cost=ComputeCost(gflop=7.79, training_gflop=23.0, memory_gib=0.44),
         recipe="light",
@@ -183,14 +183,14 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_tiny_fpn": _make_architecture(
         build=retinanet_builder("tiny", channels=48, num_convs=2, extra_blocks=None, with_norm=True),
-        description="the demo, tests, and CPUs: learns simple objects in pictures of 128 pixels in minutes",
+        description="the demo, tests, and CPUs: learns simple objects in images of 128 pixels in minutes",
         num_params=631_640,
         cost=ComputeCost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
         recipe="tiny",
         default_image_size=320,
         defaults={
             **FOCAL_DEFAULTS,
-            "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a picture of 128 pixels"),
+            "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a image of 128 pixels"),
             "anchor_scales": ((1.0, 2**0.5), "two scales per octave"),
             "aspect_ratios": ((1.0,), "a third of the work of three ratios"),
             "backbone_norm": ("bn", "as its weights were trained"),
@@ -346,7 +346,7 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
 
 
 def check_image_size(config: Config) -> None:
-    """Raises ConfigError for a canvas that the config's model cannot have. AUTO passes."""
+    """Raises ConfigError for a model input that the config's model cannot have. AUTO passes."""
     set_fields = config.set_fields()
     if not {"image_size", "model"} <= set_fields.keys():
         return

@@ -187,7 +187,7 @@ def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | 
         classes.add_row(plain_text(row.name), fmt.metric(row.ap), fmt.metric(row.ap50), fmt.count(row.boxes))
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
     counts = (
-        f"{fmt.plural(metrics.pictures, 'picture')}{unread}, {fmt.plural(metrics.boxes, 'box', 'boxes')}, "
+        f"{fmt.plural(metrics.num_images, 'picture')}{unread}, {fmt.plural(metrics.boxes, 'box', 'boxes')}, "
         f"{fmt.plural(metrics.detections, 'detection')}"
     )
     print_renderables([counts, "", numbers, "", classes], file, width=width)

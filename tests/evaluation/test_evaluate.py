@@ -50,27 +50,27 @@ class Columns(NamedTuple):
     crowd: np.ndarray
     area: np.ndarray
 
-    def path(self, row: int) -> Path:
-        return Path(f"{row}.jpg")
+    def path(self, image_index: int) -> Path:
+        return Path(f"{image_index}.jpg")
 
-    def place(self, row: int) -> str:
-        return f"{row}.jpg"
+    def display_source(self, image_index: int) -> str:
+        return f"{image_index}.jpg"
 
-    def span(self, row: int) -> tuple[int, int] | None:
-        return (row * 100, 50) if row % 2 else None
+    def byte_range(self, image_index: int) -> tuple[int, int] | None:
+        return (image_index * 100, 50) if image_index % 2 else None
 
     @property
-    def size(self) -> np.ndarray:
+    def original_size(self) -> np.ndarray:
         return np.full((len(self.offsets) - 1, 2), (480, 640))
 
 
-def columns(boxes_of_picture: list[list[tuple[float, ...]]], class_count: int) -> Columns:
+def columns(boxes_of_image: list[list[tuple[float, ...]]], class_count: int) -> Columns:
     """Pictures as lists of (x1, y1, x2, y2, label, crowd, area factor)."""
-    flat = np.array([box for boxes in boxes_of_picture for box in boxes], np.float64).reshape(-1, 7)
+    flat = np.array([box for boxes in boxes_of_image for box in boxes], np.float64).reshape(-1, 7)
     corners = flat[:, :4].astype(np.float32)
     return Columns(
         class_names=tuple(f"class {n}" for n in range(class_count)),
-        offsets=np.cumsum([0] + [len(boxes) for boxes in boxes_of_picture]).astype(np.int64),
+        offsets=np.cumsum([0] + [len(boxes) for boxes in boxes_of_image]).astype(np.int64),
         boxes=corners,
         labels=flat[:, 4].astype(np.int32),
         crowd=flat[:, 5].astype(bool),
@@ -78,13 +78,13 @@ def columns(boxes_of_picture: list[list[tuple[float, ...]]], class_count: int) -
     )
 
 
-def detections(rows: list[int], boxes: Any, scores: Any, labels: Any, pictures: Any) -> Detections:
+def detections(rows: list[int], boxes: Any, scores: Any, labels: Any, images: Any) -> Detections:
     return Detections(
         image_index=np.array(rows, np.int64),
         boxes=np.array(boxes, np.float32).reshape(-1, 4),
         score=np.array(scores, np.float32),
         label=np.array(labels, np.int64),
-        image_indices=np.array(pictures, np.int64),
+        image_indices=np.array(images, np.int64),
     )
 
 
@@ -119,7 +119,7 @@ def pycocotools(truth: GroundTruth, found: Detections) -> COCOeval:
         dt.createIndex()
         run = COCOeval(gt, dt, "bbox")
         run.evaluate()
-        run.grad_accum_steps()
+        run.accumulate()
         run.summarize()
     return run
 
@@ -147,23 +147,23 @@ def assert_equals_oracle(truth: GroundTruth, found: Detections) -> Metrics:
     return metrics
 
 
-def random_case(seed: int, pictures: int, class_count: int, *, most_found: int = 30) -> tuple[GroundTruth, Detections]:
+def random_case(seed: int, images: int, class_count: int, *, max_found: int = 30) -> tuple[GroundTruth, Detections]:
     """Boxes of all sizes, crowds, empty pictures, empty classes, and detections near, doubled, tied and wrong."""
     draw = np.random.default_rng(seed)
-    truth_rows: list[list[tuple[float, ...]]] = []
+    gt_rows: list[list[tuple[float, ...]]] = []
     rows: list[int] = []
     found: list[np.ndarray] = []
     scores: list[float] = []
     labels: list[int] = []
-    for picture in range(pictures):
+    for image in range(images):
         mine = []
         for _ in range(int(draw.integers(0, 8))):
             x, y = draw.uniform(0, 300, 2)
             w, h = np.exp(draw.uniform(np.log(3), np.log(300), 2))
             label = int(draw.integers(0, max(1, class_count - 1)))  # the last class has no true box
             mine.append((x, y, x + w, y + h, label, float(draw.random() < 0.15), draw.uniform(0.5, 1.0)))
-        truth_rows.append(mine)
-        for _ in range(int(draw.integers(0, most_found))):
+        gt_rows.append(mine)
+        for _ in range(int(draw.integers(0, max_found))):
             if mine and draw.random() < 0.7:
                 near = mine[int(draw.integers(len(mine)))]
                 size = np.array([near[2] - near[0], near[3] - near[1]] * 2)
@@ -174,24 +174,24 @@ def random_case(seed: int, pictures: int, class_count: int, *, most_found: int =
                 box = np.concatenate([corner, corner + draw.uniform(2, 200, 2)])
                 label = int(draw.integers(class_count))
             box[2:] = np.maximum(box[2:], box[:2] + 1)
-            rows.append(picture)
+            rows.append(image)
             found.append(box)
             labels.append(label)
             scores.append(round(float(draw.random()), 1))  # one digit: many ties
-    index = columns([[(9, 9, 50, 50, 0, 0, 1.0)], *truth_rows], class_count)
-    every = np.arange(pictures + 1)
+    index = columns([[(9, 9, 50, 50, 0, 0, 1.0)], *gt_rows], class_count)
+    every = np.arange(images + 1)
     return ground_truth(index, every), detections([r + 1 for r in rows], found, scores, labels, every)
 
 
-@given(seed=st.integers(0, 2**32), pictures=st.integers(1, 12), class_count=st.integers(1, 5))
+@given(seed=st.integers(0, 2**32), images=st.integers(1, 12), class_count=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_random_boxes_score_as_pycocotools(seed: int, pictures: int, class_count: int) -> None:
-    assert_equals_oracle(*random_case(seed, pictures, class_count))
+def test_random_boxes_score_as_pycocotools(seed: int, images: int, class_count: int) -> None:
+    assert_equals_oracle(*random_case(seed, images, class_count))
 
 
-@given(seed=st.integers(0, 2**32), pictures=st.integers(1, 4), class_count=st.integers(1, 3))
+@given(seed=st.integers(0, 2**32), images=st.integers(1, 4), class_count=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, pictures: int, class_count: int) -> None:
+def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, images: int, class_count: int) -> None:
     """Equal overlaps, overlaps equal to a threshold, the same box twice, areas of 32² and 96² exactly, equal scores."""
     draw = np.random.default_rng(seed)
 
@@ -199,14 +199,14 @@ def test_boxes_of_few_sizes_at_few_places_score_as_pycocotools(seed: int, pictur
         corner = draw.choice([0, 8, 16, 32], (count, 2))
         return np.concatenate([corner, corner + draw.choice([16, 32, 64, 96, 144], (count, 2))], axis=1)
 
-    truth_rows, rows = [], np.sort(draw.integers(0, pictures, int(draw.integers(0, 60 * pictures))))
-    for _ in range(pictures):
+    gt_rows, rows = [], np.sort(draw.integers(0, images, int(draw.integers(0, 60 * images))))
+    for _ in range(images):
         mine = boxes(int(draw.integers(0, 9)))
-        truth_rows.append([(*box, float(draw.integers(class_count)), float(draw.random() < 0.2), 1.0) for box in mine])
-    index = columns([[(0, 0, 32, 32, 0, 0, 1.0)], *truth_rows], class_count)
+        gt_rows.append([(*box, float(draw.integers(class_count)), float(draw.random() < 0.2), 1.0) for box in mine])
+    index = columns([[(0, 0, 32, 32, 0, 0, 1.0)], *gt_rows], class_count)
     found = detections((rows + 1).tolist(), boxes(len(rows)), draw.integers(1, 5, len(rows)) / 5,
-                       draw.integers(0, class_count, len(rows)), range(pictures + 1))  # fmt: skip
-    assert_equals_oracle(ground_truth(index, np.arange(pictures + 1)), found)
+                       draw.integers(0, class_count, len(rows)), range(images + 1))  # fmt: skip
+    assert_equals_oracle(ground_truth(index, np.arange(images + 1)), found)
 
 
 def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
@@ -220,7 +220,7 @@ def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
 
 
 def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> None:
-    truth, found = random_case(5, 4, 2, most_found=400)
+    truth, found = random_case(5, 4, 2, max_found=400)
     assert max(np.bincount(found.image_index)) > 200
     metrics = assert_equals_oracle(truth, found)
     assert metrics.ar1 is not None
@@ -231,11 +231,11 @@ def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> N
 @settings(max_examples=20, deadline=None)
 def test_shares_of_the_pictures_score_as_one_in_any_order(seed: int, ranks: int) -> None:
     truth, found = random_case(seed, 9, 3)
-    shares = []
+    parts = []
     for rank in np.random.default_rng(seed).permutation(ranks).tolist():
         mine = found.select(found.image_index % ranks == rank)
-        shares.append(dataclasses.replace(mine, pictures=found.image_indices[found.image_indices % ranks == rank]))
-    together = Detections.concatenate(shares)
+        parts.append(dataclasses.replace(mine, image_indices=found.image_indices[found.image_indices % ranks == rank]))
+    together = Detections.concatenate(parts)
     index = columns([[] for _ in range(10)], 3)
     one, many = (build_evaluation(compute_coco_result(truth, of), truth, of, index, step=1) for of in (found, together))
     assert one == many
@@ -254,12 +254,12 @@ def test_each_rank_detects_in_its_share(tmp_path: Path) -> None:
                                rank=rank, world_size=ranks) as batches:  # fmt: skip
             return detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
 
-    shares = [share(rank, 3) for rank in (2, 0, 1)]
-    assert [sorted(of.image_indices.tolist()) for of in shares] == [rows[[4, 5]].tolist(), rows[[0, 1, 6]].tolist(),
+    parts = [share(rank, 3) for rank in (2, 0, 1)]
+    assert [sorted(of.image_indices.tolist()) for of in parts] == [rows[[4, 5]].tolist(), rows[[0, 1, 6]].tolist(),
                                                                rows[[2, 3]].tolist()]  # fmt: skip
     truth = ground_truth(index, rows)
-    assert len(shares[0]) > 0
-    assert compute_metrics(truth, Detections.concatenate(shares)) == compute_metrics(truth, share(0, 1))
+    assert len(parts[0]) > 0
+    assert compute_metrics(truth, Detections.concatenate(parts)) == compute_metrics(truth, share(0, 1))
 
 
 def test_area_ranges_come_from_the_source_not_from_the_box() -> None:
@@ -296,7 +296,7 @@ def test_nothing_found_is_zero_not_a_crash() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], []], 2)
     metrics = assert_equals_oracle(ground_truth(index, np.array([0, 1])), empty_detections([0, 1]))
     assert (metrics.ap, metrics.ap50, metrics.ar100, metrics.ap_small) == (0.0, 0.0, 0.0, None)
-    assert (metrics.pictures, metrics.boxes, metrics.detections) == (2, 1, 0)
+    assert (metrics.num_images, metrics.boxes, metrics.detections) == (2, 1, 0)
 
 
 @pytest.mark.parametrize("boxes", [[], [(0, 0, 50, 50, 0, 1, 1.0)]], ids=["none", "only crowd"])
@@ -310,7 +310,7 @@ def test_pictures_that_were_not_seen_are_left_out_and_counted() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], [(0, 0, 60, 60, 0, 0, 1.0)]], 1)
     found = detections([0], [[0, 0, 50, 50]], [0.9], [0], [0])
     metrics = compute_metrics(ground_truth(index, np.array([0, 1])), found)
-    assert (metrics.ap, metrics.pictures, metrics.missing, metrics.boxes) == (1.0, 1, 1, 1)
+    assert (metrics.ap, metrics.num_images, metrics.missing, metrics.boxes) == (1.0, 1, 1, 1)
 
 
 def test_only_the_boxes_of_the_given_rows_count() -> None:
@@ -327,7 +327,7 @@ def test_scoring_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     boxes: Tensor
     scores: Tensor
     labels: Tensor
@@ -345,21 +345,21 @@ class Painter(nn.Module):
         self.trained = nn.BatchNorm2d(3)
         self.frozen.eval()
         self.modes: list[bool] = []
-        self.asked: tuple[float, float] | None = None
+        self.requested: tuple[float, float] | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         self.modes.append(self.trained.training)
         return images[:, 0, 0, :4].float()
 
-    def decode(self, raw: Tensor, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
-               iou_threshold: float) -> Found:  # fmt: skip
-        assert content.shape == size.shape == (len(raw), 2)
-        self.asked = (score_threshold, iou_threshold)
+    def decode(self, raw: Tensor, resized_size: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
+               iou_threshold: float) -> Measured:  # fmt: skip
+        assert resized_size.shape == size.shape == (len(raw), 2)
+        self.requested = (score_threshold, iou_threshold)
         yx = scale.flip(1).repeat(1, 2)
         boxes = torch.stack([raw / yx, raw / yx + 500, raw * 0], dim=1)
         scores = torch.tensor([0.9, 0.8, 0.0]).expand(len(raw), 3)
         valid = torch.tensor([True, False, False]).expand(len(raw), 3)
-        return Found(boxes, scores, torch.zeros(len(raw), 3, dtype=torch.int64), valid)
+        return Measured(boxes, scores, torch.zeros(len(raw), 3, dtype=torch.int64), valid)
 
 
 def batch(rows: list[int], boxes: list[list[int]], scale: float = 0.5) -> Batch:
@@ -389,8 +389,8 @@ def test_a_loader_of_full_batches_with_filling_is_scored_in_original_pixels() ->
     metrics = evaluate(model, batches, index, np.arange(3), CPU, precision="fp32", score_threshold=0.1,
                        iou_threshold=0.6)  # fmt: skip
     assert metrics.ap == pytest.approx(1.0)
-    assert (metrics.pictures, metrics.detections, metrics.missing) == (3, 3, 0)
-    assert model.asked == (0.1, 0.6)
+    assert (metrics.num_images, metrics.detections, metrics.missing) == (3, 3, 0)
+    assert model.requested == (0.1, 0.6)
 
 
 def test_each_module_is_left_in_its_own_mode_also_after_a_failure() -> None:
@@ -454,6 +454,6 @@ def test_an_evaluation_waits_for_the_device_by_name_only(monkeypatch: pytest.Mon
         found = detect(model, batches, CPU, precision="fp32", score_threshold=0.0)
     assert found.image_indices.tolist() == [0, 1, 2]
     assert len(found) > 0
-    monkeypatch.setattr("stoker.evaluation.evaluate.allow_host_wait", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("stoker.evaluation.evaluate.allow_host_sync", lambda _: contextlib.nullcontext())
     with pytest.raises(HostSyncError), ForbidHostSync():
         detect(model, batches, CPU, precision="fp32")

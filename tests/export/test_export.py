@@ -69,7 +69,7 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
         model.train()(torch.from_numpy(pictures(2, seed)))  # the norms learn what the pictures are like
     model.eval()
     return model, model_file.ModelMetadata(
-        settings=config.model, class_names=CLASSES, canvas=CANVAS, resize="letterbox", step=7
+        settings=config.model, class_names=CLASSES, image_size=CANVAS, resize="letterbox", step=7
     )
 
 
@@ -84,15 +84,15 @@ def networks_once() -> Iterator[None]:
     made: dict[tuple[Any, ...], bytes] = {}
     real = graph._export_network
 
-    def once(model: models.Detector, canvas: tuple[int, int], opset: int) -> Any:
+    def once(model: models.Detector, image_size: tuple[int, int], opset: int) -> Any:
         weights = b"".join(tensor.contiguous().numpy().tobytes() for tensor in model.state_dict().values())
-        key = (hashlib.sha256(weights).digest(), canvas, opset)
+        key = (hashlib.sha256(weights).digest(), image_size, opset)
         if key not in made:
-            made[key] = real(model, canvas, opset).SerializeToString()
+            made[key] = real(model, image_size, opset).SerializeToString()
         return onnx.load_from_string(made[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "_network", once)
+        patch.setattr(graph, "_export_network", once)
         yield
 
 
@@ -101,9 +101,9 @@ def run(tmp_path: Path, data: Path) -> Path:
     """The folder of a run: its settings and its best weights."""
     folder = tmp_path / "run"
     folder.mkdir()
-    model, card = lively()
+    model, metadata = lively()
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "best.safetensors", card.header())
+    save_file(tensors, folder / "best.safetensors", metadata.header())
     (folder / "config.toml").write_text(to_toml(Config().replace(data=str(data)), {}))
     return folder
 
@@ -120,8 +120,8 @@ def model() -> models.Detector:
     return lively()[0]
 
 
-def of_file(file: OnnxModel, images: Any, content: Any, **thresholds: float) -> list[parity.ImageDetections]:
-    found = file.run(images, content, **thresholds)
+def of_file(file: OnnxModel, images: Any, resized_size: Any, **thresholds: float) -> list[parity.ImageDetections]:
+    found = file.run(images, resized_size, **thresholds)
     return [
         parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
         for n, count in enumerate(found.count.tolist())
@@ -139,25 +139,25 @@ def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, st
     lines = out.splitlines()
     assert len(lines) == 2, "and nothing that torch's exporter says to its developers"
     assert lines[0].startswith(f"{run / 'best.onnx'} (")
-    said = re.fullmatch(r"parity on 10 pictures, ([\d,]+) boxes: boxes within (\S+) px, scores within (\S+?)"
+    message = re.fullmatch(r"parity on 10 pictures, ([\d,]+) boxes: boxes within (\S+) px, scores within (\S+?)"
                         r"(, \d+ boxes of one only, at a threshold or tie)?; \S+ ms/picture in onnxruntime \(\d+ "
                         r"threads\)", lines[1])  # fmt: skip
-    assert said, lines[1]
-    assert int(said[1].replace(",", "")) > 500
-    assert float(said[2]) < 0.01
-    assert float(said[3]) < 1e-5
+    assert message, lines[1]
+    assert int(message[1].replace(",", "")) > 500
+    assert float(message[2]) < 0.01
+    assert float(message[3]) < 1e-5
     assert {path.name for path in run.iterdir()} == before | {"best.onnx"}
 
 
 def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: Run) -> None:
     assert stoker("export", run, "--onnx")[0] == 0
-    content = (run / "best.onnx").read_bytes()
+    resized_size = (run / "best.onnx").read_bytes()
     for told in (b"site-packages", b".py", str(Path.home()).encode(), str(run).encode(), b"stack_trace"):
-        assert told not in content
-    file = onnx.load_from_string(content)
+        assert told not in resized_size
+    file = onnx.load_from_string(resized_size)
     assert (file.producer_name, file.opset_import[0].version) == ("stoker", 18)
     assert file.ir_version <= 10, "what onnxruntime 1.20 reads"
-    session = onnxruntime.InferenceSession(content)
+    session = onnxruntime.InferenceSession(resized_size)
     about = session.get_modelmeta().custom_metadata_map
     assert set(about) == {"class_names", "canvas", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
     assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
@@ -180,13 +180,13 @@ def test_no_division_of_places_goes_through_float32(exported: Path) -> None:
 @settings(max_examples=20, deadline=None)
 @given(
     count=st.integers(1, 4), seed=st.integers(0, 1000), score_threshold=st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]),
-    iou_threshold=st.floats(0.05, 0.95), content=st.tuples(st.integers(1, CANVAS[0]), st.integers(1, CANVAS[1])),
+    iou_threshold=st.floats(0.05, 0.95), resized_size=st.tuples(st.integers(1, CANVAS[0]), st.integers(1, CANVAS[1])),
 )  # fmt: skip
 def test_any_batch_any_thresholds_any_content(
     exported: Path, model: models.Detector, count: int, seed: int, score_threshold: float, iou_threshold: float,
-    content: tuple[int, int],
+    resized_size: tuple[int, int],
 ) -> None:  # fmt: skip
-    images, inside = pictures(count, seed), np.array([CANVAS, content] * 2, np.int32)[:count]
+    images, inside = pictures(count, seed), np.array([CANVAS, resized_size] * 2, np.int32)[:count]
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     file = OnnxModel(exported, num_threads=1)
     for n, found in enumerate(of_file(file, images, inside, **thresholds)):
@@ -220,10 +220,10 @@ def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -
 
 @pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.slow)])
 def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
-    path, card = tmp_path / "four.onnx", lively()[1]
+    path, metadata = tmp_path / "four.onnx", lively()[1]
     path.write_bytes(
         graph.build_onnx(
-            model, card, score_threshold=0.2, iou_threshold=0.3, max_detections=7, opset=opset, batch_size=4
+            model, metadata, score_threshold=0.2, iou_threshold=0.3, max_detections=7, opset=opset, batch_size=4
         )
     )
     assert onnx.load(path).opset_import[0].version == opset
@@ -276,10 +276,10 @@ def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, mo
 
     assert stoker("export", run, "--onnx")[0] == 0
     before = (run / "best.onnx").read_bytes()
-    monkeypatch.setattr(graph, "_network", wrong)
+    monkeypatch.setattr(graph, "_export_network", wrong)
     for out in ("best.onnx", "new.onnx"):
-        code, said, err = stoker("export", run, "--onnx", "--out", run / out)
-        assert (code, said) == (3, "")
+        code, message, err = stoker("export", run, "--onnx", "--out", run / out)
+        assert (code, message) == (3, "")
         assert "does not find what the model finds" in err
         assert "largest differences on 10 pictures" in err
     assert sorted(path.name for path in run.iterdir()) == ["best.onnx", "best.safetensors", "config.toml"]
@@ -353,9 +353,9 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
         code, _, err = stoker("predict", what, data / "valid", "--conf", "0.3", "--iou", "0.4", "--out", out)
         assert code == 0, err
         answers.append(json.loads((out / "predictions.json").read_text()))
-        code, said, err = stoker("eval", what, data, "--json")
+        code, message, err = stoker("eval", what, data, "--json")
         assert code == 0, err
-        scores.append(json.loads(said))
+        scores.append(json.loads(message))
     for one, other in zip(*answers, strict=True):
         assert one["path"] == other["path"]
         assert len(one["detections"]) == len(other["detections"]) > 3
@@ -372,9 +372,9 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
 
 
 def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
-    picture = tmp_path / "shot.png"
-    Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(picture)
-    assert stoker("export", run, "--onnx", "--images", picture)[0] == 0
+    image = tmp_path / "shot.png"
+    Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(image)
+    assert stoker("export", run, "--onnx", "--images", image)[0] == 0
     (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     absent = (
         "import sys\n"
@@ -384,11 +384,11 @@ def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp
         "sys.meta_path.insert(0, Absent())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", absent + script, run / "best.onnx", picture], capture_output=True, text=True, check=True
+        [sys.executable, "-c", absent + script, run / "best.onnx", image], capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    code, _, err = stoker("predict", run / "best.onnx", picture, "--conf", "0.05", "--out", tmp_path / "out")
+    code, _, err = stoker("predict", run / "best.onnx", image, "--conf", "0.05", "--out", tmp_path / "out")
     assert code == 0, err
     ((answer),) = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert len(lines) == len(answer["detections"]) > 3

@@ -57,7 +57,7 @@ def test_the_whole_step_never_waits(device: Device, optimizer: str, precision: s
     for step in range(3):
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            losses = forward_backward(make_loss_fn(model, eager=True), stepper, batch, 1, device.autocast(precision))
+            losses = forward_backward(make_loss_fn(model, compile=False), stepper, batch, 1, device.autocast(precision))
             norm, bad = stepper.step(1e-3, step)
             meter.add(losses, norm, bad, step)
         finally:
@@ -83,7 +83,7 @@ def test_augmentation_never_waits_and_is_that_of_the_cpu(device: Device):
     on_cpu = case(8, 128, Device(torch.device("cpu")))
     noise = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (8, 128, 128, 3), dtype=torch.uint8, generator=noise).permute(0, 3, 1, 2)
-    on_cpu = on_cpu._replace(images=pixels, draw=torch.rand(on_cpu.rand.shape, generator=noise))
+    on_cpu = on_cpu._replace(images=pixels, rand=torch.rand(on_cpu.rand.shape, generator=noise))
     on_gpu = Batch(*(tensor.to(device.torch_device) for tensor in on_cpu))
     augment_batch(on_gpu, settings, 0.0)  # what happens once
     torch.cuda.set_sync_debug_mode("error")

@@ -15,7 +15,7 @@ from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.loop import train
-from tests.data.loading import loader_threads, make
+from tests.data.loading import loader_workers, make
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
 from tests.drawn import draw
 
@@ -33,12 +33,12 @@ def device() -> Device:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Smooth:
+def images(tmp_path: Path) -> Smooth:
     return Smooth(tmp_path)
 
 
 def stream(index: Smooth, count: int, device: Device, **changes) -> list[Batch]:
-    with make(index, device=device, canvas=(64, 96), **changes) as loader:
+    with make(index, device=device, image_size=(64, 96), **changes) as loader:
         return [Batch(*(tensor.cpu() for tensor in next(loader))) for _ in range(count)]
 
 
@@ -47,11 +47,11 @@ def test_this_build_has_nvjpeg(device: Device) -> None:
 
 
 @pytest.mark.parametrize("crop", [0.0, 0.7])
-def test_batches_are_those_of_the_host_but_for_a_few_levels(pictures: Smooth, device: Device, crop: float) -> None:
+def test_batches_are_those_of_the_host_but_for_a_few_levels(images: Smooth, device: Device, crop: float) -> None:
     """Grey, all chroma samplings, all orientations of EXIF; PNG, CMYK and progressive are the host's own."""
-    said: list[str] = []
-    found = stream(pictures, 12, device, crop=crop, decoder="nvjpeg", on_tuned=said.append)
-    expected = stream(pictures, 12, device, crop=crop)
+    message: list[str] = []
+    found = stream(images, 12, device, crop=crop, decoder="nvjpeg", on_tuned=message.append)
+    expected = stream(images, 12, device, crop=crop)
     for ours, theirs in zip(found, expected, strict=True):
         for name, a, b in zip(Batch._fields[1:], ours[1:], theirs[1:], strict=True):
             assert torch.equal(a, b), name
@@ -60,34 +60,34 @@ def test_batches_are_those_of_the_host_but_for_a_few_levels(pictures: Smooth, de
             apart = (ours.images[k].float() - theirs.images[k].float()).abs()
             assert apart[:, height:].sum() == apart[:, :, width:].sum() == 0, "padding"
             assert apart[:, :height, :width].mean() < (0.001 if row in (PNG, CMYK, PROGRESSIVE) else NEAR), row
-    assert not [sentence for sentence in said if "refuses" in sentence]
+    assert not [sentence for sentence in message if "refuses" in sentence]
 
 
-def test_it_repeats_bit_for_bit(pictures: Smooth, device: Device) -> None:
-    first, second = (stream(pictures, 12, device, decoder="nvjpeg", threads=threads) for threads in (1, 4))
+def test_it_repeats_bit_for_bit(images: Smooth, device: Device) -> None:
+    first, second = (stream(images, 12, device, decoder="nvjpeg", threads=threads) for threads in (1, 4))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth, device: Device) -> None:
+def test_bad_pictures_are_in_quarantine_as_with_the_host(images: Smooth, device: Device) -> None:
     bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
     for row, how in bad.items():
-        pictures.damage(row, how)
+        images.damage(row, how)
     told: dict[str, list] = {"host": [], "nvjpeg": []}
     for decoder, log in told.items():
-        stream(pictures, 12, device, decoder=decoder, max_bad=1.0, on_quarantine=log.append)
+        stream(images, 12, device, decoder=decoder, max_bad=1.0, on_quarantine=log.append)
     assert told["nvjpeg"] == told["host"]
     assert {one.row for one in told["host"]} == bad.keys()
 
 
-def test_the_training_thread_never_waits_for_the_device(pictures: Smooth, device: Device) -> None:
+def test_the_training_thread_never_waits_for_the_device(images: Smooth, device: Device) -> None:
     """Batches that are made are handed over while the main stream is still at work on something long."""
-    with make(pictures, device=device, canvas=(64, 96), jpeg_decoder="nvjpeg") as loader:
+    with make(images, device=device, image_size=(64, 96), jpeg_decoder="nvjpeg") as loader:
         next(loader)
         while loader.stats().ready < 4 * (
             PREFETCH_DEPTH + BUFFERS_IN_USE - 1
         ):  # all of the ring but what is handed out
-            assert loader_threads()
+            assert loader_workers()
         asleep = torch.Event(device.torch_device)
         torch.cuda._sleep(10**10)  # cycles: several seconds
         asleep.record(torch.accelerator.current_stream(device.torch_device))
@@ -96,12 +96,12 @@ def test_the_training_thread_never_waits_for_the_device(pictures: Smooth, device
         assert not asleep.query()
 
 
-def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, device: Device) -> None:
+def test_nothing_is_written_into_memory_that_is_still_read(images: Smooth, device: Device) -> None:
     """While the device is busy for long, batches pile up behind it: each must still be what it was made as."""
-    usual = stream(pictures, 24, device, decoder="nvjpeg")
+    usual = stream(images, 24, device, decoder="nvjpeg")
     matrix = torch.randn(8192, 8192, device=device.torch_device)
     sums = []
-    with make(pictures, device=device, canvas=(64, 96), jpeg_decoder="nvjpeg") as loader:
+    with make(images, device=device, image_size=(64, 96), jpeg_decoder="nvjpeg") as loader:
         for _ in range(24):
             batch = next(loader)
             for _ in range(4):
@@ -111,12 +111,12 @@ def test_nothing_is_written_into_memory_that_is_still_read(pictures: Smooth, dev
     assert [int(total) for total in sums] == [int(batch.images.long().sum()) for batch in usual]
 
 
-def test_it_is_chosen_by_what_was_measured(pictures: Smooth, device: Device) -> None:
+def test_it_is_chosen_by_what_was_measured(images: Smooth, device: Device) -> None:
     options = {"image_size": (64, 96), "resize": "letterbox", "batch_size": 8}
-    decoder, why = measure_and_choose_decoder(pictures, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
+    decoder, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
     assert decoder == "host"
     assert "nvJPEG cannot" not in why
-    _, why = measure_and_choose_decoder(pictures, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e-9)
+    _, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e-9)
     assert "nvJPEG decodes" in why
 
 

@@ -20,8 +20,8 @@ pytestmark = [
 ]
 CLASSES = 4
 PREDICTED = {
-    "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=8, slots=100, canvas=(800, 800)),
-    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", batch=64, slots=32, canvas=(320, 320)),
+    "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=8, slots=100, image_size=(800, 800)),
+    "mobilenet": fakes.Trial(model="retinanet_mobilenet_v2_fpn", batch=64, slots=32, image_size=(320, 320)),
 }
 APART = 0.1
 """Of the measured peak from the predicted one, which knows no work space of cuDNN."""
@@ -59,7 +59,7 @@ def steps(name: str, device: Device, *, eager: bool) -> None:
         LossAccumulator(device, max_skipped_steps=5),
         case(name, device),
     )
-    compute = make_loss_fn(model, eager=eager)
+    compute = make_loss_fn(model, compile=not eager)
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
@@ -87,7 +87,7 @@ def test_compiled_losses_and_gradients_are_those_of_the_eager_model(device: Devi
     stepper = make_stepper(model, device)
     found = []
     for eager in (True, False):
-        losses = forward_backward(make_loss_fn(model, eager=eager), stepper, batch, 1, device.autocast("fp32"))
+        losses = forward_backward(make_loss_fn(model, compile=not eager), stepper, batch, 1, device.autocast("fp32"))
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         found.append((losses, gradients))
@@ -108,12 +108,12 @@ def test_the_peak_of_memory_is_the_predicted_one(name: str, device: Device) -> N
     model = build(settings_of(trial.model), trial.classes).to(device.torch_device).train()
     stepper = make_stepper(model, device, ema=0.0)
     batch = make_worst_case_batch(
-        trial.batch, image_size=trial.canvas, max_boxes=trial.slots, num_classes=trial.classes, device=device
+        trial.batch, image_size=trial.image_size, max_boxes=trial.slots, num_classes=trial.classes, device=device
     )
     device.reset_peak_memory()
     for step in range(trial.steps):
         augmented = augment_batch(batch, fakes.AUGMENTATIONS, 0.0)
-        forward_backward(make_loss_fn(model, eager=True), stepper, augmented, 1, device.autocast(trial.precision))
+        forward_backward(make_loss_fn(model, compile=False), stepper, augmented, 1, device.autocast(trial.precision))
         stepper.step(1e-4, step)
     device.synchronize()
     measured = device.memory().peak - before

@@ -27,7 +27,7 @@ CPU = Device(torch.device("cpu"))
 CARD = ModelMetadata(settings=ModelSettings(), class_names=("lamp", "spare"), image_size=(96, 64), resize="letterbox")
 
 
-class FindsBright(nn.Module):
+class BrightObjectDetector(nn.Module):
     """A double of a detector: the box around the pixels that are white, where there are any."""
 
     iou_threshold = 0.5
@@ -42,11 +42,11 @@ class FindsBright(nn.Module):
         assert not (images * self.weight).requires_grad, "an evaluation needs no graph"
         return images
 
-    def decode(self, raw: Tensor, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
+    def decode(self, raw: Tensor, resized_size: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
                iou_threshold: float) -> InSlots:  # fmt: skip
         assert 0 <= score_threshold <= 1
         assert 0 <= iou_threshold <= 1
-        assert content.shape == size.shape
+        assert resized_size.shape == size.shape
         boxes = torch.zeros(len(raw), 1, 4)
         for n, image in enumerate(raw):
             ys, xs = torch.nonzero(image.amin(0) > 200, as_tuple=True)
@@ -69,7 +69,7 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
 
 def run(paths: list[Path], **options: Any) -> list[Any]:
     return list(
-        predict_images(FindsBright(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options))
+        predict_images(BrightObjectDetector(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options))
     )  # type: ignore[arg-type]
 
 
@@ -78,16 +78,16 @@ def test_boxes_come_in_pixels_of_each_picture(resize: str, tmp_path: Path) -> No
     cases = [((480, 640), (64, 96, 320, 288)), ((640, 200), (20, 40, 120, 560)), ((30, 20), (2, 3, 12, 15)),
              ((96, 64), (8, 8, 40, 80)), ((2000, 3000), (600, 400, 1800, 1200))]  # fmt: skip
     paths = [lamp(tmp_path / f"{n}.png", *case) for n, case in enumerate(cases)]
-    found = run(paths, resize=resize, batch=2)
+    found = run(paths, resize=resize, batch_size=2)
     assert [one.path for one in found] == paths
     for (size, box), one in zip(cases, found, strict=True):
-        assert one.size == size
+        assert one.original_size == size
         tolerance = 1.5 * max(1.0, size[0] / 96, size[1] / 64)  # a pixel and a half of the canvas
-        assert one.found.boxes[0] == pytest.approx(box, abs=tolerance)
+        assert one.detections.boxes[0] == pytest.approx(box, abs=tolerance)
 
 
 def test_every_batch_has_the_same_shape(tmp_path: Path) -> None:
-    model = FindsBright()
+    model = BrightObjectDetector()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40 + n), (5, 5, 30, 30)) for n in range(5)]
     assert len(list(predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=4))) == 5  # type: ignore[arg-type]
     assert model.shapes == {(4, 3, 96, 64)}
@@ -97,9 +97,9 @@ def test_a_picture_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) 
     good = lamp(tmp_path / "good.png", (50, 50), (10, 10, 30, 30))
     torn = tmp_path / "torn.png"
     torn.write_bytes(good.read_bytes()[:-30])
-    found = run([torn, good, tmp_path / "gone.png", good], batch=3)
+    found = run([torn, good, tmp_path / "gone.png", good], batch_size=3)
     assert [one.error is None for one in found] == [False, True, False, True]
-    assert [len(one.found) for one in found] == [0, 1, 0, 1]
+    assert [len(one.detections) for one in found] == [0, 1, 0, 1]
     assert "torn.png" in str(found[0].error)
     assert "gone.png" in str(found[2].error)
 
@@ -114,14 +114,14 @@ def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
             super().__init__(*args)
             self.pixels[:], self.image_index[:] = 255, 1
 
-    monkeypatch.setattr("stoker.inference.image_batches.Slot", Used)
+    monkeypatch.setattr("stoker.inference.image_batches.HostBatchBuffer", Used)
     good = lamp(tmp_path / "good.png", (96, 32), (10, 10, 30, 30))
     bad = tmp_path / "bad.png"
     bad.write_bytes(good.read_bytes()[:-30])
     (tmp_path / "empty.png").touch()
-    found = run([bad, good, tmp_path / "empty.png"], batch=4)
-    assert [len(one.found) for one in found] == [0, 1, 0]
-    assert found[1].found.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the picture
+    found = run([bad, good, tmp_path / "empty.png"], batch_size=4)
+    assert [len(one.detections) for one in found] == [0, 1, 0]
+    assert found[1].detections.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the picture
 
 
 def test_no_pictures_is_no_work() -> None:
@@ -129,7 +129,7 @@ def test_no_pictures_is_no_work() -> None:
 
 
 def test_the_model_is_left_as_it_was_and_gradients_are_on_between_pictures(tmp_path: Path) -> None:
-    model = FindsBright().train()
+    model = BrightObjectDetector().train()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40), None) for n in range(3)]
     for _ in predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=1):  # type: ignore[arg-type]
         assert torch.is_grad_enabled()
@@ -173,8 +173,8 @@ def digest(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def predict(places: list[str], out: Path, model: FindsBright | None = None) -> list[str]:
-    return list(predict_to_dir(model or FindsBright(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
+def predict(places: list[str], out: Path, model: BrightObjectDetector | None = None) -> list[str]:
+    return list(predict_to_dir(model or BrightObjectDetector(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
 
 
 def test_results_are_pictures_and_json_and_originals_are_untouched(
@@ -245,7 +245,7 @@ def test_results_that_cannot_be_written_are_an_error_with_the_place(tmp_path: Pa
 
 def test_what_was_found_until_an_interruption_is_kept(tmp_path: Path) -> None:
     paths = [str(lamp(tmp_path / f"{n}.gif", (40, 40), (5, 5, 30, 30))) for n in range(12)]
-    lines = predict_to_dir(FindsBright(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
+    lines = predict_to_dir(BrightObjectDetector(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
     for _ in range(3):
         next(lines)
     with pytest.raises(KeyboardInterrupt):

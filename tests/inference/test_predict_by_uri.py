@@ -25,10 +25,10 @@ from tests.storage.servers import Server, apply, google_server, s3_server
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.manual_seed(0)
     settings = settings_of("retinanet_tiny_fpn")
-    card = ModelMetadata(settings=settings, class_names=("red", "green"), canvas=(64, 64), resize="letterbox")
+    metadata = ModelMetadata(settings=settings, class_names=("red", "green"), image_size=(64, 64), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in build(settings, 2).state_dict().items()}
     path = tmp_path_factory.mktemp("model") / "best.safetensors"
-    save_file(tensors, path, card.header())
+    save_file(tensors, path, metadata.header())
     return load(path, device="cpu")
 
 
@@ -96,5 +96,5 @@ def test_scores_and_conversion_of_a_data_set(address: str, tmp_path: Path) -> No
     assert files == sorted(path.relative_to(tmp_path / "remote") for path in (tmp_path / "remote").rglob("*.*"))
     for file in files:
         assert (tmp_path / "remote" / file).read_bytes() == (tmp_path / "local" / file).read_bytes()
-    with pytest.raises(UsageError, match="local pictures"):
+    with pytest.raises(UsageError, match="local images"):
         convert(remote, tmp_path / "linked", "yolo", hardlink=True)

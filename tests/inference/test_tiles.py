@@ -130,9 +130,9 @@ class FindsRectangles(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return images
 
-    def decode(self, raw: Tensor, content: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
+    def decode(self, raw: Tensor, resized_size: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
                iou_threshold: float) -> InSlots:  # fmt: skip
-        assert len(raw) == len(content) == len(size)
+        assert len(raw) == len(resized_size) == len(size)
         assert min(score_threshold, iou_threshold) >= 0
         boxes, scores = torch.zeros(len(raw), 50, 4), torch.zeros(len(raw), 50)
         self.shown += int((size != torch.tensor(CANVAS)).any(1).sum())
@@ -200,7 +200,7 @@ def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
     plain, tiled = FindsRectangles(), FindsRectangles()
     for one, other in zip(predict(paths, plain), predict(paths, tiled, tiling=Tiling(640)), strict=True):
         assert one.original_size == other.original_size
-        for column in ("row", "boxes", "score", "label", "pictures"):
+        for column in ("image_index", "boxes", "score", "label", "image_indices"):
             assert np.array_equal(getattr(one.detections, column), getattr(other.detections, column))
     assert plain.shown == tiled.shown == 3
 

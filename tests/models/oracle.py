@@ -32,12 +32,12 @@ CLASS_HEAD = "head.classification_head.cls_logits."
 class Parts(NamedTuple):
     """What torchvision needs to build the RetinaNet of a row of MODELS. body: takes norm_layer, gives the network."""
 
-    body: Callable[..., nn.Module]
+    backbone: Callable[..., nn.Module]
     stages: Mapping[str, int]
     channels: int = 256
     depth: int = 4
     norm: type[nn.Module] | None = None
-    coarser: bool = True
+    extra_levels: bool = True
     lite: bool = False
 
 
@@ -62,7 +62,7 @@ PARTS: dict[str, Parts] = {
         48,
         depth=2,
         norm=nn.BatchNorm2d,
-        coarser=False,
+        extra_levels=False,
     ),
 }
 
@@ -76,19 +76,19 @@ ALIKE = {
 """Rows with a faster one of the same kind beside them."""
 
 
-def oracle_of(model: Detector, canvas: tuple[int, int]) -> RetinaNet:
+def oracle_of(model: Detector, image_size: tuple[int, int]) -> RetinaNet:
     """The oracle of a model. Turns the model into float64, too."""
     settings, parts = model.settings, PARTS[model.settings.model]
-    norm = FrozenBatchNorm2d if settings.backbone_norm == "frozen" else nn.BatchNorm2d
+    norm = FrozenBatchNorm2d if settings.backbone_norm == "frozen_bn" else nn.BatchNorm2d
     backbone = BackboneWithFPN(
-        parts.body(norm_layer=norm),
+        parts.backbone(norm_layer=norm),
         {name: name for name in parts.stages},
         list(parts.stages.values()),
         parts.channels,
         LastLevelP6P7(parts.channels, parts.channels),
         norm_layer=parts.norm,
     )
-    if not parts.coarser:
+    if not parts.extra_levels:
         backbone.fpn.extra_blocks = None
     sizes = tuple(tuple(int(size * scale) for scale in settings.anchor_scales) for size in settings.anchor_sizes)
     anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
@@ -105,8 +105,8 @@ def oracle_of(model: Detector, canvas: tuple[int, int]) -> RetinaNet:
         head=head,
         fg_iou_thresh=settings.fg_iou_thresh,
         bg_iou_thresh=settings.bg_iou_thresh,
-        min_size=min(canvas),
-        max_size=max(canvas),
+        min_size=min(image_size),
+        max_size=max(image_size),
         image_mean=model.pixel_mean.flatten().tolist(),
         image_std=model.pixel_std.flatten().tolist(),
         detections_per_img=100,
@@ -178,14 +178,14 @@ def oracle_detections(oracle: RetinaNet, batch: Batch) -> list[dict[str, Tensor]
     pixels = torch.stack([oracle.transform.normalize(image.double() / 255) for image in batch.images])
     features = list(oracle.backbone(pixels).values())
     outputs = oracle.head(features)
-    contents = [tuple(content.tolist()) for content in batch.resized_size]
-    images = ImageList(pixels, contents)
+    resized_sizes = [tuple(resized_size.tolist()) for resized_size in batch.resized_size]
+    images = ImageList(pixels, resized_sizes)
     anchors = oracle.anchor_generator(images, features)
     each = oracle.anchor_generator.num_anchors_per_location()[0]
     counts = [feature.shape[2] * feature.shape[3] * each for feature in features]
     split = {name: list(output.split(counts, dim=1)) for name, output in outputs.items()}
-    found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], contents)
-    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.original_size])
+    found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], resized_sizes)
+    return oracle.transform.postprocess(found, resized_sizes, [tuple(size.tolist()) for size in batch.original_size])
 
 
 def check_losses_and_gradients(model: Detector, oracle: RetinaNet, batch: Batch) -> None:
@@ -212,13 +212,13 @@ def check_detections(model: Detector, oracle: RetinaNet, batch: Batch, *, score_
         theirs = [_without_lines(one) for one in oracle_detections(oracle, batch)]
         raw = model(batch.images)
         found = model.decode(raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=score_threshold)
-    for picture, expected in enumerate(theirs):
-        valid = found.valid[picture]
+    for image, expected in enumerate(theirs):
+        valid = found.valid[image]
         assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]
-        torch.testing.assert_close(found.scores[picture][valid], expected["scores"], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found.boxes[picture][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
-        assert torch.equal(found.labels[picture][valid], expected["labels"] - 1)
-        for padded in (found.boxes[picture], found.scores[picture], found.labels[picture]):
+        torch.testing.assert_close(found.scores[image][valid], expected["scores"], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.boxes[image][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
+        assert torch.equal(found.labels[image][valid], expected["labels"] - 1)
+        for padded in (found.boxes[image], found.scores[image], found.labels[image]):
             assert not padded[~valid].any()
     return len(theirs[0]["scores"])
 

@@ -15,24 +15,24 @@ def settings_of(name: str, **changes: Any) -> ModelSettings:
 
 
 def make_batch(
-    counts: tuple[int, ...], canvas: tuple[int, int], classes: int, *, slots: int = 16, seed: int = 0
+    counts: tuple[int, ...], image_size: tuple[int, int], classes: int, *, slots: int = 16, seed: int = 0
 ) -> Batch:
     """Random pictures with `counts` boxes each, of very different sizes, in scattered slots; the rest is padding."""
     draw = torch.Generator().manual_seed(seed)
-    height, width = canvas
+    height, width = image_size
     b = len(counts)
     images = torch.randint(0, 256, (b, height, width, 3), dtype=torch.uint8, generator=draw).permute(0, 3, 1, 2)
     boxes, labels, valid = torch.zeros(b, slots, 4), torch.zeros(b, slots, dtype=torch.int64), torch.zeros(b, slots) > 0
-    for picture, count in enumerate(counts):
+    for image, count in enumerate(counts):
         used = torch.randperm(slots, generator=draw)[:count].sort().values
         size = torch.tensor([width, height])
-        centre = (torch.rand(count, 2, generator=draw) * 0.8 + 0.1) * size
+        center = (torch.rand(count, 2, generator=draw) * 0.8 + 0.1) * size
         half = (torch.rand(count, 2, generator=draw) ** 2 * 0.25 + 0.02) * size
-        some = torch.cat((centre - half, centre + half), 1)
-        boxes[picture, used] = torch.minimum(some.clamp(min=0), size.repeat(2).float())
-        labels[picture, used] = torch.randint(0, classes, (count,), generator=draw)
-        valid[picture, used] = True
-    whole = torch.tensor(canvas, dtype=torch.int32).repeat(b, 1)
+        some = torch.cat((center - half, center + half), 1)
+        boxes[image, used] = torch.minimum(some.clamp(min=0), size.repeat(2).float())
+        labels[image, used] = torch.randint(0, classes, (count,), generator=draw)
+        valid[image, used] = True
+    whole = torch.tensor(image_size, dtype=torch.int32).repeat(b, 1)
     return Batch(
         images,
         boxes,
@@ -46,18 +46,18 @@ def make_batch(
     )
 
 
-def settled_model(settings: ModelSettings, classes: int, canvas: tuple[int, int], seed: int = 0) -> Detector:
+def calibrated_model(settings: ModelSettings, classes: int, image_size: tuple[int, int], seed: int = 0) -> Detector:
     """A model whose norms have the statistics of random pictures and whose heads are far from their timid start."""
     torch.manual_seed(seed)
-    learning = build(settings_of(settings.model, norm="train"), classes).train()
-    for module in learning.modules():
+    trained = build(settings_of(settings.model, backbone_norm="bn"), classes).train()
+    for module in trained.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
         for head, child, std in (("classification_head", "cls_logits", 0.1), ("regression_head", "bbox_reg", 0.03)):
-            learning.head[head].get_submodule(child).weight.normal_(std=std)
-        learning.head["classification_head"].get_submodule("cls_logits").bias.fill_(-2.0)
-        learning(make_batch((0, 0, 0), canvas, classes, seed=seed + 1).images)
+            trained.head[head].get_submodule(child).weight.normal_(std=std)
+        trained.head["classification_head"].get_submodule("cls_logits").bias.fill_(-2.0)
+        trained(make_batch((0, 0, 0), image_size, classes, seed=seed + 1).images)
     model = build(settings, classes)
-    model.load_state_dict(learning.state_dict(), strict=False)
+    model.load_state_dict(trained.state_dict(), strict=False)
     return model

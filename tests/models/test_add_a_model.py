@@ -74,9 +74,9 @@ def test_it_finds_what_it_has_learned() -> None:
         sum(model.loss(model(batch.images), batch).values()).backward()
         optimizer.step()
     found = model.decode(model(batch.images), batch.resized_size, batch.scale, batch.original_size, score_threshold=0.3)
-    for picture in range(2):
-        of_picture = batch.valid[picture]
-        overlap = iou(batch.boxes[picture, of_picture], found.boxes[picture][found.valid[picture]])
+    for image in range(2):
+        of_image = batch.valid[image]
+        overlap = iou(batch.boxes[image, of_image], found.boxes[image][found.valid[image]])
         assert (overlap.amax(1) > 0.5).all()
 
 
@@ -84,12 +84,12 @@ def test_it_finds_what_it_has_learned() -> None:
 def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
     settings = settings_of(NAME)
     model = build(settings, 2).eval()
-    card = model_file.ModelMetadata(settings=settings, class_names=("a", "b"), canvas=(64, 96), resize="letterbox")
+    metadata = model_file.ModelMetadata(settings=settings, class_names=("a", "b"), image_size=(64, 96), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, tmp_path / "best.safetensors", card.header())
+    save_file(tensors, tmp_path / "best.safetensors", metadata.header())
     save_file(tensors, tmp_path / "bare.safetensors")
-    again, its_card = model_file.load_model(tmp_path / "best.safetensors")
-    assert its_card == card
+    again, its_metadata = model_file.load_model(tmp_path / "best.safetensors")
+    assert its_metadata == metadata
     images = make_batch((0,), (64, 96), 2).images
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(model(images)[:3], again(images)[:3], strict=True))

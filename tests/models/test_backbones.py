@@ -27,15 +27,15 @@ def sizes_of_calls(model: Detector, name: str) -> list[int]:
 @pytest.mark.parametrize("name", ON_BODIES)
 def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(name: str) -> None:
     torch.manual_seed(0)
-    model = build(settings_of(name, norm="frozen", trainable_stages=3), CLASSES).double().train()
-    body = model.backbone.body  # type: ignore[union-attr]
-    names = [child for child, _ in body.named_children()]  # type: ignore[union-attr]
+    model = build(settings_of(name, backbone_norm="frozen_bn", trainable_backbone_layers=3), CLASSES).double().train()
+    backbone = model.backbone.body  # type: ignore[union-attr]
+    names = [child for child, _ in backbone.named_children()]  # type: ignore[union-attr]
     calls = sizes_of_calls(model, names[0]), sizes_of_calls(model, names[-1])
     pixels = model.normalize(make_batch((2, 1, 1), CANVAS, CLASSES).images).double()
-    apart = body(pixels)  # type: ignore[operator]
+    apart = backbone(pixels)  # type: ignore[operator]
     assert calls == ([1, 1, 1], [3])
     seen = pixels.clone().requires_grad_()  # what has a gradient is taken whole
-    whole = body(seen)  # type: ignore[operator]
+    whole = backbone(seen)  # type: ignore[operator]
     assert calls == ([1, 1, 1, 3], [3, 3])
     assert list(apart) == list(whole)
     for child, map_ in apart.items():
@@ -52,9 +52,9 @@ def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(nam
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("norm", "stages", "train"), [("train", 3, True), ("frozen", 5, True), ("frozen", 3, False)])
+@pytest.mark.parametrize((("norm", "stages", "train"), [("bn", 3, True), ("frozen_bn", 5, True), ("frozen_bn", 3, False)]))
 def test_what_learns_or_takes_statistics_of_the_batch_sees_all_of_it(norm: str, stages: int, train: bool) -> None:
-    model = build(settings_of("ember_mobilenet_v2", norm=norm, trainable_stages=stages), CLASSES).train(train)
+    model = build(settings_of("ember_mobilenet_v2", backbone_norm=norm, trainable_backbone_layers=stages), CLASSES).train(train)
     calls = sizes_of_calls(model, "0")
     model(make_batch((1, 1, 1), CANVAS, CLASSES).images)
     assert calls == [3]

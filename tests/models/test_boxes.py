@@ -34,17 +34,17 @@ def some_boxes(count: int, seed: int, side: float = 100) -> torch.Tensor:
     return torch.cat((corner, corner + size + 5), 1)
 
 
-@pytest.mark.parametrize("canvas", [(64, 96), (192, 256), (800, 800), (832, 1344)])
-def test_anchors_are_those_of_torchvision(canvas: tuple[int, int]) -> None:
+@pytest.mark.parametrize("image_size", [(64, 96), (192, 256), (800, 800), (832, 1344)])
+def test_anchors_are_those_of_torchvision(image_size: tuple[int, int]) -> None:
     model = build(settings_of("retinanet_mobilenet_v2_fpn"), 2)
-    grids = [(-(-canvas[0] // stride), -(-canvas[1] // stride)) for stride in (8, 16, 32, 64, 128)]
-    ours = model.anchors(canvas, grids)
+    grids = [(-(-image_size[0] // stride), -(-image_size[1] // stride)) for stride in (8, 16, 32, 64, 128)]
+    ours = model.anchors(image_size, grids)
     features = [torch.empty(1, 1, *grid) for grid in grids]
-    theirs = _default_anchorgen()(ImageList(torch.empty(1, 3, *canvas), [canvas]), features)[0]
+    theirs = _default_anchorgen()(ImageList(torch.empty(1, 3, *image_size), [image_size]), features)[0]
     assert torch.equal(ours, theirs)
     assert sum(model.anchors.counts(grids)) == len(ours)
-    assert model.anchors(canvas, grids) is ours  # made once
-    assert model.double().anchors(canvas, grids).dtype == torch.float64
+    assert model.anchors(image_size, grids) is ours  # made once
+    assert model.double().anchors(image_size, grids).dtype == torch.float64
 
 
 @given(
@@ -90,8 +90,8 @@ def test_clipping_is_per_picture() -> None:
     boxes = (some_boxes(40, 3) - 50).view(2, 20, 4)
     sizes = torch.tensor([[30, 60], [80, 20]], dtype=torch.int32)
     clipped = clip(boxes, sizes)
-    for picture in range(2):
-        assert torch.equal(clipped[picture], clip_boxes_to_image(boxes[picture], tuple(sizes[picture].tolist())))
+    for image in range(2):
+        assert torch.equal(clipped[image], clip_boxes_to_image(boxes[image], tuple(sizes[image].tolist())))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,10 +101,10 @@ def test_the_table_says_what_is_built(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == row.num_params
     assert row.defaults.keys() == row.reasons.keys()
     assert row.recipe in RECIPES
-    content = torch.tensor([[64, 96]], dtype=torch.int32)
+    resized_size = torch.tensor([[64, 96]], dtype=torch.int32)
     with torch.no_grad():
         found = model.eval().candidates(
-            model(torch.zeros(1, 3, 64, 96, dtype=torch.uint8)), content, score_threshold=0.0
+            model(torch.zeros(1, 3, 64, 96, dtype=torch.uint8)), resized_size, score_threshold=0.0
         )
     count = found.scores.shape[1]
     assert found.boxes.shape == (1, count, 4)
@@ -128,7 +128,7 @@ def test_trained_stages_are_counted_from_the_end(stages: int) -> None:
         "retinanet_tiny_fpn": ("stem.0", "layer1.0.0", "layer2.0.0", "layer3.0.0", "layer4.0.0"),
     }
     for name, convolutions in firsts.items():
-        model = build(settings_of(name, trainable_stages=stages, norm="frozen"), 2)
+        model = build(settings_of(name, trainable_backbone_layers=stages, backbone_norm="frozen_bn"), 2)
         trained = [model.get_parameter(f"backbone.body.{some}.weight").requires_grad for some in convolutions]
         assert trained == [False] * (5 - stages) + [True] * stages, name
         others = [p for n, p in model.named_parameters() if not n.startswith("backbone.body.")]

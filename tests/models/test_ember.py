@@ -45,12 +45,12 @@ def some_model(**changes: object) -> Ember:
     model = build(settings_of("ember_n", **changes), CLASSES).train()
     assert isinstance(model, Ember)
     with torch.no_grad():
-        for towers in model.head.values():
-            for tower in towers.classes:
-                tower[-1].bias.fill_(-1.0)
-                tower[-1].weight.normal_(std=0.1)
-            for tower in towers.sides:
-                tower[-1].weight.normal_(std=0.2)
+        for heads in model.head.values():
+            for head in heads.classes:
+                head[-1].bias.fill_(-1.0)
+                head[-1].weight.normal_(std=0.1)
+            for head in heads.sides:
+                head[-1].weight.normal_(std=0.2)
     return model
 
 
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
     batch = make_batch(COUNTS, CANVAS, CLASSES)
     batch = batch._replace(boxes=batch.boxes.double())
     raw = model(batch.images)
-    raw = raw._replace(points=raw.points._replace(center=raw.points.center.double(), unit=raw.points.unit.double()))
+    raw = raw._replace(points=raw.points._replace(center=raw.points.center.double(), stride=raw.points.stride.double()))
     losses = model.loss(raw, batch)
     for before, predicted, most in (("", raw.one_to_many, TAL_TOPK), ("one_", raw.one_to_one, 1)):
         if predicted is None:
@@ -186,8 +186,8 @@ def found_by(model: Detector, batch, nms_free: bool):
     """With the statistics of this batch: the running ones are not settled after a few steps."""
     with torch.no_grad():
         raw = model(batch.images)
-        raw = raw if nms_free else EmberOutputs(raw.one_to_many, None, raw.points, raw.levels)
-        return model.decode(raw, batch.content, batch.scale, batch.size, score_threshold=0.01)
+        raw = raw if nms_free else EmberOutputs(raw.one_to_many, None, raw.points, raw.num_points_per_level)
+        return model.decode(raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=0.01)
 
 
 def test_without_suppression_it_makes_no_wait_and_gives_the_best_scores() -> None:
@@ -236,10 +236,10 @@ def test_a_depthwise_neck_has_no_other_convolutions_of_3_by_3() -> None:
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[str, bool]) -> None:
     model = some_model(**changes).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = model_file.ModelMetadata(settings=model.settings, class_names=names, canvas=CANVAS, resize="letterbox")
+    metadata = model_file.ModelMetadata(settings=model.settings, class_names=names, image_size=CANVAS, resize="letterbox")
     thresholds = {"score_threshold": 0.25, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, card, **thresholds))
+    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
     file = OnnxModel(path, num_threads=1)
     images = make_batch((0, 0, 0), CANVAS, CLASSES, seed=3).images.numpy()
     inside = np.array([CANVAS, (50, 60), CANVAS], np.int32)

@@ -9,7 +9,7 @@ from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from tests.models.samples import make_batch, settings_of
-from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, settled
+from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, calibrated
 
 CLASSES = 7
 pytestmark = pytest.mark.usefixtures("small")
@@ -21,8 +21,8 @@ SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "res
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
     monkeypatch.setattr(roi_heads, "HIDDEN", 16)
-    monkeypatch.setattr(roi_heads, "SAMPLED", 96)
-    monkeypatch.setattr(roi_heads, "SAMPLED_POSITIVE", 24)
+    monkeypatch.setattr(roi_heads, "SAMPLES_PER_IMAGE", 96)
+    monkeypatch.setattr(roi_heads, "MAX_POSITIVES_PER_IMAGE", 24)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -42,13 +42,13 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     ],
 )
 def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple[int, ...]) -> None:
-    name, canvas = SETUPS[setup]
-    model = settled(name, CLASSES, canvas).train()
+    name, image_size = SETUPS[setup]
+    model = calibrated(name, CLASSES, image_size).train()
     oracle = oracle_of(model).train()
-    batch = make_batch(counts, canvas, CLASSES, seed=sum(counts))
-    content = batch.resized_size.clone()
-    content[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second picture does not fill the canvas
-    batch = batch._replace(boxes=batch.boxes.double(), content=content)
+    batch = make_batch(counts, image_size, CLASSES, seed=sum(counts))
+    resized_size = batch.resized_size.clone()
+    resized_size[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second picture does not fill the canvas
+    batch = batch._replace(boxes=batch.boxes.double(), resized_size=resized_size)
     ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
     assert ours.keys() == theirs.keys()
     assert model.nms_unconverged.item() == 0
@@ -68,7 +68,7 @@ def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) ->
 
 
 def test_a_batch_without_a_box_trains_the_first_stage_and_the_classes() -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     oracle = oracle_of(model).train()
     batch = make_batch((0, 0), (64, 96), CLASSES)
     batch = batch._replace(boxes=batch.boxes.double())
@@ -79,7 +79,7 @@ def test_a_batch_without_a_box_trains_the_first_stage_and_the_classes() -> None:
 
 
 def test_losses_in_fp32_are_those_in_fp64() -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     single = model.loss(model(batch.images), batch)
     model.double()
@@ -90,12 +90,12 @@ def test_losses_in_fp32_are_those_in_fp64() -> None:
 
 
 def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     with torch.autocast("cpu", torch.bfloat16):
         raw = model(batch.images)
         mixed = model.loss(raw, batch)
-    assert raw.levels[0].dtype == torch.bfloat16
+    assert raw.features[0].dtype == torch.bfloat16
     sum(mixed.values()).backward()
     for part, loss in model.loss(model(batch.images), batch).items():
         assert mixed[part].dtype == torch.float32
@@ -104,29 +104,29 @@ def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
 
 @pytest.mark.parametrize("setup", ["resnet18", pytest.param("mobilenet", marks=pytest.mark.slow)])
 def test_detections_are_those_of_torchvision(setup: str) -> None:
-    name, canvas = SETUPS[setup]
-    model = settled(name, CLASSES, canvas).eval()
+    name, image_size = SETUPS[setup]
+    model = calibrated(name, CLASSES, image_size).eval()
     oracle = oracle_of(model).eval()
-    batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
+    batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
-    content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
-    size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
-    batch = batch._replace(content=content, size=size.int(), scale=content / size)
+    resized_size = torch.tensor([image_size, (image_size[0] - 40, image_size[1] - 24), image_size], dtype=torch.int32)
+    size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
+    batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)
     model.max_candidates = 7000  # torchvision has no bound
     with torch.no_grad():
         theirs = oracle_detections(oracle, model, batch)
-        found = model.decode(model(batch.images), content, batch.scale, batch.original_size)
-    for picture, expected in enumerate(theirs):
-        valid = found.valid[picture]
+        found = model.decode(model(batch.images), resized_size, batch.scale, batch.original_size)
+    for image, expected in enumerate(theirs):
+        valid = found.valid[image]
         assert 20 < len(expected["scores"]) <= 100
         assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]
-        torch.testing.assert_close(found.scores[picture][valid], expected["scores"], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found.boxes[picture][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
-        assert torch.equal(found.labels[picture][valid], expected["labels"] - 1)
+        torch.testing.assert_close(found.scores[image][valid], expected["scores"], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.boxes[image][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
+        assert torch.equal(found.labels[image][valid], expected["labels"] - 1)
 
 
 def test_candidates_are_the_best_of_a_picture() -> None:
-    model = settled(R18, CLASSES, (64, 96)).eval()
+    model = calibrated(R18, CLASSES, (64, 96)).eval()
     batch = make_batch((0,), (64, 96), CLASSES)
     with torch.no_grad():
         raw = model(batch.images)
@@ -140,7 +140,7 @@ def test_candidates_are_the_best_of_a_picture() -> None:
 
 
 def test_two_halves_average_to_the_whole_batch_where_samples_are_equally_many() -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7, 0, 1), (64, 96), CLASSES)
     whole = model.loss(model(batch.images), batch)
     halves = [type(batch)(*(field[half] for field in batch)) for half in (slice(0, 2), slice(2, 4))]
@@ -150,40 +150,40 @@ def test_two_halves_average_to_the_whole_batch_where_samples_are_equally_many() 
 
 
 def test_the_sample_follows_the_draw_alone() -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     raw = model(batch.images)
     torch.manual_seed(1)
     first = model.loss(raw, batch)
     torch.manual_seed(2)
     assert all(torch.equal(first[part], loss) for part, loss in model.loss(raw, batch).items())
-    other = model.loss(raw, batch._replace(draw=batch.rand.roll(1, 0)))
+    other = model.loss(raw, batch._replace(rand=batch.rand.roll(1, 0)))
     assert first["loss_objectness"] != other["loss_objectness"]
     assert first["loss_classifier"] != other["loss_classifier"]
 
 
 def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = settled(R18, CLASSES, (64, 96)).train()
+    model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     survivors = rpn.fixed_point_nms
-    monkeypatch.setattr(rpn, "survivors", lambda *a, **named: survivors(*a, **named, num_rounds=1))
+    monkeypatch.setattr(rpn, "fixed_point_nms", lambda *a, **named: survivors(*a, **named, num_rounds=1))
     assert model.training_warning() is None
     for _ in range(2):
         model.loss(model(batch.images), batch)
     assert model.nms_unconverged.item() == 4
     assert "4 of 4 pictures had proposals that overlap in chains" in str(model.training_warning())
-    assert not {"nms_pictures", "nms_unconverged"} & model.state_dict().keys()
+    assert not {"nms_images", "nms_unconverged"} & model.state_dict().keys()
 
 
 @pytest.mark.parametrize(("unconverged", "said"), [(0, False), (2, False), (3, True)])
-def test_what_is_said_of_suppression_that_ran_out_of_rounds(unconverged: int, said: bool) -> None:
+def test_what_is_said_of_suppression_that_ran_out_of_rounds(unconverged: int, message: bool) -> None:
     model = build(settings_of(R18), CLASSES)
     assert isinstance(model, FasterRCNN)
     model.nms_images += 200
     model.nms_unconverged += unconverged
     with ForbidHostSync():  # it may wait, by name
         text = model.training_warning()
-    assert (text is not None) == said
+    assert (text is not None) == message
 
 
 def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:

@@ -24,40 +24,40 @@ from stoker.models import MODELS, Detector, build, detect_architecture, load_wei
 from stoker.models.fcos.fcos import assign_points, fcos_builder, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
-from tests.models.samples import make_batch, settings_of, settled_model
+from tests.models.samples import make_batch, settings_of, calibrated_model
 
 CLASSES = 7
 CLASS_HEAD = "head.classification_head.cls_logits."
 SETUPS = {
-    "resnet18": ("fcos_resnet18_fpn", "train", (128, 96)),
-    "resnet18-tall": ("fcos_resnet18_fpn", "frozen", (224, 96)),
-    "resnet50": ("fcos_resnet50_fpn", "frozen", (64, 96)),
+    "resnet18": ("fcos_resnet18_fpn", "bn", (128, 96)),
+    "resnet18-tall": ("fcos_resnet18_fpn", "frozen_bn", (224, 96)),
+    "resnet50": ("fcos_resnet50_fpn", "frozen_bn", (64, 96)),
 }
 
 
-def exact_model(name: str, norm: str, canvas: tuple[int, int]) -> Detector:
+def exact_model(name: str, norm: str, image_size: tuple[int, int]) -> Detector:
     """In float64: in fp32 the last bit of an activation carries some over the kink of a ReLU, and gradients jump."""
-    model = settled_model(settings_of(name, norm=norm), CLASSES, canvas).double()
+    model = calibrated_model(settings_of(name, backbone_norm=norm), CLASSES, image_size).double()
     model.load_state_dict(model.state_dict())  # so that nothing is left that was computed from the weights in fp32
     return model
 
 
-def oracle_of(model: Detector, canvas: tuple[int, int]) -> FCOS:
+def oracle_of(model: Detector, image_size: tuple[int, int]) -> FCOS:
     """torchvision's FCOS with the weights of ours, for pixels that are normalised. Its class head has one more channel,
     which costs nothing here; its labels are ours + 1."""
-    norm = FrozenBatchNorm2d if model.settings.backbone_norm == "frozen" else nn.BatchNorm2d
+    norm = FrozenBatchNorm2d if model.settings.backbone_norm == "frozen_bn" else nn.BatchNorm2d
     is_large = model.settings.model == "fcos_resnet50_fpn"
-    body = (resnet50 if is_large else resnet18)(norm_layer=norm)
+    backbone = (resnet50 if is_large else resnet18)(norm_layer=norm)
     widths, channels, depth = ([512, 1024, 2048], 256, 4) if is_large else ([128, 256, 512], 128, 2)
     layers = {f"layer{n}": f"layer{n}" for n in (2, 3, 4)}
     oracle = FCOS(
-        BackboneWithFPN(body, layers, widths, channels, LastLevelP6P7(channels, channels)),
+        BackboneWithFPN(backbone, layers, widths, channels, LastLevelP6P7(channels, channels)),
         model.num_classes + 1,
         head=FCOSHead(channels, 1, model.num_classes + 1, depth),
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
-        min_size=min(canvas),
-        max_size=max(canvas),
+        min_size=min(image_size),
+        max_size=max(image_size),
     ).to(next(model.parameters()).dtype)
     oracle.load_state_dict({name: to_oracle(name, tensor, -100.0) for name, tensor in model.state_dict().items()})
     for name, parameter in oracle.named_parameters():
@@ -83,19 +83,19 @@ def oracle_losses(oracle: FCOS, pixels: Tensor, batch: Batch) -> dict[str, Tenso
 def oracle_detections(oracle: FCOS, pixels: Tensor, batch: Batch) -> list[dict[str, Tensor]]:
     """The oracle's own post-processing, of pictures that fill only `content` of the canvas."""
     features = list(oracle.backbone(pixels).values())
-    contents = [tuple(content.tolist()) for content in batch.resized_size]
-    anchors = oracle.anchor_generator(ImageList(pixels, contents), features)
+    resized_sizes = [tuple(resized_size.tolist()) for resized_size in batch.resized_size]
+    anchors = oracle.anchor_generator(ImageList(pixels, resized_sizes), features)
     counts = [feature.shape[2] * feature.shape[3] for feature in features]
     split = {name: list(output.split(counts, dim=1)) for name, output in oracle.head(features).items()}
-    found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], contents)
-    return oracle.transform.postprocess(found, contents, [tuple(size.tolist()) for size in batch.original_size])
+    found = oracle.postprocess_detections(split, [list(some.split(counts)) for some in anchors], resized_sizes)
+    return oracle.transform.postprocess(found, resized_sizes, [tuple(size.tolist()) for size in batch.original_size])
 
 
-def awkward_batch(canvas: tuple[int, int]) -> Batch:
+def awkward_batch(image_size: tuple[int, int]) -> Batch:
     """Boxes that are equal, of equal area and overlapping, tiny with a point inside and without, as large as the
     canvas, and with points on their rim; between slots that are not used."""
-    height, width = canvas
-    batch = make_batch((0, 0), canvas, CLASSES, slots=12)
+    height, width = image_size
+    batch = make_batch((0, 0), image_size, CLASSES, slots=12)
     boxes = torch.tensor(
         [
             [20.0, 20, 60, 52],
@@ -129,12 +129,12 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     "setup", ["resnet18", *(pytest.param(some, marks=pytest.mark.slow) for some in ("resnet18-tall", "resnet50"))]
 )
 def test_losses_and_gradients_are_those_of_torchvision(setup: str) -> None:
-    name, norm, canvas = SETUPS[setup]
-    model = exact_model(name, norm, canvas).train()
-    oracle = oracle_of(model, canvas).train()
+    name, norm, image_size = SETUPS[setup]
+    model = exact_model(name, norm, image_size).train()
+    oracle = oracle_of(model, image_size).train()
     counts = [(0, 0), (0, 5), (16, 1)] if setup == "resnet18" else [(3,)]
-    batches = [make_batch(some, canvas, CLASSES, seed=seed) for seed, some in enumerate(counts)]
-    for batch in (*batches, awkward_batch(canvas)):
+    batches = [make_batch(some, image_size, CLASSES, seed=seed) for seed, some in enumerate(counts)]
+    for batch in (*batches, awkward_batch(image_size)):
         batch = batch._replace(boxes=batch.boxes.double())
         ours, theirs = (
             model.loss(model(batch.images), batch),
@@ -163,27 +163,27 @@ def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) ->
     [("resnet18-tall", 1000, 0.05), ("resnet18-tall", 40, 0.3), ("resnet50", 1000, 0.45)],
 )
 def test_detections_are_those_of_torchvision(setup: str, candidates: int, threshold: float) -> None:
-    name, norm, canvas = SETUPS[setup]
-    model = exact_model(name, norm, canvas).eval()
-    oracle = oracle_of(model, canvas).eval()
+    name, norm, image_size = SETUPS[setup]
+    model = exact_model(name, norm, image_size).eval()
+    oracle = oracle_of(model, image_size).eval()
     model.pre_nms_top_n = candidates
-    batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
+    batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
-    content = torch.tensor([canvas, (canvas[0] - 30, canvas[1] - 24), canvas], dtype=torch.int32)
-    size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
-    batch = batch._replace(content=content, size=size.int(), scale=content / size)
+    resized_size = torch.tensor([image_size, (image_size[0] - 30, image_size[1] - 24), image_size], dtype=torch.int32)
+    size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
+    batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)
     oracle.topk_candidates, oracle.score_thresh, oracle.detections_per_img = candidates, threshold, 10_000
     with torch.no_grad():
         theirs = [_without_lines(one) for one in oracle_detections(oracle, model.normalize(batch.images), batch)]
         shapes = (batch.resized_size, batch.scale, batch.original_size)
         found = model.decode(model(batch.images), *shapes, score_threshold=threshold)
     assert len(theirs[0]["scores"]) > 5  # else the test shows nothing
-    for picture, expected in enumerate(theirs):
-        valid = found.valid[picture]
+    for image, expected in enumerate(theirs):
+        valid = found.valid[image]
         assert valid.tolist() == [slot < len(expected["scores"]) for slot in range(100)]
-        torch.testing.assert_close(found.scores[picture][valid], expected["scores"], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found.boxes[picture][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
-        assert torch.equal(found.labels[picture][valid], expected["labels"] - 1)
+        torch.testing.assert_close(found.scores[image][valid], expected["scores"], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.boxes[image][valid], expected["boxes"], rtol=1e-6, atol=1e-4)
+        assert torch.equal(found.labels[image][valid], expected["labels"] - 1)
 
 
 def _without_lines(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -193,9 +193,9 @@ def _without_lines(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
-    canvas = (128, 160)
-    points = grid_points(canvas, [(16, 20), (8, 10), (4, 5), (2, 3), (1, 2)], torch.device("cpu"))
-    some, awkward = make_batch((9, 0, 12, 3), canvas, CLASSES, slots=12), awkward_batch(canvas)
+    image_size = (128, 160)
+    points = grid_points(image_size, [(16, 20), (8, 10), (4, 5), (2, 3), (1, 2)], torch.device("cpu"))
+    some, awkward = make_batch((9, 0, 12, 3), image_size, CLASSES, slots=12), awkward_batch(image_size)
     boxes, valid = torch.cat((some.boxes, awkward.boxes)), torch.cat((some.valid, awkward.valid))
     whole = assign_points(boxes, valid, points)
     for block in (1, 5 * len(points.stride), 30 * len(points.stride)):
@@ -233,7 +233,7 @@ def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> N
 @pytest.mark.slow
 def test_mixed_precision_steps_on_a_fake_accelerator_and_their_peak() -> None:
     # bf16, stem and layer1 frozen, 80 classes, 800 × 800, 16 pictures.
-    large = fakes.Trial(model="fcos_resnet50_fpn", batch=16, slots=100, canvas=(800, 800))
+    large = fakes.Trial(model="fcos_resnet50_fpn", batch=16, slots=100, image_size=(800, 800))
     light = fakes.Trial(model="fcos_resnet18_fpn", optimizer="adamw", fused=True, precision="fp16")
     of_large, of_light = fakes.run(large, light)
     for outcome in (of_large, of_light):
@@ -283,15 +283,15 @@ def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=fcos_builder("tiny", channels=64, num_convs=1))
     monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
-    canvas = (64, 96)
-    model = settled_model(settings_of("fcos_resnet18_fpn", norm="train"), CLASSES, canvas).eval()
+    image_size = (64, 96)
+    model = calibrated_model(settings_of("fcos_resnet18_fpn", backbone_norm="bn"), CLASSES, image_size).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    card = model_file.ModelMetadata(settings=model.settings, class_names=names, canvas=canvas, resize="letterbox")
+    metadata = model_file.ModelMetadata(settings=model.settings, class_names=names, image_size=image_size, resize="letterbox")
     thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, card, **thresholds))
-    images = make_batch((0, 0, 0), canvas, CLASSES, seed=3).images.numpy()
-    inside = np.array([canvas, (50, 60), canvas], np.int32)
+    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
+    images = make_batch((0, 0, 0), image_size, CLASSES, seed=3).images.numpy()
+    inside = np.array([image_size, (50, 60), image_size], np.int32)
     found = OnnxModel(path, num_threads=1).run(images, inside, **thresholds)
     for n, count in enumerate(found.count.tolist()):
         one = parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])

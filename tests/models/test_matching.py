@@ -11,7 +11,7 @@ from stoker.models.layers.matching import BACKGROUND, match_anchors
 
 # Whole coordinates on a small grid: boxes tie with each other, repeat, and equal anchors all the time.
 corners = st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))
-pictures = st.lists(st.lists(corners, max_size=6), min_size=1, max_size=3)
+images = st.lists(st.lists(corners, max_size=6), min_size=1, max_size=3)
 
 EVERYWHERE = torch.tensor([[-1.0, -1.0, 21.0, 21.0]])
 """An anchor that overlaps every box: a box that overlaps none is where we differ on purpose."""
@@ -31,7 +31,7 @@ def expected(boxes: Tensor, slots: Tensor, anchors: Tensor, foreground: float, b
 
 
 @given(
-    pictures=pictures,
+    images=images,
     anchors=st.lists(corners, min_size=1, max_size=12),
     thresholds=st.sampled_from([(0.5, 0.4), (0.7, 0.3), (0.5, 0.5), (0.2, 0.0)]),
     block=st.sampled_from([1, 7, 30, None]),
@@ -39,24 +39,24 @@ def expected(boxes: Tensor, slots: Tensor, anchors: Tensor, foreground: float, b
 )
 @settings(max_examples=200, deadline=None)
 def test_matches_are_those_of_torchvision(
-    pictures: list[list[tuple[int, int, int, int]]],
+    images: list[list[tuple[int, int, int, int]]],
     anchors: list[tuple[int, int, int, int]],
     thresholds: tuple[float, float],
     block: int | None,
     gap: int,
 ) -> None:
     slots = 8 + 2 * gap
-    boxes, valid = torch.zeros(len(pictures), slots, 4), torch.zeros(len(pictures), slots, dtype=torch.bool)
-    for picture, corners_of_it in enumerate(pictures):
+    boxes, valid = torch.zeros(len(images), slots, 4), torch.zeros(len(images), slots, dtype=torch.bool)
+    for image, corners_of_it in enumerate(images):
         for place, corner in enumerate(corners_of_it):
-            boxes[picture, gap + place] = torch.tensor(xyxy(corner))
-            valid[picture, gap + place] = True
+            boxes[image, gap + place] = torch.tensor(xyxy(corner))
+            valid[image, gap + place] = True
     grid = torch.cat((torch.tensor([xyxy(corner) for corner in anchors]), EVERYWHERE))
     foreground, background = thresholds
     found = match_anchors(boxes, valid, grid, fg_iou_thresh=foreground, bg_iou_thresh=background, block=block)
-    for picture in range(len(pictures)):
-        used = valid[picture].nonzero()[:, 0]
-        assert torch.equal(found[picture], expected(boxes[picture], used, grid, foreground, background))
+    for image in range(len(images)):
+        used = valid[image].nonzero()[:, 0]
+        assert torch.equal(found[image], expected(boxes[image], used, grid, foreground, background))
 
 
 def test_a_box_that_overlaps_no_anchor_takes_none() -> None:

@@ -19,12 +19,12 @@ CHEAP = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn")
 ALL = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
-def pair(name: str, norm: str = "train") -> tuple[Detector, Detector]:
+def pair(name: str, norm: str = "bn") -> tuple[Detector, Detector]:
     """The same model, keeping everything, and keeping the inputs of its segments."""
     models = []
     for less in (False, True):
         torch.manual_seed(0)
-        settings = settings_of(name, norm=norm, trainable_stages=5, checkpoint_activations=less)
+        settings = settings_of(name, backbone_norm=norm, trainable_backbone_layers=5, activation_checkpointing=less)
         models.append(build(settings, CLASSES).double().train())
     return models[0], models[1]
 
@@ -123,7 +123,7 @@ def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
     """Gloo has none over several CPUs; and weights go both ways."""
     batch = in_double(make_batch((3, 1), CANVAS, CLASSES))
     plain, _ = pair(name)
-    sync, _ = pair(name, norm="sync")
+    sync, _ = pair(name, norm="sync_bn")
     assert any(isinstance(module, nn.SyncBatchNorm) for module in sync.modules())
     sync.load_state_dict(plain.state_dict())
     plain.load_state_dict(sync.state_dict())
@@ -139,7 +139,7 @@ def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
 @pytest.mark.slow
 def test_the_peak_of_resnet50_is_less_than_half():
     """RetinaNet-R50, 80 classes, 800 × 800, 32 pictures, bf16: the known case, and how much less it takes."""
-    known = fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, canvas=(800, 800))
+    known = fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, image_size=(800, 800))
     less = fakes.Trial(**{**vars(known), "settings": {"activation_checkpointing": True}})
     outcomes = fakes.run(known, less)
     assert [outcome.error for outcome in outcomes] == [None, None]

@@ -17,19 +17,19 @@ WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite32
 
 @pytest.mark.parametrize("name", WITH_NORMS)
 def test_the_setting_is_the_kind_of_all_norms_but_that_none_is_frozen_outside_the_body(name: str) -> None:
-    for setting, of_body, elsewhere in (
-        ("frozen", FrozenBatchNorm2d, SafeBatchNorm2d),
-        ("train", SafeBatchNorm2d, SafeBatchNorm2d),
-        ("sync", SafeSyncBatchNorm, SafeSyncBatchNorm),
+    for setting, of_backbone, elsewhere in (
+        ("frozen_bn", FrozenBatchNorm2d, SafeBatchNorm2d),
+        ("bn", SafeBatchNorm2d, SafeBatchNorm2d),
+        ("sync_bn", SafeSyncBatchNorm, SafeSyncBatchNorm),
     ):
-        model = build(settings_of(name, norm=setting), 2)
+        model = build(settings_of(name, backbone_norm=setting), 2)
         norms = {
             n: type(m)
             for n, m in model.named_modules()
             if isinstance(m, (nn.modules.batchnorm._BatchNorm, FrozenBatchNorm2d))
         }
         inside = {n: kind for n, kind in norms.items() if n.startswith(("backbone.body.", "backbone.features."))}
-        assert set(inside.values()) == {of_body}
+        assert set(inside.values()) == {of_backbone}
         assert {kind for n, kind in norms.items() if n not in inside} == {elsewhere}
 
 
@@ -60,7 +60,7 @@ def test_a_frozen_norm_in_another_type_is_as_exact_as_the_type() -> None:
 
 def test_a_copy_of_a_folded_body_has_constants_of_its_own() -> None:
     """As the averaged model is a copy of the trained one, and gets its weights from a checkpoint."""
-    model = build(settings_of("retinanet_tiny_fpn", norm="frozen"), 2).eval()
+    model = build(settings_of("retinanet_tiny_fpn", backbone_norm="frozen_bn"), 2).eval()
     twin = copy.deepcopy(model)
     images = make_batch((0,), (32, 32), 2).images
     with torch.no_grad():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models.oracle import check_detections, check_losses_and_gradients, oracle_of, relative
-from tests.models.samples import make_batch, settings_of, settled_model
+from tests.models.samples import make_batch, settings_of, calibrated_model
 
 CLASSES = 7
 COUNTS = [(3, 7), (0, 5), (0, 0), (16, 1)]
@@ -27,25 +27,25 @@ SETUPS = {
     ],
 )
 def test_losses_and_gradients_are_those_of_torchvision(setup: str, box_loss: str) -> None:
-    name, canvas = SETUPS[setup]
-    model = settled_model(settings_of(name, box_loss=box_loss), CLASSES, canvas).train()
-    oracle = oracle_of(model, canvas).train()
+    name, image_size = SETUPS[setup]
+    model = calibrated_model(settings_of(name, box_loss=box_loss), CLASSES, image_size).train()
+    oracle = oracle_of(model, image_size).train()
     for seed, counts in enumerate(COUNTS):
-        check_losses_and_gradients(model, oracle, make_batch(counts, canvas, CLASSES, seed=seed))
+        check_losses_and_gradients(model, oracle, make_batch(counts, image_size, CLASSES, seed=seed))
 
 
 @pytest.mark.parametrize(("candidates", "best"), [(1000, None), (40, None), (1000, 20)])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: int | None) -> None:
-    name, canvas = SETUPS[setup]
-    model = settled_model(settings_of(name), CLASSES, canvas).eval()
-    oracle = oracle_of(model, canvas).eval()
+    name, image_size = SETUPS[setup]
+    model = calibrated_model(settings_of(name), CLASSES, image_size).eval()
+    oracle = oracle_of(model, image_size).eval()
     model.pre_nms_top_n = oracle.topk_candidates = candidates
-    batch = make_batch((0, 0, 0), canvas, CLASSES, seed=5)
+    batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
     # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
-    content = torch.tensor([canvas, (canvas[0] - 40, canvas[1] - 24), canvas], dtype=torch.int32)
-    size = torch.stack((content[0], content[1] * 2, content[2] * torch.tensor([3, 1])))
-    batch = batch._replace(content=content, size=size.int(), scale=content / size)
+    resized_size = torch.tensor([image_size, (image_size[0] - 40, image_size[1] - 24), image_size], dtype=torch.int32)
+    size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
+    batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)
     score_threshold = 0.05
     if best is not None:  # a threshold that leaves the first picture that many boxes
         with torch.no_grad():
@@ -56,9 +56,9 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
 
 
 def test_two_halves_average_to_the_whole_batch() -> None:
-    canvas = (96, 128)
-    model = settled_model(settings_of("retinanet_mobilenet_v2_fpn"), CLASSES, canvas).train()
-    batch = make_batch((3, 7, 0, 1), canvas, CLASSES)
+    image_size = (96, 128)
+    model = calibrated_model(settings_of("retinanet_mobilenet_v2_fpn"), CLASSES, image_size).train()
+    batch = make_batch((3, 7, 0, 1), image_size, CLASSES)
     whole = model.loss(model(batch.images), batch)
     halves = [type(batch)(*(field[half] for field in batch)) for half in (slice(0, 2), slice(2, 4))]
     parts = [model.loss(model(half.images), half) for half in halves]

@@ -14,9 +14,9 @@ from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balance
 def clustered(count: int, seed: int) -> Tensor:
     """Boxes [count, 4] around 20 objects, best first."""
     draw = torch.Generator().manual_seed(seed)
-    centre, side = torch.rand(20, 2, generator=draw) * 500, torch.rand(20, 2, generator=draw) * 80 + 10
+    center, side = torch.rand(20, 2, generator=draw) * 500, torch.rand(20, 2, generator=draw) * 80 + 10
     own = torch.randint(20, (count,), generator=draw)
-    middle = centre[own] + torch.randn(count, 2, generator=draw) * side[own] * 0.1
+    middle = center[own] + torch.randn(count, 2, generator=draw) * side[own] * 0.1
     half = side[own] * torch.exp(torch.randn(count, 2, generator=draw) * 0.1) / 2
     return torch.cat((middle - half, middle + half), 1)
 
@@ -29,8 +29,8 @@ def greedy(boxes: Tensor, threshold: float) -> list[int]:
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
 def test_survivors_are_those_of_greedy_suppression(threshold: float) -> None:
     boxes = torch.stack([clustered(500, seed) for seed in range(3)])
-    stay, settled = fixed_point_nms(boxes, torch.ones(3, 500, dtype=torch.bool), iou_threshold=threshold)
-    assert settled.all()
+    stay, calibrated = fixed_point_nms(boxes, torch.ones(3, 500, dtype=torch.bool), iou_threshold=threshold)
+    assert calibrated.all()
     for own, kept in zip(boxes, stay, strict=True):
         assert kept.nonzero()[:, 0].tolist() == greedy(own, threshold)
         assert 10 < kept.sum() < 450
@@ -54,21 +54,21 @@ def chain(count: int, step: float = 3.0) -> Tensor:
 @pytest.mark.parametrize("rounds", [1, 2, 7, 8, 99])
 def test_a_long_chain_is_right_as_far_as_the_rounds_go(rounds: int) -> None:
     boxes = chain(100)[None]
-    truth = torch.arange(100) % 2 == 0  # greedy: every other one
-    assert greedy(boxes[0], 0.5) == truth.nonzero()[:, 0].tolist()
-    stay, settled = fixed_point_nms(boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, num_rounds=rounds)
-    assert not settled
-    assert torch.equal(stay[0, :rounds], truth[:rounds])
-    larger, smaller = (stay[0], truth) if rounds % 2 == 0 else (truth, stay[0])
+    gt = torch.arange(100) % 2 == 0  # greedy: every other one
+    assert greedy(boxes[0], 0.5) == gt.nonzero()[:, 0].tolist()
+    stay, calibrated = fixed_point_nms(boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, num_rounds=rounds)
+    assert not calibrated
+    assert torch.equal(stay[0, :rounds], gt[:rounds])
+    larger, smaller = (stay[0], gt) if rounds % 2 == 0 else (gt, stay[0])
     assert (larger | ~smaller).all()  # the smaller is part of the larger
     if rounds < 99:
-        assert not torch.equal(stay[0], truth)
+        assert not torch.equal(stay[0], gt)
 
 
 def test_a_chain_that_the_rounds_suffice_for_is_settled() -> None:
     boxes = torch.stack((chain(NMS_ROUNDS), chain(NMS_ROUNDS) * 7))
-    stay, settled = fixed_point_nms(boxes, torch.ones(2, NMS_ROUNDS, dtype=torch.bool), iou_threshold=0.5)
-    assert settled.tolist() == [True, True]
+    stay, calibrated = fixed_point_nms(boxes, torch.ones(2, NMS_ROUNDS, dtype=torch.bool), iou_threshold=0.5)
+    assert calibrated.tolist() == [True, True]
     assert stay[1].nonzero()[:, 0].tolist() == greedy(boxes[1], 0.5)
 
 
@@ -78,9 +78,9 @@ def test_proposals_say_which_pictures_ran_out_of_rounds() -> None:
     rising = torch.linspace(5, -5, count)
     logits = torch.cat((rising, rising)).repeat(2, 1)
     logits[1] = rising[torch.randperm(count, generator=torch.Generator().manual_seed(0))].repeat(2)
-    content = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
+    resized_size = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
     predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
-    found = propose(predicted, content, pre_nms_top_n=count, post_nms_top_n=300)
+    found = propose(predicted, resized_size, pre_nms_top_n=count, post_nms_top_n=300)
     assert found.unconverged.tolist() == [True, False]
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()
@@ -109,16 +109,16 @@ def test_lots_are_different_within_a_picture_and_spread() -> None:
 def test_a_sample_has_the_least_lots(positives: int, negatives: int, expected: tuple[int, int]) -> None:
     own = random_keys(torch.tensor([0.1, 0.7]), 600, stream=0)
     kind = torch.full((2, 600), -1)
-    for picture in range(2):
-        order = torch.randperm(600, generator=torch.Generator().manual_seed(picture))
-        kind[picture, order[:positives]] = 1
-        kind[picture, order[positives : positives + negatives]] = 0
+    for image in range(2):
+        order = torch.randperm(600, generator=torch.Generator().manual_seed(image))
+        kind[image, order[:positives]] = 1
+        kind[image, order[positives : positives + negatives]] = 0
     chosen = sample_balanced(own, kind == 1, kind == 0, num_samples=32, max_positives=8)
-    for picture in range(2):
+    for image in range(2):
         for value, count in zip((1, 0), expected, strict=True):
-            least = [place for place in own[picture].argsort().tolist() if kind[picture, place] == value][:count]
-            slots = chosen.valid[picture] & (chosen.positive[picture] == bool(value))
-            assert chosen.indices[picture][slots].tolist() == least
+            least = [place for place in own[image].argsort().tolist() if kind[image, place] == value][:count]
+            slots = chosen.valid[image] & (chosen.positive[image] == bool(value))
+            assert chosen.indices[image][slots].tolist() == least
 
 
 def test_a_sample_has_no_more_slots_than_candidates() -> None:
@@ -154,9 +154,9 @@ def regions(dtype: torch.dtype) -> Tensor:
     """Boxes of all sizes in two pictures, cut off at the canvas; many at its edges, some below a feature cell."""
     draw = torch.Generator().manual_seed(1)
     size = torch.tensor([CANVAS[1], CANVAS[0]])
-    centre = torch.rand(2, 400, 2, generator=draw) * size * 1.2 - 0.1 * size
+    center = torch.rand(2, 400, 2, generator=draw) * size * 1.2 - 0.1 * size
     half = torch.exp(torch.rand(2, 400, 2, generator=draw) * 8 - 2)
-    boxes = torch.cat((centre - half, centre + half), -1)
+    boxes = torch.cat((center - half, center + half), -1)
     return torch.minimum(boxes.clamp(min=0), size.repeat(2).float()).to(dtype)
 
 

@@ -13,7 +13,7 @@ from stoker.errors import WeightsError
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.retinanet.retinanet import RetinaNet
 from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
-from tests.models.samples import make_batch, settings_of, settled_model
+from tests.models.samples import make_batch, settings_of, calibrated_model
 
 CLASSES = 5
 CANVAS = (64, 64)
@@ -28,7 +28,7 @@ def test_every_retinanet_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_numbers_are_those_of_torchvision(name: str) -> None:
-    model = settled_model(settings_of(name), CLASSES, CANVAS)
+    model = calibrated_model(settings_of(name), CLASSES, CANVAS)
     oracle = oracle_of(model, CANVAS)
     batch = make_batch((3, 7), CANVAS, CLASSES)
     check_losses_and_gradients(model.train(), oracle.train(), batch)
@@ -138,16 +138,16 @@ def test_a_detector_is_recognised(name: str, tmp_path: Path) -> None:
 def test_the_lite_tower_is_shared_and_each_level_has_its_own_norms() -> None:
     model = build(settings_of(LITE), CLASSES).train()
     assert isinstance(model, RetinaNet)
-    tower = model.head["tower"]
-    before = {name: buffer.clone() for name, buffer in tower.named_buffers() if name.endswith("running_mean")}
+    head = model.head["tower"]
+    before = {name: buffer.clone() for name, buffer in head.named_buffers() if name.endswith("running_mean")}
     assert len(before) == 4 * 5
     raw = model(make_batch((0, 0), CANVAS, CLASSES).images)
-    assert len(raw.levels) == 5
+    assert len(raw.num_anchors_per_level) == 5
     assert raw.anchors.shape[0] == 6 * sum(h * w for h, w in ((8, 8), (4, 4), (2, 2), (1, 1), (1, 1)))
-    after = {name: tower.get_buffer(name) for name in before}
+    after = {name: head.get_buffer(name) for name in before}
     assert not any(torch.equal(after[name], before[name]) for name in before)
-    norms = [module for module in tower.modules() if isinstance(module, nn.BatchNorm2d)]
-    coarsest = slice(-raw.levels[-1], None)
+    norms = [module for module in head.modules() if isinstance(module, nn.BatchNorm2d)]
+    coarsest = slice(-raw.num_anchors_per_level[-1], None)
     found = torch.autograd.grad(
         raw.logits[:, coarsest].sum() + raw.deltas[:, coarsest].sum(), [norm.bias for norm in norms]
     )

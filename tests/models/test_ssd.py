@@ -65,14 +65,14 @@ def models() -> dict[str, SSD]:
     return {name: model for name, model in made.items() if isinstance(model, SSD)}
 
 
-def raw_of(model: SSD, name: str, pictures: int, *, seed: int = 0, spread: float = 1.0) -> SSDOutputs:
+def raw_of(model: SSD, name: str, images: int, *, seed: int = 0, spread: float = 1.0) -> SSDOutputs:
     """Random predictions on torchvision's canvas, in float64; every gradient is wanted."""
     draws = torch.Generator().manual_seed(seed)
     side = SIDES[name]
     anchors = model.anchors((side, side), [(n, n) for n in GRIDS[name]]).double()
 
     def some(numbers: int) -> Tensor:
-        shape = (pictures, len(anchors), numbers)
+        shape = (images, len(anchors), numbers)
         return (spread * torch.randn(shape, generator=draws, dtype=torch.float64)).requires_grad_()
 
     return SSDOutputs(some(1 + CLASSES), some(4), anchors)
@@ -128,11 +128,11 @@ def test_anchors_of_another_canvas(name: str) -> None:
     assert sides[:, 0].max() == 100
     assert sides[:, 1].max() == 160
     assert torch.allclose(sides[:2], torch.tensor([[10.0, 10.0], [200**0.5, 200**0.5]]))
-    centre = (anchors[:, 2:] + anchors[:, :2]) / 2
+    center = (anchors[:, 2:] + anchors[:, :2]) / 2
     last = len(model.aspect_ratios[-1]) * 2 + 2
-    assert torch.allclose(centre[-1], torch.tensor([50.0, 80.0]))  # the middle
-    assert torch.allclose(centre[-1 - last], torch.tensor([100 * 5 / 6, 160 * 3 / 4]))
-    assert torch.allclose(centre[0], torch.tensor([4.0, 4.0] if name == SSD300 else [50 / 13, 4.0]))
+    assert torch.allclose(center[-1], torch.tensor([50.0, 80.0]))  # the middle
+    assert torch.allclose(center[-1 - last], torch.tensor([100 * 5 / 6, 160 * 3 / 4]))
+    assert torch.allclose(center[0], torch.tensor([4.0, 4.0] if name == SSD300 else [50 / 13, 4.0]))
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -191,9 +191,9 @@ def test_matching_in_parts_is_matching_at_once(seed: int, block: int) -> None:
     anchors = torch.cat((grid, grid + 8), 1)
     found = match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1, block=block)
     assert torch.equal(found, match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1))
-    for picture in range(3):
-        overlaps = [valid[picture, m] and bool(box_iou(boxes[picture, m, None], anchors).any()) for m in range(9)]
-        taken = {int(slot) for slot in found[picture]} - {BACKGROUND}
+    for image in range(3):
+        overlaps = [valid[image, m] and bool(box_iou(boxes[image, m, None], anchors).any()) for m in range(9)]
+        taken = {int(slot) for slot in found[image]} - {BACKGROUND}
         assert all(overlaps[slot] for slot in taken)
         assert bool(taken) == any(overlaps)
 
@@ -264,7 +264,7 @@ def test_gradients_of_all_weights_of_ssdlite_are_those_of_torchvision() -> None:
             torch.testing.assert_close(buffer, oracle.get_buffer(key), rtol=1e-5, atol=1e-9)  # their momentum
 
 
-@pytest.mark.parametrize(("name", "per_class"), [(SSD300, 400), (LITE, 300), (LITE, 7)])
+@pytest.mark.parametrize(("name", "pre_nms_top_n_per_class"), [(SSD300, 400), (LITE, 300), (LITE, 7)])
 @pytest.mark.parametrize("score_threshold", [0.05, 0.5])
 def test_detections_are_those_of_torchvision(
     name: str, per_class: int, score_threshold: float, empty_oracles: dict[str, Any], models: dict[str, SSD],
@@ -275,29 +275,29 @@ def test_detections_are_those_of_torchvision(
     assert oracle.topk_candidates == model.pre_nms_top_n_per_class
     raw = raw_of(model, name, 2, spread=2.0)
     raw = SSDOutputs(raw.logits.detach(), raw.deltas.detach(), raw.anchors)
-    monkeypatch.setattr(model, "per_class", per_class)
-    contents = [(side, side), (side // 2, side - 31)]
+    monkeypatch.setattr(model, "pre_nms_top_n_per_class", per_class)
+    resized_sizes = [(side, side), (side // 2, side - 31)]
     for key, value in {"topk_candidates": per_class, "score_thresh": score_threshold}.items():
         monkeypatch.setattr(oracle, key, value)
     monkeypatch.setattr(oracle, "detections_per_img", 10_000)
     outputs = {"bbox_regression": raw.deltas, "cls_logits": raw.logits}
-    expected = oracle.postprocess_detections(outputs, [raw.anchors] * 2, contents)
-    content = torch.tensor(contents, dtype=torch.int32)
-    found = model.decode(raw, content, torch.ones(2, 2), content, score_threshold=score_threshold)
-    for picture, one in enumerate(expected):
+    expected = oracle.postprocess_detections(outputs, [raw.anchors] * 2, resized_sizes)
+    resized_size = torch.tensor(resized_sizes, dtype=torch.int32)
+    found = model.decode(raw, resized_size, torch.ones(2, 2), resized_size, score_threshold=score_threshold)
+    for image, one in enumerate(expected):
         is_box = (one["boxes"][:, 2:] > one["boxes"][:, :2]).all(1)  # not lines, which lay in the padding alone
         best = {key: values[is_box][:100] for key, values in one.items()}
         assert len(best["scores"]) > 20
-        valid = found.valid[picture]
+        valid = found.valid[image]
         assert int(valid.sum()) == len(best["scores"])
-        torch.testing.assert_close(found.scores[picture][valid], best["scores"], rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.boxes[picture][valid], best["boxes"], rtol=0, atol=1e-9)
-        assert torch.equal(found.labels[picture][valid], best["labels"] - 1)
+        torch.testing.assert_close(found.scores[image][valid], best["scores"], rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.boxes[image][valid], best["boxes"], rtol=0, atol=1e-9)
+        assert torch.equal(found.labels[image][valid], best["labels"] - 1)
 
 
-@pytest.mark.parametrize(("name", "canvas"), [(SSD300, (280, 280)), (LITE, (64, 96))])
+@pytest.mark.parametrize(("name", "image_size"), [(SSD300, (280, 280)), (LITE, (64, 96))])
 def test_torchvisions_coco_weights_load_and_predict_the_same(
-    name: str, canvas: tuple[int, int], tmp_path: Path
+    name: str, image_size: tuple[int, int], tmp_path: Path
 ) -> None:
     torch.manual_seed(2)
     with torch.device("meta"):
@@ -314,7 +314,7 @@ def test_torchvisions_coco_weights_load_and_predict_the_same(
     assert backbone == "backbone, neck and heads from a_file.pth"
     assert head == "class head kept, 91 -> 3 channels; every class is one of the file's, matched by name"
     channels = [0, coco.index("zebra"), coco.index("person")]
-    images = make_batch((0,), canvas, 2).images
+    images = make_batch((0,), image_size, 2).images
     with torch.no_grad():
         ours = model(images)
         expected = outputs_of(oracle, model, images, ours.anchors)
@@ -359,7 +359,7 @@ def test_imagenets_mobilenet_fills_the_body_with_a_full_tail(tmp_path: Path) -> 
     torch.manual_seed(3)
     classifier = mobilenet_v3_large(weights=None).eval()
     torch.save(classifier.state_dict(), tmp_path / "v3.pth")
-    settings_ = settings_of(LITE, weights=str(tmp_path / "v3.pth"), tail="full")
+    settings_ = settings_of(LITE, weights=str(tmp_path / "v3.pth"), reduced_tail=False)
     model = build(settings_, CLASSES).eval()
     assert load_weights(model, settings_, class_names=NAMES) == ["backbone from v3.pth", "neck and heads are random"]
     pixels = torch.randn(1, 3, 64, 96)
@@ -368,10 +368,10 @@ def test_imagenets_mobilenet_fills_the_body_with_a_full_tail(tmp_path: Path) -> 
         torch.testing.assert_close(maps[1], classifier.features(pixels), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["train", "frozen", "sync"])
+@pytest.mark.parametrize("norm", ["bn", "frozen_bn", "sync_bn"])
 def test_a_batch_of_one_picture_can_be_trained_on(norm: str) -> None:
     """torch's BatchNorm raises where the coarsest map has one value per channel, and so does torchvision's SSDlite."""
-    model = build(settings_of(LITE, norm=norm), CLASSES).train()
+    model = build(settings_of(LITE, backbone_norm=norm), CLASSES).train()
     batch = make_batch((3,), (64, 64), CLASSES)
     last = model.get_submodule("backbone.extra.3.2.1")
     before = last.get_buffer("running_mean").clone()
@@ -406,7 +406,7 @@ def test_gradients_of_maps_of_one_place_in_bf16(groups: int) -> None:
 def test_norms_are_torchvisions() -> None:
     kinds = [m for m in build(settings_of(LITE), CLASSES).modules() if isinstance(m, nn.BatchNorm2d)]
     assert {(m.eps, m.momentum) for m in kinds} == {(0.001, 0.03)}
-    frozen = build(settings_of(LITE, norm="frozen"), CLASSES)
+    frozen = build(settings_of(LITE, backbone_norm="frozen_bn"), CLASSES)
     trained = [key for key, m in frozen.named_modules() if isinstance(m, nn.BatchNorm2d)]
     assert trained
     assert not [key for key in trained if key.startswith("backbone.features.")]
@@ -420,7 +420,7 @@ def test_norms_are_torchvisions() -> None:
 ])  # fmt: skip
 def test_the_first_stages_are_frozen(name: str, stages: int, first: str) -> None:
     with torch.device("meta"):
-        model = build(settings_of(name, trainable_stages=stages), CLASSES)
+        model = build(settings_of(name, trainable_backbone_layers=stages), CLASSES)
     trained = [key for key, p in model.named_parameters() if p.requires_grad and not key.endswith("scale_weight")]
     assert trained[0] == first
 
@@ -435,14 +435,14 @@ def derived(index: Index, **fields: Any) -> tuple[Any, dict[str, str]]:
 
 
 def test_canvas_and_anchors_of_a_run(index: Index) -> None:
-    config, reasons = derived(index, model=LITE, canvas=(160, 160))
+    config, reasons = derived(index, model=LITE, image_size=(160, 160))
     assert config.model.anchor_sizes == (32.0, 56.0, 80.0, 104.0, 128.0, 152.0, 160.0)
     assert "0.5 times" in reasons["anchor_sizes"]
     config, _ = derived(index, model=SSD300)
-    assert config.data.canvas == (80, 80)
+    assert config.data.image_size == (80, 80)
     assert config.model.trainable_backbone_layers == 5
     with pytest.raises(ConfigError, match="multiples of 20 for ssd300_vgg16") as caught:
-        derived(index, model=SSD300, canvas=(310, 300))
+        derived(index, model=SSD300, image_size=(310, 300))
     with pytest.raises(ConfigError, match="multiples of 32"):
         check_image_size(from_fields({"model": LITE, "image_size": (300, 300)}))
     assert list(caught.value.choices) == ["320", "300"]
@@ -460,13 +460,13 @@ def test_the_canvas_of_large_square_pictures_is_torchvisions() -> None:
 def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
     """Only derived: nothing is downloaded."""
     path = tmp_path / "some.pth"
-    for tail in ("half", "full"):
-        torch.save(build(settings_of(LITE, tail=tail), CLASSES).state_dict(), path)
+    for tail in (True, False):
+        torch.save(build(settings_of(LITE, reduced_tail=tail), CLASSES).state_dict(), path)
         assert detect_reduced_tail(read_weights(path).tensors) == tail
-    assert derived(index, model=LITE, canvas=(32, 32), weights=str(path))[0].model.tail == "full"
-    assert derived(index, model=LITE, canvas=(32, 32), weights="imagenet")[0].model.tail == "full"
+    assert derived(index, model=LITE, image_size=(32, 32), weights=str(path))[0].model.reduced_tail is False
+    assert derived(index, model=LITE, image_size=(32, 32), weights="imagenet")[0].model.reduced_tail is False
     with pytest.raises(ConfigError, match="--reduced-tail does not fit"):
-        derived(index, model=LITE, weights="imagenet", tail="half")
+        derived(index, model=LITE, weights="imagenet", reduced_tail=True)
 
 
 def test_class_layers_have_classes_and_background_of_every_anchor(models: dict[str, SSD]) -> None:
@@ -484,9 +484,9 @@ def test_mixed_precision_steps_on_a_fake_accelerator_and_their_memory() -> None:
     """2.29 GiB for SSD300, 1.65 for SSDlite when this was written; all overlaps of 1,000 boxes would be 1.04 more."""
     common: dict[str, Any] = {"batch_size": 32, "optimizer": "adamw"}
     trials = [
-        fakes.Trial(model=SSD300, slots=10, canvas=(300, 300), precision="fp16", **common),
-        fakes.Trial(model=SSD300, slots=1000, canvas=(300, 300), precision="fp16", **common),
-        fakes.Trial(model=LITE, slots=100, canvas=(320, 320), **common),
+        fakes.Trial(model=SSD300, slots=10, image_size=(300, 300), precision="fp16", **common),
+        fakes.Trial(model=SSD300, slots=1000, image_size=(300, 300), precision="fp16", **common),
+        fakes.Trial(model=LITE, slots=100, image_size=(320, 320), **common),
     ]
     few, many, lite = fakes.run(*trials)
     for trial, outcome in zip(trials, (few, many, lite), strict=True):
@@ -497,12 +497,12 @@ def test_mixed_precision_steps_on_a_fake_accelerator_and_their_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "canvas"), [(LITE, (96, 128)), (SSD300, (100, 120))])
-def test_the_onnx_file_finds_what_the_model_finds(name: str, canvas: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "image_size"), [(LITE, (96, 128)), (SSD300, (100, 120))])
+def test_the_onnx_file_finds_what_the_model_finds(name: str, image_size: tuple[int, int], tmp_path: Path) -> None:
     torch.manual_seed(4)
     chosen = settings_of(name)
     model = build(chosen, CLASSES)
-    images = np.random.default_rng(0).integers(0, 256, (4, 3, *canvas), np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (4, 3, *image_size), np.uint8)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
@@ -511,10 +511,10 @@ def test_the_onnx_file_finds_what_the_model_finds(name: str, canvas: tuple[int, 
             model.get_parameter(f"{layer.name}.weight").mul_(10)
         model.train()(torch.from_numpy(images))
     model.eval()
-    card = ModelMetadata(settings=chosen, class_names=NAMES, canvas=canvas, resize="letterbox")
+    metadata = ModelMetadata(settings=chosen, class_names=NAMES, image_size=image_size, resize="letterbox")
     path = tmp_path / "it.onnx"
-    path.write_bytes(graph.build_onnx(model, card, score_threshold=0.05, iou_threshold=model.iou_threshold))
-    inside = np.array([canvas, canvas, (50, 60), canvas], np.int32)
+    path.write_bytes(graph.build_onnx(model, metadata, score_threshold=0.05, iou_threshold=model.iou_threshold))
+    inside = np.array([image_size, image_size, (50, 60), image_size], np.int32)
     found, _ = parity.compare_outputs(
         model, OnnxModel(path, num_threads=1), images, inside, list("abcd"),
         score_threshold=0.05, iou_threshold=model.iou_threshold, max_detections=100,

@@ -18,7 +18,7 @@ CLASSES, BOXES = 80, 100
 CHEAP = ("retinanet_tiny_fpn",)
 
 
-def canvas_of(name: str) -> tuple[int, int]:
+def image_size_of(name: str) -> tuple[int, int]:
     """The square that the row's numbers are of."""
     row = MODELS[name]
     side = row.default_image_size // row.size_divisor * row.size_divisor
@@ -32,7 +32,7 @@ def trial_of(name: str) -> fakes.Trial:
         model=name,
         classes=CLASSES,
         slots=BOXES,
-        canvas=canvas_of(name),
+        image_size=image_size_of(name),
         batch=recipe.run.batch_size,
         optimizer=recipe.optim.optimizer,
         fused=recipe.optim.optimizer == "adamw",
@@ -44,7 +44,7 @@ def trial_of(name: str) -> fakes.Trial:
 def inference_gflop(name: str) -> float:
     """Of a picture, from pixels to candidates."""
     model = build(settings_of(name), CLASSES).eval()
-    batch = make_batch((0,), canvas_of(name), CLASSES)
+    batch = make_batch((0,), image_size_of(name), CLASSES)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model.candidates(model(batch.images), batch.resized_size, score_threshold=0.0)
     return counter.get_total_flops() / 1e9
@@ -64,10 +64,10 @@ def cost_of(name: str) -> ComputeCost:
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_row_says_what_its_model_costs(name: str):
-    said, found = MODELS[name].cost, cost_of(name)
-    assert said.gflop == pytest.approx(found.gflop, rel=0.01)
-    assert said.training_gflop == pytest.approx(found.training_gflop, rel=0.01)
-    assert said.memory_gib == pytest.approx(found.memory_gib, rel=0.05)
+    message, found = MODELS[name].cost, cost_of(name)
+    assert message.gflop == pytest.approx(found.gflop, rel=0.01)
+    assert message.training_gflop == pytest.approx(found.training_gflop, rel=0.01)
+    assert message.memory_gib == pytest.approx(found.memory_gib, rel=0.05)
 
 
 def test_a_row_without_its_cost_cannot_be_made():

@@ -45,8 +45,8 @@ def test_the_coco_file_is_read_in_its_older_names_and_its_epsilon(tmp_path: Path
     assert detect_architecture(file) == MOBILENET
     settings = settings_of(MOBILENET, weights=str(file))
     model = build(settings, 2)
-    said = load_weights(model, settings, class_names=("dog", "person"))
-    assert any("class head kept, 91 -> 3 channels" in sentence for sentence in said)
+    message = load_weights(model, settings, class_names=("dog", "person"))
+    assert any("class head kept, 91 -> 3 channels" in sentence for sentence in message)
     own = model.state_dict()
     predictor = "roi_heads.box_predictor."
     for name, tensor in expected.items():

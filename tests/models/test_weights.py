@@ -64,7 +64,7 @@ def test_none_leaves_the_model_as_it_is() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("norm", ["frozen", "train"])
+@pytest.mark.parametrize("norm", ["frozen_bn", "bn"])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: bool) -> None:
     path = tmp_path / "any_name.pth"
@@ -75,7 +75,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
     state = classifier.state_dict()
     torch.save({"model": {f"module.{k}": v for k, v in state.items()}} if wrapped else state, path)
     assert detect_architecture(path) == "ember_mobilenet_v2"  # the first on this body
-    settings = settings_of(MOBILENET, weights=str(path), norm=norm)
+    settings = settings_of(MOBILENET, weights=str(path), backbone_norm=norm)
     model = build(settings, 3)
     heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}
     sentences = load_weights(model, settings, class_names=("a", "b", "c"))
@@ -158,8 +158,8 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
     path = tmp_path / "best.safetensors"
     settings = settings_of(TINY)
     trained = build(settings, 3)
-    card = ModelMetadata(settings=settings, class_names=("cat", "dog", "owl"), canvas=(64, 64), resize="letterbox")
-    save(trained, path, card.header() if with_header else None)
+    metadata = ModelMetadata(settings=settings, class_names=("cat", "dog", "owl"), image_size=(64, 64), resize="letterbox")
+    save(trained, path, metadata.header() if with_header else None)
     assert detect_architecture(path) == TINY
     settings = settings_of(TINY, weights=str(path))
     model = build(settings, 3)
@@ -173,12 +173,12 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
             assert torch.equal(model.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize("norm", ["frozen", "train"])
+@pytest.mark.parametrize("norm", ["frozen_bn", "bn"])
 def test_weights_trained_with_either_norm_fill_a_model_with_the_other(tmp_path: Path, norm: str) -> None:
     path = tmp_path / "some.safetensors"
-    other = "train" if norm == "frozen" else "frozen"
-    save(build(settings_of(TINY, norm=other), 2), path, {"model": TINY})
-    settings = settings_of(TINY, norm=norm, weights=str(path))
+    other = "bn" if norm == "frozen_bn" else "frozen_bn"
+    save(build(settings_of(TINY, backbone_norm=other), 2), path, {"model": TINY})
+    settings = settings_of(TINY, backbone_norm=norm, weights=str(path))
     load_weights(build(settings, 2), settings, class_names=("a", "b"))
 
 
@@ -234,18 +234,18 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 class Server(BaseHTTPRequestHandler):
     """Serves CONTENT under any name; cuts it short under /cut/."""
 
-    content = b""
-    asked: list[str]
+    resized_size = b""
+    requested: list[str]
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requested.append(self.path)
         if self.path.startswith("/missing/"):
             self.send_error(404)
             return
         self.send_response(200)
-        self.send_header("Content-Length", str(len(self.content)))
+        self.send_header("Content-Length", str(len(self.data)))
         self.end_headers()
-        self.wfile.write(self.content[:1000] if self.path.startswith("/cut/") else self.content)
+        self.wfile.write(self.data[:1000] if self.path.startswith("/cut/") else self.data)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -253,7 +253,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    Server.content, Server.asked = json.dumps(list(range(10_000))).encode(), []
+    Server.data, Server.requested = json.dumps(list(range(10_000))).encode(), []
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -263,13 +263,13 @@ def address() -> Iterator[str]:
 
 
 def test_a_download_is_checked_and_kept(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"some-{hashlib.sha256(Server.content).hexdigest()[:8]}.pth"
+    name = f"some-{hashlib.sha256(Server.data).hexdigest()[:8]}.pth"
     path, where = fetch_weights(f"{address}/a/{name}")
     assert path == tmp_path / "torch" / "hub" / "checkpoints" / name
-    assert path.read_bytes() == Server.content
+    assert path.read_bytes() == Server.data
     assert where == f"downloaded to {path.parent}"
     assert fetch_weights(f"{address}/a/{name}") == (path, f"found in {path.parent}")
-    assert len(Server.asked) == 1
+    assert len(Server.requested) == 1
 
     own = tmp_path / "own"
     monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(own))
@@ -281,7 +281,7 @@ def test_a_download_is_checked_and_kept(address: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("fault", ["wrong", "cut", "missing", "refused"])
 def test_a_failed_download_leaves_nothing_and_says_what_to_do(address: str, tmp_path: Path, fault: str) -> None:
-    digest = "00000000" if fault == "wrong" else hashlib.sha256(Server.content).hexdigest()[:8]
+    digest = "00000000" if fault == "wrong" else hashlib.sha256(Server.data).hexdigest()[:8]
     host = "http://127.0.0.1:9" if fault == "refused" else address
     url = f"{host}/{fault}/some-{digest}.pth"
     with pytest.raises(WeightsError) as caught:

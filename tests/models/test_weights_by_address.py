@@ -53,9 +53,9 @@ def put(servers: dict[str, Server], place: Place, name: str, data: bytes) -> str
 def saved(tmp_path: Path, seed: int) -> bytes:
     torch.manual_seed(seed)
     model = build(settings_of(TINY), 2)
-    card = ModelMetadata(settings=settings_of(TINY), class_names=("cat", "dog"), canvas=(64, 64), resize="letterbox")
+    metadata = ModelMetadata(settings=settings_of(TINY), class_names=("cat", "dog"), image_size=(64, 64), resize="letterbox")
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, tmp_path / "best.safetensors", card.header())
+    save_file(tensors, tmp_path / "best.safetensors", metadata.header())
     return (tmp_path / "best.safetensors").read_bytes()
 
 
@@ -68,9 +68,9 @@ def test_weights_are_fetched_once_and_again_when_they_change(
     path = local_path(address)
     assert path.parent == folder
     assert path.read_bytes() == first
-    place[1].observe.clear()
+    place[1].seen.clear()
     assert local_path(address) == path
-    assert {seen.method for seen in place[1].observe} == {"HEAD"}, "nothing is fetched again"
+    assert {seen.method for seen in place[1].seen} == {"HEAD"}, "nothing is fetched again"
     put(servers, place[0], "a/best.safetensors", second)
     assert local_path(address).read_bytes() == second
     assert len(list(folder.iterdir())) == 2, "no temporary file stays"
@@ -83,8 +83,8 @@ def test_weights_that_a_training_starts_from(
     assert detect_architecture(address) == TINY
     models = [build(settings_of(TINY), 2) for _ in range(2)]
     for model, weights in zip(models, (address, str(tmp_path / "best.safetensors")), strict=True):
-        said = load_weights(model, settings_of(TINY, weights=weights), class_names=("cat", "dog"))
-        assert said[0].startswith("backbone, neck and heads from best")
+        message = load_weights(model, settings_of(TINY, weights=weights), class_names=("cat", "dog"))
+        assert message[0].startswith("backbone, neck and heads from best")
     for name, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, models[1].state_dict()[name]), name
     assert load(address).class_names == ("cat", "dog")
@@ -115,11 +115,11 @@ def test_variables_are_replaced_in_what_a_run_keeps(monkeypatch: pytest.MonkeyPa
     (tmp_path / "coco").mkdir()
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
     monkeypatch.setenv("BUCKET", "s3://weights")
-    asked = from_fields({"data": "$DATA_ROOT/coco", "weights": "${BUCKET}/a/x.pth"})
-    kept = with_absolute_paths(asked)
+    requested = from_fields({"data": "$DATA_ROOT/coco", "weights": "${BUCKET}/a/x.pth"})
+    kept = with_absolute_paths(requested)
     assert kept.data.data == str(tmp_path / "coco")
     assert kept.model.weights == "s3://weights/a/x.pth"
     monkeypatch.delenv("BUCKET")
     with pytest.raises(ConfigError, match="BUCKET") as raised:
-        with_absolute_paths(asked)
+        with_absolute_paths(requested)
     assert raised.value.exit_code == UsageError.exit_code

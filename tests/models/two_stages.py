@@ -24,27 +24,27 @@ from stoker.models.layers.sampling import random_keys
 from tests.models.samples import make_batch, settings_of
 
 
-def settled(name: str, classes: int, canvas: tuple[int, int], *, norm: str = "frozen", seed: int = 0) -> FasterRCNN:
+def calibrated(name: str, classes: int, image_size: tuple[int, int], *, norm: str = "frozen_bn", seed: int = 0) -> FasterRCNN:
     """A model whose norms have the statistics of random pictures and whose heads are far from their timid start."""
     torch.manual_seed(seed)
-    learning = build(settings_of(name, norm="train"), classes).train()
-    for module in learning.modules():
+    trained = build(settings_of(name, backbone_norm="bn"), classes).train()
+    for module in trained.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
-        learning(make_batch((0, 0, 0), canvas, classes, seed=seed + 1).images)
+        trained(make_batch((0, 0, 0), image_size, classes, seed=seed + 1).images)
         for layer, std in (
-            (learning.rpn.head.cls_logits, 0.05),
-            (learning.rpn.head.bbox_pred, 0.01),
-            (learning.roi_heads.box_predictor.cls_score, 0.2),
-            (learning.roi_heads.box_predictor.bbox_pred, 0.1),
+            (trained.rpn.head.cls_logits, 0.05),
+            (trained.rpn.head.bbox_pred, 0.01),
+            (trained.roi_heads.box_predictor.cls_score, 0.2),
+            (trained.roi_heads.box_predictor.bbox_pred, 0.1),
         ):
             layer.weight.normal_(std=std)
         # Away from the corner of the picture: of proposals that are cut off there, and smaller than a feature cell, the
         # features are the same, so the order of their scores is nobody's choice.
-        learning.rpn.head.bbox_pred.bias.view(-1, 4)[:, :2] = 0.9
-    model = build(settings_of(name, norm=norm), classes)
-    model.load_state_dict(learning.state_dict(), strict=False)
+        trained.rpn.head.bbox_pred.bias.view(-1, 4)[:, :2] = 0.9
+    model = build(settings_of(name, backbone_norm=norm), classes)
+    model.load_state_dict(trained.state_dict(), strict=False)
     assert isinstance(model, FasterRCNN)
     return model
 
@@ -52,7 +52,7 @@ def settled(name: str, classes: int, canvas: tuple[int, int], *, norm: str = "fr
 def oracle_of(model: FasterRCNN) -> Oracle:
     """The oracle of a model. Turns the model into float64, too."""
     settings = model.settings
-    norm: Any = FrozenBatchNorm2d if settings.backbone_norm == "frozen" else nn.BatchNorm2d
+    norm: Any = FrozenBatchNorm2d if settings.backbone_norm == "frozen_bn" else nn.BatchNorm2d
     options: dict[str, Any] = {}
     if settings.model == "faster_rcnn_mobilenet_v3_large_fpn":
         backbone = mobilenet_backbone(
@@ -95,7 +95,7 @@ class Sampler(NamedTuple):
 
     def __call__(self, labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         masks: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for own, some in zip(self.lots, labels, strict=True):
+        for own, some in zip(self.random_keys, labels, strict=True):
             assert len(own) == len(some)
             order = own.argsort()
             positive = order[some[order] >= 1][: self.positives]
@@ -141,4 +141,4 @@ def _features(oracle: Oracle, model: FasterRCNN, batch: Batch) -> tuple[ImageLis
     features = oracle.backbone(pixels)
     each = oracle.rpn.anchor_generator.num_anchors_per_location()[0]
     counts = [some.shape[2] * some.shape[3] * each for some in features.values()]
-    return ImageList(pixels, [tuple(content.tolist()) for content in batch.resized_size]), features, counts
+    return ImageList(pixels, [tuple(resized_size.tolist()) for resized_size in batch.resized_size]), features, counts

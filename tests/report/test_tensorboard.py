@@ -65,7 +65,7 @@ def metrics() -> Metrics:
         ClassMetrics(name="car", ap=0.25, ap50=0.5, boxes=3),
         ClassMetrics(name="bus", ap=None, ap50=None, boxes=0),
     ]
-    return Metrics(**numbers, per_class=classes, pictures=1, boxes=3, detections=9)
+    return Metrics(**numbers, per_class=classes, num_images=1, boxes=3, detections=9)
 
 
 def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:

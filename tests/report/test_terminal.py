@@ -32,7 +32,7 @@ def metrics(**changes: object) -> Metrics:
         ClassMetrics(name="bus", ap=0.5, ap50=0.75, boxes=31),
         ClassMetrics(name="tram", ap=None, ap50=None, boxes=0),
     ]
-    numbers |= {"ap_small": None, "per_class": classes, "pictures": 500, "boxes": 1231, "detections": 9000, **changes}
+    numbers |= {"ap_small": None, "per_class": classes, "num_images": 500, "boxes": 1231, "detections": 9000, **changes}
     return Metrics(**numbers)  # type: ignore[arg-type]
 
 

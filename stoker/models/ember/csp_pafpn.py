@@ -1,4 +1,4 @@
-"""Cross-stage-partial networks: the body of the ember family, and the path aggregation that is its neck.
+"""Cross-stage-partial networks: the backbone of the ember family, and the path aggregation that is its neck.
 
 A block sends half of its channels through residual convolutions and joins what every one of them made to the other half
 (CSPNet, arXiv 1911.11929; ELAN, arXiv 2211.04800, section 3): half the work of residual blocks of the same width, and
@@ -107,7 +107,7 @@ class PAFPN(nn.Module):
         super().__init__()
         make_conv: ConvFactory = separable_conv_norm_relu if depthwise else conv_norm_relu
         num_levels = len(in_channels)
-        # A body's map that is wider than ours would make the convolutions behind it dear.
+        # A backbone's map that is wider than ours would make the convolutions behind it dear.
         self.narrow = nn.ModuleList(
             conv_norm_relu(in_width, out_width, norm, kernel_size=1) if in_width > out_width else nn.Identity()
             for in_width, out_width in zip(in_channels, channels, strict=True)

@@ -1,13 +1,13 @@
 """Ember: a small, modern detector without anchors, after the literature alone.
 
-A body of cross-stage-partial blocks, or an ImageNet-pretrained one; path aggregation over strides 8, 16 and 32
+A backbone of cross-stage-partial blocks, or an ImageNet-pretrained one; path aggregation over strides 8, 16 and 32
 (`csp_pafpn.py`); for each level two towers, one for classes and one for boxes. A point predicts a logit per class and,
 for each side of its box, a distribution over distances, whose mean is the distance (GFL, Li et al. 2020, arXiv
 2006.04388). Which points have to find which box is decided by what the network predicts already
 (`task_aligned_assigner.py`).
 
 With `nms_free` there is a second pair of towers, which learns to find each box at one point alone (YOLOv10, Wang et al.
-2024, arXiv 2405.14458): its boxes need no suppression. It learns from the features and does not change them.
+2024, arXiv 2405.14458): its boxes need no NMS. It learns from the features and does not change them.
 """
 
 import math
@@ -36,11 +36,11 @@ from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 REG_MAX = 16
 """Distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
 MAX_BOX_PX = 2 * (REG_MAX - 1) * 32
-"""Pixels of the canvas: the longest side of a box that it can predict."""
+"""Pixels of the model input: the longest side of a box that it can predict."""
 TAL_TOPK = 10
 """Points that learn to find a box, at most. TOOD: 13, on five levels; here on three."""
 IOU_THRESHOLD = 0.7
-"""Of the suppression: two objects of a class may overlap by more than the usual 0.5."""
+"""Of NMS: two objects of a class may overlap by more than the usual 0.5."""
 CLASS_LAYER_INDEX = 2
 """Place of the last layer in a tower of classes."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
@@ -49,7 +49,7 @@ CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
 
 
 class HeadOutputs(NamedTuple):
-    """Of B pictures at A points, in the type the network computed in."""
+    """Of B images at A points, in the type the network computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
@@ -120,7 +120,7 @@ class Ember(Detector):
     """The detector. `channels`: of the three levels; `depth`: of the neck's blocks."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a level that go into suppression."""
+    """Boxes of a level that go into NMS."""
 
     bin_distances: Tensor
 
@@ -149,9 +149,9 @@ class Ember(Detector):
         return EmberOutputs(one_to_many, one_to_one, points, tuple(height * width for height, width in grids))
 
     def decode_boxes(self, ltrb_logits: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-        """Boxes xyxy, float32 [..., 4], of distributions [..., 4 · BINS] at points `centre` [..., 2]."""
+        """Boxes xyxy, float32 [..., 4], of distributions [..., 4 · BINS] at points `center` [..., 2]."""
         probabilities = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).softmax(-1)
-        # By a column: onnxruntime multiplies a vector place by place, which took 8 % of a picture's time.
+        # By a column: onnxruntime multiplies a vector place by place, which took 8 % of a image's time.
         return ltrb_to_boxes(
             (probabilities @ self.bin_distances.to(probabilities.dtype)[:, None]).squeeze(-1), center, stride
         )
@@ -263,17 +263,17 @@ EMBER_DEFAULTS: Defaults = {
     "nms_free": (False, "one pair of towers less; ember_n on BCCD has AP 0.595 so, and 0.574 with them"),
     "depthwise": (False, "no faster on a CPU; ember_n on BCCD has AP 0.595 so, and 0.584 with it"),
 }
-"""Of those with a body of their own."""
+"""Of those with a backbone of their own."""
 EMBER_PRETRAINED_DEFAULTS: Defaults = {
     **PRETRAINED_DEFAULTS,
     "nms_free": EMBER_DEFAULTS["nms_free"],
     "depthwise": EMBER_DEFAULTS["depthwise"],
 }
-"""Of those on a classifier's body."""
+"""Of those on a classifier's backbone."""
 
 
 def ember_builder(backbone_name: str, *, channels: tuple[int, int, int], num_blocks: int) -> ModelBuilder:
-    """Builds ember on a body of BODIES: `channels` at strides 8, 16 and 32; `depth`: of the neck's blocks."""
+    """Builds ember on a backbone of BACKBONES: `channels` at strides 8, 16 and 32; `depth`: of the neck's blocks."""
 
     def build(settings: ModelSettings, num_classes: int) -> Ember:
         norm = NORMS[trainable_norm(settings.backbone_norm)]

@@ -1,5 +1,5 @@
 """Which points have to find which box, by what the detector predicts already: task-aligned assignment (TOOD, Feng et
-al. 2021, arXiv 2108.07755, section 3.2), with fixed shapes and without a host wait.
+al. 2021, arXiv 2108.07755, section 3.2), with fixed shapes and without a host sync.
 
 A point is a candidate of a box that it lies inside of. How well it is aligned is score^ALPHA · IoU^BETA, of its score
 for the box's class and the overlap of its own predicted box. The `most` best aligned candidates of a box are its
@@ -21,7 +21,7 @@ ALPHA, BETA = 1.0, 6.0
 
 
 class TALAssignment(NamedTuple):
-    """For B pictures at A points."""
+    """For B images at A points."""
 
     gt_index: Tensor
     """int64 [B, A], of the box that a point has to find, or `BACKGROUND`."""
@@ -43,10 +43,10 @@ def assign_task_aligned(
 ) -> TALAssignment:
     """The box of each point. Without gradients.
 
-    logits: [B, A, C], of the classes, of any type; predicted: float32 [B, A, 4] xyxy; centre: float32 [A, 2], the
-    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]. reach: pixels from its centre
+    logits: [B, A, C], of the classes, of any type; predicted: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]. reach: pixels from its center
     that a box has candidates in at least, however small it is: with half the distance between points every box has
-    one. Of two boxes that a point overlaps equally, the one in the lower slot has it. Pictures are taken together,
+    one. Of two boxes that a point overlaps equally, the one in the lower slot has it. Images are taken together,
     and slots apart, so that no more than `block` alignments are computed at once; default: as suits the device.
     """
     image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
@@ -104,7 +104,7 @@ def _assign(
 
 
 def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
-    """bool [B, M, A]: the points inside of each box, or within `reach` of its centre along x and y."""
+    """bool [B, M, A]: the points inside of each box, or within `reach` of its center along x and y."""
     box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
     half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
     is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]

@@ -33,7 +33,7 @@ from stoker.models.layers.roi_align import multiscale_roi_align
 from stoker.models.layers.sampling import batched_gather
 
 MAX_UNCONVERGED_FRACTION = 0.01
-"""Share of pictures whose proposals are not suppressed to the end above which the user is told. Our judgment."""
+"""Fraction of images whose proposals are not suppressed to the end above which the user is told. Our judgment."""
 MIN_BOX_PX = 1e-2
 """A detection with a shorter side is none (torchvision)."""
 
@@ -46,7 +46,7 @@ class FasterRCNNOutputs(NamedTuple):
     features: tuple[Tensor, ...]
     """The levels that regions are pooled from, finest first, each [B, C, h, w]."""
     strides: tuple[int, ...]
-    """Of `levels`, in pixels of the canvas."""
+    """Of `levels`, in pixels of the model input."""
 
 
 class FasterRCNN(Detector):
@@ -54,16 +54,16 @@ class FasterRCNN(Detector):
     proposal_score: the least probability of an object that a proposal has."""
 
     num_train_proposals = 2000
-    """Proposals of a picture that regions are sampled from, and anchors of a level that go into their suppression
+    """Proposals of a image that regions are sampled from, and anchors of a level that go into their NMS
     (torchvision)."""
     num_test_proposals = 1000
     """The same in evaluation."""
     max_candidates = 1000
-    """Candidates of a picture: its best scores of a class at a region. torchvision has no bound; above the usual
+    """Candidates of a image: its best scores of a class at a region. torchvision has no bound; above the usual
     threshold of 0.05 there are fewer once the model has learnt something."""
 
     nms_images: Tensor
-    """int64 []: pictures whose proposals were suppressed, in all losses since the model was made."""
+    """int64 []: images whose proposals were suppressed, in all losses since the model was made."""
     nms_unconverged: Tensor
     """int64 []: those of them whose proposals were not suppressed to the end."""
 
@@ -103,7 +103,7 @@ class FasterRCNN(Detector):
         the sampled anchors of the batch and divided by their number; of the second `loss_classifier` and
         `loss_box_reg`, the same over regions.
 
-        The halves of a batch average to the loss of the whole where all pictures have equally many samples: 256 anchors
+        The halves of a batch average to the loss of the whole where all images have equally many samples: 256 anchors
         nearly always, 512 regions unless there are fewer proposals. Where one has fewer, its samples weigh a little
         more in a small part than they would in the whole.
         """
@@ -174,13 +174,13 @@ class FasterRCNN(Detector):
             return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), indices % num_classes)
 
     def training_warning(self) -> str | None:
-        """Whether suppression in the first stage ran out of rounds on more than UNCONVERGED of the pictures."""
-        with allow_host_sync("remark"):
+        """Whether NMS in the first stage ran out of rounds on more than UNCONVERGED of the images."""
+        with allow_host_sync("training_warning"):
             num_images, num_unconverged = int(self.nms_images), int(self.nms_unconverged)
         if num_unconverged <= MAX_UNCONVERGED_FRACTION * num_images:
             return None
         return (
-            f"{num_unconverged:,} of {num_images:,} pictures had proposals that overlap in chains of more than {NMS_ROUNDS}: "
+            f"{num_unconverged:,} of {num_images:,} images had proposals that overlap in chains of more than {NMS_ROUNDS}: "
             f"some that a better one suppresses stayed, and the second stage learned from them, too. No harm in the "
             f"first steps; where the share stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
         )
@@ -214,7 +214,7 @@ def faster_rcnn_builder(
     num_pooled_levels: int = 4,
     rpn_score_thresh: float = 0.0,
 ) -> ModelBuilder:
-    """Builds Faster R-CNNs on a body of BODIES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
+    """Builds Faster R-CNNs on a backbone of BACKBONES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
     proposal_score: as in `FasterRCNN`."""
 
     def build(settings: ModelSettings, num_classes: int) -> FasterRCNN:

@@ -20,16 +20,16 @@ HIDDEN = 1024
 FG_IOU_THRESH = 0.5
 """A region that overlaps a box by less is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
 SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 512, 128
-"""Regions of a picture that the loss looks at, and how many of them may be positive (torchvision, Detectron)."""
+"""Regions of a image that the loss looks at, and how many of them may be positive (torchvision, Detectron)."""
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 """Factors of the encoded offsets x, y, log w, log h: the inverse of their usual spread (torchvision, Detectron)."""
 
 
 class SampledRois(NamedTuple):
-    """S slots of each picture."""
+    """S slots of each image."""
 
     boxes: Tensor
-    """[B, S, 4], in pixels of the canvas, finite also where not `taken`."""
+    """[B, S, 4], in pixels of the model input, finite also where not `taken`."""
     target: Tensor
     """int64 [B, S]: 0 for the background, label + 1, anything where not `taken`."""
     offsets: Tensor

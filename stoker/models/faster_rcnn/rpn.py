@@ -1,7 +1,7 @@
 """The first stage of Faster R-CNN (arXiv 1506.01497): a region proposal network, what it proposes, what its errors
 cost.
 
-Everything has fixed shapes and makes no host wait, suppression included: `survivors` finds what greedy suppression
+Everything has fixed shapes and makes no host sync, NMS included: `survivors` finds what greedy NMS
 finds as the fixed point of a rule, in a fixed number of rounds. With torchvision's weights, losses and proposals are
 those of its RegionProposalNetwork, and so are the names in `state_dict`.
 """
@@ -27,7 +27,7 @@ that where they do not suffice too many boxes stay rather than too few."""
 MIN_BOX_PX = 1e-3
 """A proposal with a shorter side is none (torchvision)."""
 SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 256, 128
-"""Anchors of a picture that the loss looks at, and how many of them may be positive (section 3.1.3)."""
+"""Anchors of a image that the loss looks at, and how many of them may be positive (section 3.1.3)."""
 SMOOTH_L1_BETA = 1 / 9
 """Where the smooth L1 loss of offsets turns from a square into a line (torchvision, Detectron)."""
 MAX_PAIRS = 2**25
@@ -35,27 +35,27 @@ MAX_PAIRS = 2**25
 
 
 class RPNOutputs(NamedTuple):
-    """What the network says of the A anchors of B pictures, in the type it computed in."""
+    """What the network says of the A anchors of B images, in the type it computed in."""
 
     logits: Tensor
     """[B, A], of there being an object."""
     deltas: Tensor
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the canvas."""
+    """float32 [A, 4], xyxy in pixels of the model input."""
     num_anchors_per_level: tuple[int, ...]
     """How many of the A anchors each pyramid level has, finest level first."""
 
 
 class Proposals(NamedTuple):
-    """Boxes that may hold an object, best first, in K slots of each picture."""
+    """Boxes that may hold an object, best first, in K slots of each image."""
 
     boxes: Tensor
-    """float32 [B, K, 4], in pixels of the canvas, inside `content`; zeros where not valid."""
+    """float32 [B, K, 4], in pixels of the model input, inside `resized_size`; zeros where not valid."""
     valid: Tensor
     """bool [B, K]."""
     unconverged: Tensor
-    """bool [B]: suppression ran out of rounds, and some that overlap may have stayed."""
+    """bool [B]: NMS ran out of rounds, and some that overlap may have stayed."""
 
 
 class RPNHead(nn.Module):
@@ -95,7 +95,7 @@ class RegionProposalNetwork(nn.Module):
         self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
 
     def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
-        """levels: finest first, each [B, C, h, w]; canvas: height and width of the pictures."""
+        """levels: finest first, each [B, C, h, w]; model input: height and width of the images."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         logits, deltas = self.head(levels)
         return RPNOutputs(logits, deltas, self.anchors(image_size, grids), self.anchors.num_anchors_per_level(grids))
@@ -109,8 +109,8 @@ def propose(
     post_nms_top_n: int,
     score_threshold: float = 0.0,
 ) -> Proposals:
-    """The best `slots` proposals of each picture: of each level the `per_level` best anchors, decoded, clipped to
-    `content` [B, 2], without small ones, without those that a better one of the level overlaps.
+    """The best `slots` proposals of each image: of each level the `per_level` best anchors, decoded, clipped to
+    `resized_size` [B, 2], without small ones, without those that a better one of the level overlaps.
 
     predicted: at least fp32; score_threshold: the least probability of an object.
     """
@@ -138,10 +138,10 @@ def propose(
 def fixed_point_nms(
     boxes: Tensor, eligible: Tensor, *, iou_threshold: float, num_rounds: int = NMS_ROUNDS
 ) -> tuple[Tensor, Tensor]:
-    """What greedy non-maximum suppression leaves of boxes [B, K, 4] that are best first: (bool [B, K]; bool [B],
+    """What greedy NMS leaves of boxes [B, K, 4] that are best first: (bool [B, K]; bool [B],
     whether `rounds` sufficed). Only `eligible` ones, bool [B, K], take part.
 
-    Greedy suppression is the one answer to: a box stays when no better box that stays overlaps it by more than
+    Greedy NMS is the one answer to: a box stays when no better box that stays overlaps it by more than
     `iou_threshold`. Asked again of its own answer, from "all stay", this is right for one more link of every chain of
     boxes each time. After an even number of rounds what stays contains the answer, after an odd one it is contained.
     """
@@ -156,7 +156,7 @@ def fixed_point_nms(
 def propose_in_groups(
     rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
 ) -> Proposals:
-    """`propose` over groups of pictures, so that the overlaps within them stay small."""
+    """`propose` over groups of images, so that the overlaps within them stay small."""
     images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
     groups = [
         propose(

@@ -28,16 +28,16 @@ from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 MIN_STRIDE = 8
 """Unit of the finest level's distances in pixels: its stride. Each further level's is twice the one before it."""
 CENTER_SAMPLING_RADIUS = 1.5
-"""A point is positive at most this many units from the centre of its box, along x and y (section 2.2)."""
+"""A point is positive at most this many units from the center of its box, along x and y (section 2.2)."""
 REGRESS_RANGE = (4, 8)
 """A level finds the boxes whose farthest side is so many units away from the point: 64 … 128 px at 16 (section 2.2).
 The finest level has no lower bound, the coarsest no upper one."""
 NUM_GROUPS = 32
-"""Of channels that are normalised together, as in torchvision."""
+"""Of channels that are normalized together, as in torchvision."""
 
 
 class Points(NamedTuple):
-    """The A places of all levels where a box can be found, float32, in pixels of the canvas."""
+    """The A places of all levels where a box can be found, float32, in pixels of the model input."""
 
     center: Tensor
     """[A, 2], x and y."""
@@ -50,7 +50,7 @@ class Points(NamedTuple):
 
 
 class FCOSOutputs(NamedTuple):
-    """What the network predicts for B pictures at A points, in the type it computed in."""
+    """What the network predicts for B images at A points, in the type it computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
@@ -65,7 +65,7 @@ class FCOSOutputs(NamedTuple):
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
     """GroupNorm that stays in bf16 where its input is: under autocast it would be fp32, and with it the activations of
-    the towers: 7.3 instead of 4.7 GiB for 16 pictures of 800 × 800 on ResNet-50. The kernel's own sums are fp32."""
+    the towers: 7.3 instead of 4.7 GiB for 16 images of 800 × 800 on ResNet-50. The kernel's own sums are fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -111,7 +111,7 @@ class FCOS(Detector):
 
     iou_threshold = 0.6
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a pyramid level that go into suppression."""
+    """Boxes of a pyramid level that go into NMS."""
 
     def __init__(
         self, backbone: BackboneWithFPN, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
@@ -186,7 +186,7 @@ class FCOS(Detector):
 
 
 class PointGenerator:
-    """The points of each canvas as `points_of` makes them, made once: as anchors (`anchors.py`), they would be dozens
+    """The points of each model input as `points_of` makes them, made once: as anchors (`anchors.py`), they would be dozens
     of kernels a step."""
 
     def __init__(self, *, shift: float = 0.0) -> None:
@@ -223,10 +223,10 @@ def grid_points(
 def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | None = None) -> Tensor:
     """Slot of the box that each point has to find, or `BACKGROUND`: int64 [B, A].
 
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]. A point may find a box that it lies inside of, whose centre is
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]. A point may find a box that it lies inside of, whose center is
     within RADIUS units and whose farthest side is in the level's range. Of several it finds the one of the smallest
     area; of several of that area the one in the lowest slot. (torchvision compares 1e8 - area, which in fp32 is a
-    multiple of 8: areas less apart are equal there.) Pictures are taken together, and slots apart, as `block` allows.
+    multiple of 8: areas less apart are equal there.) Images are taken together, and slots apart, as `block` allows.
     """
 
     def assign_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
@@ -261,13 +261,13 @@ def _assign(boxes: Tensor, valid: Tensor, points: Points, boxes_per_block: int) 
 
 
 def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """Boxes xyxy [..., A, 4] from `distances` [..., A, 4] in `unit` pixels [..., A] from the points `centre`."""
+    """Boxes xyxy [..., A, 4] from `distances` [..., A, 4] in `unit` pixels [..., A] from the points `center`."""
     pixels = distances * stride[..., None]
     return torch.cat((center - pixels[..., :2], center + pixels[..., 2:]), dim=-1)
 
 
 def centerness_targets(boxes: Tensor, center: Tensor) -> Tensor:
-    """1 in the middle of a box, 0 at its rim (equation 3): [..., A] of `boxes` [..., A, 4] around points `centre`."""
+    """1 in the middle of a box, 0 at its rim (equation 3): [..., A] of `boxes` [..., A, 4] around points `center`."""
     left_top, right_bottom = center - boxes[..., :2], boxes[..., 2:] - center
     return (torch.minimum(left_top, right_bottom) / torch.maximum(left_top, right_bottom)).prod(-1).sqrt()
 
@@ -280,7 +280,7 @@ FCOS_DEFAULTS: Defaults = {
 
 
 def fcos_builder(backbone_name: str, *, channels: int = 256, num_convs: int = 4) -> ModelBuilder:
-    """Builds FCOS on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions."""
+    """Builds FCOS on a backbone of BACKBONES: FPN and towers of `channels`, towers of `depth` convolutions."""
 
     def build(settings: ModelSettings, num_classes: int) -> FCOS:
         backbone = build_backbone_with_fpn(

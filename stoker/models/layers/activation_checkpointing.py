@@ -40,7 +40,7 @@ def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
     checkpoint_kwargs: dict[str, Any] = {}
     if not torch.compiler.is_compiling():  # a compiled program updates the statistics once by itself
         checkpoint_kwargs["context_fn"] = functools.partial(_checkpoint_contexts, segment)
-    # No model draws random numbers, and to read the generator's state would make the host wait.
+    # No model draws random numbers, and to read the generator's state would make the host sync.
     result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
     return result
 

@@ -1,4 +1,4 @@
-"""The anchors of a canvas: made on the device once, then kept, since their making would be dozens of kernels a step.
+"""The anchors of a model input: made on the device once, then kept, since their making would be dozens of kernels a step.
 
 How one place's anchors look is `boxes.cell_anchors`, or SSD's own; what belongs to an anchor is `matching.py`.
 """
@@ -27,7 +27,7 @@ class AnchorGenerator(nn.Module):
         self._cache: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
 
     def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
-        """All anchors of a canvas (height, width), whose maps are `grids`: float32 [A, 4], map by map, row by row."""
+        """All anchors of a model input (height, width), whose maps are `grids`: float32 [A, 4], map by map, row by row."""
         first_base = self._base_anchors(0)
         key = (image_size, first_base.device, first_base.dtype)
         if key not in self._cache:
@@ -41,7 +41,7 @@ class AnchorGenerator(nn.Module):
         return tuple(height * width * self._base_anchors(n).shape[0] for n, (height, width) in enumerate(grids))
 
     def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
-        """The anchors of one map, [height · width · n, 4]; here the first place is at the canvas's corner."""
+        """The anchors of one map, [height · width · n, 4]; here the first place is at the input's corner."""
         return grid_anchors(self._base_anchors(level), grid, (image_size[0] // grid[0], image_size[1] // grid[1]))
 
     def _base_anchors(self, level: int) -> Tensor:

@@ -31,7 +31,7 @@ def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[f
 def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[float, float]) -> Tensor:
     """The anchors `cells` [n, 4] at every place of a `grid` of height × width: float32 [height · width · n, 4].
 
-    Neighbouring places are `stride` (y, x) pixels apart, the first is at the origin.
+    Neighboring places are `stride` (y, x) pixels apart, the first is at the origin.
     """
     y = torch.arange(grid[0], dtype=base_anchors.dtype, device=base_anchors.device) * stride[0]
     x = torch.arange(grid[1], dtype=base_anchors.dtype, device=base_anchors.device) * stride[1]
@@ -41,7 +41,7 @@ def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[floa
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """What a detector should predict for `boxes` [..., 4] at `anchors` [..., 4]: offsets of the centre in units of the
+    """What a detector should predict for `boxes` [..., 4] at `anchors` [..., 4]: offsets of the center in units of the
     anchor and logarithms of the ratio of sizes, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
     box_x, box_y, box_w, box_h = _to_cxcywh(boxes)
     anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
@@ -89,7 +89,7 @@ def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def giou(first: Tensor, second: Tensor) -> Tensor:
-    """Generalised intersection over union of pairs of boxes, both [..., 4]: [...], -1 … 1 (arXiv 1902.09630)."""
+    """Generalized intersection over union of pairs of boxes, both [..., 4]: [...], -1 … 1 (arXiv 1902.09630)."""
     eps = 1e-7
     x1, y1, x2, y2 = first.unbind(-1)
     u1, v1, u2, v2 = second.unbind(-1)
@@ -101,7 +101,7 @@ def giou(first: Tensor, second: Tensor) -> Tensor:
 
 
 def clip(boxes: Tensor, size: Tensor) -> Tensor:
-    """`boxes` [B, K, 4] cut to pictures of `size` [B, 2], height and width: [B, K, 4]."""
+    """`boxes` [B, K, 4] cut to images of `size` [B, 2], height and width: [B, K, 4]."""
     height, width = size[:, None, 0], size[:, None, 1]
     x1, y1, x2, y2 = boxes.unbind(-1)
     zero = torch.zeros((), dtype=boxes.dtype, device=boxes.device)

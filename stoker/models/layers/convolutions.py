@@ -1,4 +1,4 @@
-"""Convolutions as the bodies and necks here have them."""
+"""Convolutions as the backbones and necks here have them."""
 
 from torch import Tensor, nn
 from torch.nn import functional

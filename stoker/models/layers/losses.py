@@ -1,8 +1,8 @@
-"""What wrong classes and wrong boxes cost, in fp32, per picture, with fixed shapes and without a host wait.
+"""What wrong classes and wrong boxes cost, in fp32, per image, with fixed shapes and without a host sync.
 
 The focal loss is written by hand because it decides the peak of a step's memory: [B, A, C] logits of a batch of 32 at
 800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps one
-derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of pictures.
+derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of images.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from stoker.models.layers.matching import IGNORED
 
 
 def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, block: int | None = None) -> Tensor:
-    """Sum of the sigmoid focal loss of each picture: float32 [B] (arXiv 1708.02002, equation 5).
+    """Sum of the sigmoid focal loss of each image: float32 [B] (arXiv 1708.02002, equation 5).
 
     logits: floating point [B, A, C]; target: int64 [B, A], the class 0 … C-1 of a positive anchor, `BACKGROUND` or
     `IGNORED`. alpha weighs the positives, 1 - alpha the negatives. Differentiable once, in `logits`. block: logits that
-    are computed at once, whole pictures, at least one; default: as suits the device.
+    are computed at once, whole images, at least one; default: as suits the device.
     """
     loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
     return loss
@@ -66,7 +66,7 @@ class _FocalLoss(torch.autograd.Function):
 
 
 def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
-    """Sum of the sigmoid cross-entropy of each picture with targets between 0 and 1: float32 [B].
+    """Sum of the sigmoid cross-entropy of each image with targets between 0 and 1: float32 [B].
 
     logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each place;
     of all other classes it is 0. Differentiable once, in `logits`; `block` as for `focal_loss`.
@@ -109,7 +109,7 @@ def _save_derivatives(ctx: Any, derivatives: Tensor, logits: Tensor) -> None:
 
 
 def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
-    """The gradient of the logits [B, A, C], of that of each picture's sum [B]. Into a tensor made beforehand: the
+    """The gradient of the logits [B, A, C], of that of each image's sum [B]. Into a tensor made beforehand: the
     product is rounded once, and no fp32 copy of it is made."""
     (derivatives,) = ctx.saved_tensors
     result = torch.empty_like(derivatives, dtype=ctx.dtype)
@@ -154,10 +154,10 @@ def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
 
 
 def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes: Tensor, positive: Tensor) -> Tensor:
-    """Sum of the box loss of the positive anchors of each picture: float32 [B].
+    """Sum of the box loss of the positive anchors of each image: float32 [B].
 
     deltas: float32 [B, A, 4], predicted; anchors: [A, 4]; boxes: [B, A, 4], the box of each anchor, anything where not
-    positive; positive: bool [B, A]. l1: of the encoded offsets; giou: 1 - generalised IoU of the decoded boxes.
+    positive; positive: bool [B, A]. l1: of the encoded offsets; giou: 1 - generalized IoU of the decoded boxes.
     Anchors that are not positive get harmless values before the arithmetic, not a factor of zero after it, since
     inf · 0 is NaN, backward too.
     """

@@ -1,4 +1,4 @@
-"""Which box each anchor has to find, with fixed shapes and without a host wait.
+"""Which box each anchor has to find, with fixed shapes and without a host sync.
 
 The rule is torchvision's `Matcher` with low-quality matches (Faster R-CNN, section 3.1.2): an anchor belongs to the box
 it overlaps most when that is at least `foreground_iou`; below `background_iou` it is background; between the two it is
@@ -30,8 +30,8 @@ def match_anchors(
     """Slot of the box of each anchor, `BACKGROUND` or `IGNORED`: int64 [B, A].
 
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. An anchor that overlaps several boxes
-    equally belongs to the one in the lowest slot. Pictures are taken together, and slots apart, so that no more than
-    `block` overlaps are computed at once; default: as suits the device. All those of a batch (32 pictures, 100 boxes,
+    equally belongs to the one in the lowest slot. Images are taken together, and slots apart, so that no more than
+    `block` overlaps are computed at once; default: as suits the device. All those of a batch (32 images, 100 boxes,
     120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors live together.
     """
 
@@ -44,7 +44,7 @@ def match_anchors(
 def map_blocks(
     fn: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, num_anchors: int, block: int | None
 ) -> Tensor:
-    """`some(boxes [b, M, 4], valid [b, M], rows)` of as many pictures at a time as `block` allows with `count` anchors,
+    """`some(boxes [b, M, 4], valid [b, M], rows)` of as many images at a time as `block` allows with `count` anchors,
     one after the other: [B, …]. `rows` is how many of the M slots it may take at once. Without gradients."""
     image_slices, boxes_per_block = plan_blocks(boxes, num_anchors, block)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def map_blocks(
 
 
 def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[list[slice], int]:
-    """(pictures that are taken together, slots that are taken at once), so that of boxes [B, M, 4] and `count` places
+    """(images that are taken together, slots that are taken at once), so that of boxes [B, M, 4] and `count` places
     no more than `block` pairs are computed at once; default: as suits the device."""
     block = block or block_size(boxes)
     images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))

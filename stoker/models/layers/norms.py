@@ -1,4 +1,4 @@
-"""Norms of a body: frozen, trained, or trained over all devices; frozen ones are folded into their convolutions.
+"""Norms of a backbone: frozen, trained, or trained over all devices; frozen ones are folded into their convolutions.
 
 A frozen norm is a multiplication and an addition with constants, so the convolution before it can do both with other
 weights and a bias. That saves two passes over the activations in the forward step and one in the backward step, and
@@ -110,8 +110,8 @@ def fold_frozen_norms(module: nn.Module) -> None:
 class SafeBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that leaves the batch where there is nothing to take a variance of: one value per channel.
 
-    That is the coarsest map of a single picture, as in the trial of what fits or in a micro-batch of one; torch raises
-    ValueError there. It then normalises by the running statistics and does not move them.
+    That is the coarsest map of a single image, as in the trial of what fits or in a micro-batch of one; torch raises
+    ValueError there. It then normalizes by the running statistics and does not move them.
     """
 
     def forward(self, x: Tensor) -> Tensor:

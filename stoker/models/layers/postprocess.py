@@ -1,6 +1,6 @@
 """From what a dense detector predicts to the boxes it stands by: best candidates, NMS, a fixed number of slots.
 
-Everything has fixed shapes except the suppression itself, whose result's length the host must know; that wait has the
+Everything has fixed shapes except NMS itself, whose result's length the host must know; that wait has the
 name "nms".
 """
 
@@ -17,16 +17,16 @@ from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
 
 PRE_NMS_TOP_N = 1000
-"""Boxes of a pyramid level that go into suppression: torchvision's default (RetinaNet.topk_candidates)."""
+"""Boxes of a pyramid level that go into NMS: torchvision's default (RetinaNet.topk_candidates)."""
 MAX_DETECTIONS = 100
-"""Boxes of a picture that are left: what COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
+"""Boxes of a image that are left: what COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
 
 
 class BatchDetections(NamedTuple):
-    """Detected boxes of B pictures in K slots each, best first."""
+    """Detected boxes of B images in K slots each, best first."""
 
     boxes: Tensor
-    """float32 [B, K, 4], xyxy in pixels of the original picture; zeros where not valid."""
+    """float32 [B, K, 4], xyxy in pixels of the original image; zeros where not valid."""
     scores: Tensor
     """float32 [B, K], 0 … 1, falling; zero where not valid."""
     labels: Tensor
@@ -58,7 +58,7 @@ class DetectorProtocol(Protocol):
         score_threshold: float,
         iou_threshold: float | None,
     ) -> BatchDetections:
-        """Boxes in pixels of the original pictures; `content`, `scale` and `size` as in `Batch`."""
+        """Boxes in pixels of the original images; `resized_size`, `scale` and `size` as in `Batch`."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -66,12 +66,12 @@ class DetectorProtocol(Protocol):
 
 
 class Candidates(NamedTuple):
-    """Boxes before suppression, those of all pyramid levels one after the other."""
+    """Boxes before NMS, those of all pyramid levels one after the other."""
 
     boxes: Tensor
-    """float32 [B, N, 4], in pixels of the canvas, inside `content`."""
+    """float32 [B, N, 4], in pixels of the model input, inside `resized_size`."""
     scores: Tensor
-    """float32 [B, N]; zero where the score is not above the threshold, or the box has no area inside `content`."""
+    """float32 [B, N]; zero where the score is not above the threshold, or the box has no area inside `resized_size`."""
     labels: Tensor
     """int64 [B, N]."""
 
@@ -86,7 +86,7 @@ def select_candidates(
     score_threshold: float | Tensor,
     pre_nms_top_n: int = PRE_NMS_TOP_N,
 ) -> Candidates:
-    """The `per_level` best scores of each pyramid level, decoded and clipped to `content` [B, 2].
+    """The `per_level` best scores of each pyramid level, decoded and clipped to `resized_size` [B, 2].
 
     logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; levels: how many of the A anchors each level
     has. Logits are ranked as they are, since the sigmoid keeps their order: no fp32 copy of all of them is made.
@@ -120,18 +120,18 @@ def topk_per_level(
 def clip_and_filter(
     resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
-    """Boxes [B, N, 4] clipped to `content` [B, 2], with the scores [B, N] of those that count, zero for the others."""
+    """Boxes [B, N, 4] clipped to `resized_size` [B, 2], with the scores [B, N] of those that count, zero for the others."""
     clipped = clip(boxes, resized_size)
-    # What was found in the padding alone is clipped to a line along the picture's edge, which no other box suppresses.
+    # What was found in the padding alone is clipped to a line along the image's edge, which no other box suppresses.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
     return Candidates(clipped, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
 
 
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
-    """Non-maximum suppression within each class of each picture; the best `slots` that are left, best first.
+    """NMS within each class of each image; the best `slots` that are left, best first.
 
     Of two boxes of a class that overlap by more than `iou_threshold` the better stays. Waits for the host, by the name
-    "nms". The boxes stay in pixels of the canvas.
+    "nms". The boxes stay in pixels of the model input.
     """
     with allow_host_sync("nms"):
         per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
@@ -154,8 +154,8 @@ def _nms_image(
 
 
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
-    """The best `slots` of the candidates of each picture, best first, whatever they overlap. The boxes stay in pixels
-    of the canvas."""
+    """The best `slots` of the candidates of each image, best first, whatever they overlap. The boxes stay in pixels
+    of the model input."""
     scores, indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1)
     boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
     valid = scores > 0
@@ -168,6 +168,6 @@ def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetecti
 
 
 def rescale_to_original(detections: BatchDetections, scale: Tensor, original_size: Tensor) -> BatchDetections:
-    """The same with boxes in pixels of the original pictures: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
+    """The same with boxes in pixels of the original images: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
     scale_xyxy = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
     return detections._replace(boxes=clip(detections.boxes / scale_xyxy, original_size))

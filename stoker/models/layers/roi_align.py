@@ -24,14 +24,14 @@ OUTPUT_SIZE = 7
 SAMPLING_RATIO = 2
 """Places of a cell at which the features are interpolated, in each direction."""
 CANONICAL_SCALE, CANONICAL_STRIDE = 224, 16
-"""A box of 224 × 224 pixels, an ImageNet picture, belongs to the level of stride 16 (FPN: level 4)."""
+"""A box of 224 × 224 pixels, an ImageNet image, belongs to the level of stride 16 (FPN: level 4)."""
 
 
 def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor) -> Tensor:
     """Features of boxes: [B · K, C, SIDE, SIDE], of the levels' type.
 
     levels: finest first, each [B, C, h, w], every stride twice the one before it; boxes: float [B, K, 4], finite,
-    inside the canvas. Differentiable in the levels. A program that is exported gets `roi_align`, which ONNX has.
+    inside the model input. Differentiable in the levels. A program that is exported gets `roi_align`, which ONNX has.
     """
     level = assign_fpn_level(boxes, strides)
     if torch.compiler.is_exporting():

@@ -1,6 +1,6 @@
-"""Which anchors or regions a loss looks at: a few of each picture by lot, in fixed slots and without a host wait.
+"""Which anchors or regions a loss looks at: a few of each image by lot, in fixed slots and without a host sync.
 
-The lots are no generator's: they are a hash of the picture's own number in `batch.draw` and of each candidate's
+The lots are no generator's: they are a hash of the image's own number in `batch.draw` and of each candidate's
 place, so they depend on (seed, epoch, index) alone, on every device and after every resume.
 """
 
@@ -14,7 +14,7 @@ KEY_RANGE = 2**32
 
 
 class SampledIndices(NamedTuple):
-    """S slots of each picture: the positive ones first, then the negative ones, then the empty ones."""
+    """S slots of each image: the positive ones first, then the negative ones, then the empty ones."""
 
     indices: Tensor
     """int64 [B, S], 0 … N-1; any candidate where not `taken`."""
@@ -36,8 +36,8 @@ def batched_gather(values: Tensor, index: Tensor) -> Tensor:
 
 
 def random_keys(rand: Tensor, count: int, *, stream: int) -> Tensor:
-    """int64 [B, count] in [0, LOTS), no two of a picture alike; draw: float32 [B] in [0, 1), 24 bits of it count;
-    purpose: 0 … 255, so that two draws of one picture do not follow each other."""
+    """int64 [B, count] in [0, LOTS), no two of a image alike; draw: float32 [B] in [0, 1), 24 bits of it count;
+    purpose: 0 … 255, so that two draws of one image do not follow each other."""
     seed = _hash((rand * 2**24).to(torch.int64) + (stream << 24))
     return _hash(seed[:, None] ^ torch.arange(count, device=rand.device))
 
@@ -55,7 +55,7 @@ def sample_balanced(
 ) -> SampledIndices:
     """The first `positives` positive candidates by lot, and negative ones in the slots that are left.
 
-    lots: int64 [B, N], different within a picture; positive, negative: bool [B, N], never both. The rule of
+    lots: int64 [B, N], different within a image; positive, negative: bool [B, N], never both. The rule of
     torchvision's BalancedPositiveNegativeSampler: where there are too few negatives, slots stay empty.
     """
     max_positive_key = (

@@ -8,11 +8,11 @@ labels 1 … 90 and an unused 0, so its label is our label + 1 where a file foll
 The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
 640x640, which its authors call a mobile RetinaNet): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN
 and head, one tower for classes and boxes, whose weights all levels share while each level has norms of its own. As in
-TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the body
+TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone
 keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
 the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
-begin at the picture's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
-is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the body's norms
+begin at the image's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
+is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the backbone's norms
 are frozen unless `--backbone-norm` says otherwise, TF trains them.
 """
 
@@ -47,14 +47,14 @@ PRIOR_PROBABILITY = 0.01
 
 
 class RetinaNetOutputs(NamedTuple):
-    """What the network predicts for B pictures at A anchors, in the type it computed in."""
+    """What the network predicts for B images at A anchors, in the type it computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
     deltas: Tensor
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the canvas."""
+    """float32 [A, 4], xyxy in pixels of the model input."""
     num_anchors_per_level: tuple[int, ...]
     """How many of the A anchors each pyramid level has, finest level first."""
 
@@ -126,7 +126,7 @@ class RetinaNet(Detector):
     """
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a pyramid level that go into suppression."""
+    """Boxes of a pyramid level that go into NMS."""
 
     def __init__(
         self,
@@ -180,8 +180,8 @@ class RetinaNet(Detector):
         return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
-        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a picture's anchors, divided by its
-        positive ones (at least 1), averaged over pictures. So two half batches average to the loss of the whole."""
+        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a image's anchors, divided by its
+        positive ones (at least 1), averaged over images. So two half batches average to the loss of the whole."""
         settings = self.settings
         with torch.autocast(outputs.logits.device.type, enabled=False):
             gt_index = match_anchors(
@@ -253,7 +253,7 @@ def retinanet_builder(
     with_norm: bool = False,
     lite: bool = False,
 ) -> ModelBuilder:
-    """Builds RetinaNets on a body of BODIES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
+    """Builds RetinaNets on a backbone of BACKBONES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
     whether those have norms, which are trained; lite: what the head of this file says, always with norms."""
 
     def build(settings: ModelSettings, num_classes: int) -> RetinaNet:

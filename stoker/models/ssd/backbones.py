@@ -1,4 +1,4 @@
-"""What SSDs look at pictures with: VGG-16 and MobileNetV3, cut where their maps are wanted, and layers that shrink on.
+"""What SSDs look at images with: VGG-16 and MobileNetV3, cut where their maps are wanted, and layers that shrink on.
 
 Both give six maps, finest first, and have the names of torchvision's (`SSDFeatureExtractorVGG`,
 `SSDLiteFeatureExtractorMobileNet`), so its weights fit. What is predicted from the maps: `ssd.py`.
@@ -102,8 +102,8 @@ def _zero_bias(conv: nn.Conv2d) -> nn.Conv2d:
 
 
 class _UnpaddedConv2d(nn.Conv2d):
-    """A 3 × 3 convolution at the places that have neighbours on all sides: 5 × 5 → 3 × 3 → 1 × 1. A side of fewer than
-    3 places stays as it is, so that canvases of less than 268 pixels have six maps, too."""
+    """A 3 × 3 convolution at the places that have neighbors on all sides: 5 × 5 → 3 × 3 → 1 × 1. A side of fewer than
+    3 places stays as it is, so that input sizes of less than 268 pixels have six maps, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         padding = [int(side < 3) for side in x.shape[2:]]

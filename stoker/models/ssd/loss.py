@@ -1,6 +1,6 @@
 """Which anchors SSD learns from (arXiv 1512.02325, section 2.2): every box gets one, and the hardest negatives count.
 
-All with fixed shapes and without a host wait.
+All with fixed shapes and without a host sync.
 """
 
 import torch
@@ -20,7 +20,7 @@ def match_ssd_anchors(
     Then each box takes the one anchor that overlaps it most, whoever had it; where two boxes want the same one, the
     higher slot gets it. One difference: a box that overlaps no anchor gets none, where torchvision gives it the first.
 
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Pictures are taken together, and slots
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Images are taken together, and slots
     apart, so that no more than `block` overlaps exist at once.
     """
 
@@ -51,11 +51,11 @@ def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, 
 
 
 def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ratio: int = 3) -> Tensor:
-    """Cross entropy summed over the positive anchors and, in each picture, over the background anchors on which it is
+    """Cross entropy summed over the positive anchors and, in each image, over the background anchors on which it is
     largest, `negatives` times as many: float [].
 
     logits: float [B, A, 1 + C]; target: int64 [B, A], 0 for background. Among equal losses the earlier anchor counts.
-    Where a picture has fewer background anchors than that, all of them count; torchvision then counts positive ones a
+    Where a image has fewer background anchors than that, all of them count; torchvision then counts positive ones a
     second time.
     """
     loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)

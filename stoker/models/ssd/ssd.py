@@ -2,7 +2,7 @@
 
 Two of them: SSD300 on VGG-16, and SSDlite on MobileNetV3 (arXiv 1801.04381, section 6.2), whose convolutions are
 separable. With the same weights, losses and detections are those of torchvision's, and so are the names in
-`state_dict`. Class 0 is the background, our label is the class less one. Bodies: `backbones.py`; which anchors are
+`state_dict`. Class 0 is the background, our label is the class less one. Backbones: `backbones.py`; which anchors are
 learned from: `loss.py`.
 """
 
@@ -40,21 +40,21 @@ BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 
 
 class SSDOutputs(NamedTuple):
-    """What the network predicts for B pictures at A anchors, in the type it computed in."""
+    """What the network predicts for B images at A anchors, in the type it computed in."""
 
     logits: Tensor
     """[B, A, 1 + C], softmax logits, the background's first."""
     deltas: Tensor
     """[B, A, 4], CODE times the boxes encoded relative to their anchors."""
     anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the canvas."""
+    """float32 [A, 4], xyxy in pixels of the model input."""
 
 
 class SSDAnchorGenerator(AnchorGenerator):
-    """Anchors whose centres are half a step from the canvas's top and left edge, then a step apart.
+    """Anchors whose centers are half a step from the input's top and left edge, then a step apart.
 
-    shapes: of each map, finest first, [n, 2] widths and heights in pixels, the same on every canvas, but cut to it;
-    steps: as in `SSD`. On the canvas that torchvision has (300 × 300, 320 × 320) these are the anchors of its
+    shapes: of each map, finest first, [n, 2] widths and heights in pixels, the same on every model input, but cut to it;
+    steps: as in `SSD`. On the model input that torchvision has (300 × 300, 320 × 320) these are the anchors of its
     `DefaultBoxGenerator`.
     """
 
@@ -62,7 +62,7 @@ class SSDAnchorGenerator(AnchorGenerator):
         super().__init__(shapes)
         self.steps = steps
 
-    def level(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
+    def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
         step = self.steps[level]
         step_y, step_x = (step, step) if step is not None else (image_size[0] / grid[0], image_size[1] / grid[1])
         width, height = self._base_anchors(level).unbind(1)
@@ -78,9 +78,9 @@ class SSD(Detector):
     aspect_ratios: ClassVar[tuple[tuple[float, ...], ...]]
     """Long over short side of each map's anchors that are no squares; each of them lies and stands."""
     steps: ClassVar[tuple[int | None, ...]]
-    """Distance of neighbouring anchors in pixels; None: the map's places are spread evenly over the canvas."""
+    """Distance of neighboring anchors in pixels; None: the map's places are spread evenly over the model input."""
     pre_nms_top_n_per_class: ClassVar[int]
-    """Boxes of a class that go into suppression."""
+    """Boxes of a class that go into NMS."""
     class_layer_key: ClassVar[str] = "head.classification_head.module_list.{}"
 
     box_coder_weights: Tensor
@@ -119,13 +119,13 @@ class SSD(Detector):
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def forward(self, images: Tensor) -> SSDOutputs:
-        """images: uint8 [B, 3, H, W], RGB, of a canvas that the row of MODELS allows."""
+        """images: uint8 [B, 3, H, W], RGB, of a model input that the row of MODELS allows."""
         maps = self.backbone(self.normalize(images))
         anchors = self.anchors((images.shape[2], images.shape[3]), [(x.shape[2], x.shape[3]) for x in maps])
         return SSDOutputs(self.head["classification_head"](maps), self.head["regression_head"](maps), anchors)
 
     def loss(self, outputs: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
-        """`classification` (cross entropy, hard negatives 3:1 in each picture) and `bbox_regression` (smooth L1), fp32
+        """`classification` (cross entropy, hard negatives 3:1 in each image) and `bbox_regression` (smooth L1), fp32
         scalars, both divided by the positive anchors of the whole batch given (at least 1), as torchvision does. So
         the losses of two half batches average to that of the whole only when both have as many positives."""
         with torch.autocast(outputs.logits.device.type, enabled=False):

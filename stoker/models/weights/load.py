@@ -1,8 +1,8 @@
 """Fills a model from a file of weights, and says in sentences what it took and what it left random.
 
 Understood are state_dicts of torchvision's detectors that are in MODELS (in its older naming, too), of torchvision's
-classifiers on the same bodies, and stoker's own files; as .pth/.pt (bare or under "model") or .safetensors. A file is
-recognised by the names and shapes of its tensors. Where files come from is `hub.py`; reading a model of stoker's
+classifiers on the same backbones, and stoker's own files; as .pth/.pt (bare or under "model") or .safetensors. A file is
+recognized by the names and shapes of its tensors. Where files come from is `hub.py`; reading a model of stoker's
 back whole is `model_file.py`.
 """
 
@@ -28,8 +28,8 @@ from stoker.models.weights.hub import fetch_weights, local_path
 PRETRAINED_NAMES = ("coco", "imagenet")
 """Weights that `--weights` names, whoever publishes them; `none` and files beside them."""
 MIN_MATCH_FRACTION = 0.9
-"""Share of the tensors of a model and a file that must have the same names and shapes for the one to be of the other:
-a file that lacks a tensor is recognised, and told what it lacks."""
+"""Fraction of the tensors of a model and a file that must have the same names and shapes for the one to be of the other:
+a file that lacks a tensor is recognized, and told what it lacks."""
 
 
 class WeightsFile(NamedTuple):
@@ -47,16 +47,16 @@ class WeightsMatch(NamedTuple):
     """A file's tensors seen as those of a model."""
 
     match_fraction: float
-    """Share of all names, the model's and the file's, under which both have tensors of one shape."""
+    """Fraction of all names, the model's and the file's, under which both have tensors of one shape."""
     tensors: dict[str, Tensor]
     """Under the model's names."""
     is_detector: bool
-    """False: of a classifier, for the model's body."""
+    """False: of a classifier, for the model's backbone."""
 
 
 def detect_architecture(path: str | Path) -> str | None:
     """The name in MODELS of the architecture that a file's weights belong to (a classifier's: the first that has it as
-    body); None when there is none. Raises WeightsError when the file is missing or cannot be read."""
+    backbone); None when there is none. Raises WeightsError when the file is missing or cannot be read."""
     return _detect_model(read_weights(local_path(str(path))))
 
 

@@ -22,7 +22,7 @@ METADATA_KEY = "stoker"
 
 
 class ModelMetadata(msgspec.Struct, kw_only=True):
-    """What a model is, and how pictures are brought to it."""
+    """What a model is, and how images are brought to it."""
 
     settings: ModelSettings
     class_names: tuple[str, ...]

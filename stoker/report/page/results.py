@@ -9,6 +9,7 @@ from stoker.evaluation.document import ClassEvaluation, Evaluation
 from stoker.evaluation.metrics import COCO_SUMMARY
 from stoker.report import format as fmt
 from stoker.report.advice import ERROR_TYPE_ADVICE, Advice, sum_error_types
+from stoker.report.environment import gpu_names
 from stoker.report.explain_terminal import format_cost
 from stoker.report.page import charts as draw
 from stoker.report.page.charts import Charts
@@ -77,14 +78,11 @@ def _dataset_size(report: RunReport) -> str:
     if metrics is None:
         return ""
     classes = fmt.plural(len(metrics.per_class), "class", "classes")
-    return f" · {classes}, {fmt.plural(metrics.pictures, 'validation picture')}"
+    return f" · {classes}, {fmt.plural(metrics.num_images, 'validation picture')}"
 
 
 def _device(report: RunReport) -> str:
-    gpu = report.environment.get("gpu")
-    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    names = [str(entry.get("name")) for entry in gpus if isinstance(entry, dict)] if isinstance(gpus, list) else []
-    if names:
+    if names := gpu_names(report.environment):
         return f"{len(names)} × {names[0]}" if len(names) > 1 else names[0]
     cores = report.environment.get("cores")
     return f"{report.environment.get('cpu') or 'device unknown'}" + (f", {cores} cores" if cores else "")
@@ -186,7 +184,7 @@ def scores(report: RunReport, charts: Charts) -> Markup:
         return section("results", "Results", _empty_note("The model has not been scored yet."))
     metrics = best.metrics
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
-    image_count = fmt.plural(metrics.pictures, "picture")
+    image_count = fmt.plural(metrics.num_images, "picture")
     description = (
         f"Of the best averaged weights, at step {best.step:,}, on {image_count}{unread} with "
         f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, as COCO counts."
