@@ -1,3 +1,3 @@
-"""Where the time of a run went: the ledger, profiler windows, system telemetry, and `stoker.measure` for loops that
-stoker did not write. Explaining the records is `stoker/diagnosis/`.
+"""Where the time of a run went: the ledger, profiler windows, system telemetry, and `stoker.measure` for training loops
+that stoker did not write. Analyzing the records is `stoker/diagnosis/`.
 """

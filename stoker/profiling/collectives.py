@@ -1,35 +1,49 @@
-"""How long the training thread, or its device's stream, waits for other ranks in torch.distributed.
+"""Measures how long the training thread, or its device's stream, waits for other ranks in torch.distributed.
 
-Three places see it (torch 2.11 to 2.15):
+Three functions are wrapped (torch 2.11 to 2.15):
 
-* `Work.wait`: every collective and every send and receive that is called from Python comes by there, `barrier` and the
-  collectives of objects included, asked for with `async_op` or not. With gloo the thread waits in it; with NCCL it
-  returns at once and the stream waits.
+* `Work.wait`: every collective, send and receive that is called from Python passes here, also `barrier`, collectives of
+  objects and `async_op` ones. With gloo the thread waits in it; with NCCL it returns at once and the stream waits.
 * `_broadcast_coalesced`: DistributedDataParallel copies its buffers (of batch norm) in C++ before each forward pass.
-* the end of the backward pass: DistributedDataParallel waits for its buckets in a callback of autograd's engine. These
-  run in the order in which they were queued, on the streams of whoever called backward. So one that is queued with the
-  first gradient runs before that wait, and one that this one queues runs after it; between them lies the exchange that
-  no computing hid.
+* `torch.autograd.backward`: DistributedDataParallel waits for its buckets in a callback of the autograd engine. Such
+  callbacks run in the order in which they were queued, on the streams of the caller of backward. So a callback that is
+  queued with the first gradient runs before that wait, and one that it queues in turn runs after it. The time between
+  the two is the communication that no computation hid.
 
-Not seen: what compiled graphs exchange, and FSDP, which waits between streams as it goes. `trace.py` sees those.
+Not measured: communication inside compiled graphs, and FSDP, which waits between streams. `trace.py` shows both.
+Neighbors: `measure/torch_hooks.py`, which assigns the intervals to a phase.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from stoker.profiling.patching import Patch
-
 OnEnd = Callable[[], None]
 OnBegin = Callable[[], OnEnd]
-"""Called when a wait begins; what it returns is called when it ends, in the same thread."""
+"""Called when a wait begins; returns the function to call when it ends, in the same thread."""
+
+
+class Patch:
+    """Replaces `owner.name` by `wrap(original)` until `restore`."""
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name = owner, name
+        self._original = getattr(owner, name)
+        self._wrapped = wrap(self._original)
+        setattr(owner, name, self._wrapped)
+
+    def restore(self) -> None:
+        """Does nothing if other code has wrapped the function since: then this wrapper stays below that one."""
+        if getattr(self._owner, self._name) is self._wrapped:
+            setattr(self._owner, self._name, self._original)
 
 
 def patch_collectives(on_begin: OnBegin, is_training_thread: Callable[[], bool]) -> list[Patch]:
-    """Calls `begins` around each wait, until all are put back. Needs torch.distributed.
+    """Calls `on_begin` before each wait and its result after it, until the patches are restored. Needs
+    torch.distributed.
 
-    is_ours: whether this thread is the one that trains; the waits of others hold up nobody. `begins` may come from one
-    of autograd's threads, for which the one that trains then waits.
+    is_training_thread: waits of other threads are ignored. `on_begin` may be called in a thread of autograd, for which
+    the training thread waits meanwhile.
     """
     import torch
     import torch.distributed as dist
@@ -80,7 +94,7 @@ def _wrap_backward(
             return original(tensors, *args, **kwargs)
         finally:
             hook.remove()
-            if open_waits:  # the exchange raised
+            if open_waits:  # the communication raised
                 exchange_done()
 
     return backward

@@ -1,6 +1,7 @@
-"""What the device did in a few steps, from what a profiler recorded: pure arithmetic on intervals, no profiler.
+"""Computes what the device did in a few steps from a profiler's events: pure functions on intervals, without a
+profiler.
 
-Who records them is `trace.py`. Times are seconds of one clock, which is the profiler's and need not be ours.
+`trace.py` records the events. All times are seconds of the profiler's clock, which may differ from the host's.
 """
 
 import bisect
@@ -13,32 +14,29 @@ from typing import Literal, NamedTuple
 from stoker.runs.schemas import Gap, KernelTime, TraceWindow
 
 MAX_ENTRIES = 10
-"""Kernels and gaps that a window names."""
+"""Maximum number of kernels and of gaps in a window."""
 
 MAX_NAME_LENGTH = 160
-"""Of a kernel; templates make names of kilobytes, whose ends say nothing."""
+"""Of a kernel's name; names of templates may have kilobytes."""
 
 _TENSOR_CORES = re.compile(
     r"(?<![0-9])(884|1688|8816|16816|16832)|[hi]mma|gmma|tensorop|nvjet|fmha|flash_(fwd|bwd)"
     r"|xmma\w*(bf16|f16|tf32|i8)|tensor\d+x\d+"
 )
-"""The shapes of their instructions (m16n8k16: 16816) and the names of the instructions, as cuBLAS, cuDNN and CUTLASS
-write them into their kernels' names; cuBLAS's on Hopper (nvjet); attention in one kernel. A guess by names, as all
-profilers make it."""
+"""Instruction shapes (m16n8k16: 16816) and instruction names in the kernel names of cuBLAS, cuDNN and CUTLASS; cuBLAS
+on Hopper (nvjet); fused attention. A heuristic by names, as in other profilers."""
 
 _COLLECTIVE = re.compile(r"nccl|rccl", re.IGNORECASE)
 
 Interval = tuple[float, float]
-
-
 Kind = Literal["op", "call", "kernel", "copy"]
 
 
 class TraceEvent(NamedTuple):
-    """Something that took from start_s on took_s.
+    """An event of the profiler.
 
-    kind: `kernel` and `copy` are the device's; `call` is one of the driver's runtime, `op` an operator, both on the
-    host. correlation: the same for a call and what it has the device do.
+    kind: `kernel` and `copy` are on the device; `call` is a call of the CUDA runtime or driver, `op` an operator, both
+    on the host. correlation: the same number for a call and the device work that it launches.
     """
 
     kind: Kind
@@ -55,12 +53,11 @@ class TraceEvent(NamedTuple):
 def summarize_window(
     events: Iterable[TraceEvent], *, issue_start_s: float, unix_time_zero: float, attempt: int, step: int, steps: int
 ) -> TraceWindow | None:
-    """The line of traces.jsonl; None where the device did nothing.
+    """The line of traces.jsonl; None if the device did nothing.
 
-    since_s: when the host began to issue the first of the `steps`. What was issued before is not counted; the window
-    begins when the device has done it, and ends with the last work. So each step has the gap before it. began_t: Unix
-    time of second 0.
-    """
+    issue_start_s: when the host began to issue the first of the `steps`. Work that was issued before is not counted;
+    the window begins when the device has finished that work, and ends with the last counted work. So each step includes
+    the gap before it. unix_time_zero: Unix time of second 0."""
     host_events: list[TraceEvent] = []
     device_events: list[TraceEvent] = []
     for event in events:
@@ -104,7 +101,7 @@ def summarize_window(
 
 
 def _union(events: Iterable[TraceEvent], start_s: float, end_s: float) -> list[Interval]:
-    """When at least one of them was on, within [begin_s, end_s]: ascending, apart from each other."""
+    """The union of the events within [start_s, end_s]: ascending, disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted((max(m.start_s, start_s), min(m.end_s, end_s)) for m in events):
         if end <= start:
@@ -142,16 +139,17 @@ def _longest_gaps(
     longest = sorted(between, key=lambda gap: gap[0] - gap[1])[:MAX_ENTRIES]
     host_events.sort(key=lambda event: event.start_s)
     starts = [event.start_s for event in host_events]
-    return [
-        Gap(duration_s=end - start, host_op=_dominant_host_op([m for m in host_events[: bisect.bisect(starts, end)] if m.end_s > start],
-                                                start, end))
-        for start, end in longest
-    ]  # fmt: skip
+
+    def make_gap(start: float, end: float) -> Gap:
+        overlapping = [event for event in host_events[: bisect.bisect(starts, end)] if event.end_s > start]
+        return Gap(duration_s=end - start, host_op=_dominant_host_op(overlapping, start, end))
+
+    return [make_gap(start, end) for start, end in longest]
 
 
 def _dominant_host_op(events: Sequence[TraceEvent], start_s: float, end_s: float) -> str:
-    """The name that the host was in for most of [start_s, end_s], each instant by the call that began last; empty where
-    it was in none. Moments in ascending order of their start."""
+    """The name of the host event that covers most of [start_s, end_s]; at each instant the event that began last
+    counts. Empty if most of the time no event was active. events: in ascending order of their start."""
     edges = {start_s, end_s}
     for event in events:
         edges.update(edge for edge in (event.start_s, event.end_s) if start_s < edge < end_s)

@@ -1,43 +1,46 @@
-"""The ledger: every second of a run belongs to exactly one phase, and the phases add up to the wall time, always.
+"""The ledger: assigns every second of a run to exactly one phase. The phases always add up to the wall time.
 
-The training thread says what it is doing (`phase`, `compute`); the device's marks say when it computed. Both are lines
-of labelled intervals, merged into one. In each instant the first rule that holds decides:
+It has two sources. The training thread says what it does (`phase`, `compute`); events on the device say when the device
+computed. Both are lines of labeled intervals, which are merged into one. At each instant the first rule that applies
+decides:
 
-1. the device works on an optimizer step      -> `compute`; `recovery` when an earlier attempt had done it and lost it;
-   or is in a phase of its own, or waits
-   for its pictures to be copied              -> `comm` or `h2d`, which the thread said while issuing it
-2. the training thread is in a phase          -> that phase, the innermost one: it interrupts those around it
-3. the training thread is issuing a step      -> `host`: the device waits to be told what to do
-4. the run has said nothing since its start   -> `startup`
-5. nothing                                    -> `unattributed`, or what the ledger was told to call it
+1. the device works on an optimizer step      -> `compute`; `recovery` if an earlier attempt did this step and lost it;
+   or it is in a device phase                 -> `comm` or `h2d`, as the thread set it while issuing the work
+2. the training thread is in a phase          -> that phase; an inner phase interrupts the outer ones
+3. the training thread is issuing a step      -> `host`: the device waits for work
+4. no phase was set since the start           -> `startup`
+5. otherwise                                  -> `unattributed`, or the `default_phase` of the ledger
 
-So a device that still works on step n while the thread waits for the pictures of n + 1 is computing, and waiting for
-pictures costs only what the device stood still. A phase inside `compute` interrupts it on the device too: the marks end
-before it and begin after it.
+So a device that still works on step n while the thread waits for the images of step n + 1 is computing: waiting for
+images costs only the time in which the device is idle. A phase inside `compute` interrupts the step on the device too:
+events are recorded before and after it.
 
-Within `input_wait` the thread says afterwards what it waited for (`split`), as intervals of stages. They refine its own
-line before the two are merged, so the split too speaks only of time in which the device stood still, and adds up to the
-phase exactly; what no interval covers is `queue`.
+After an `input_wait`, the thread may say what it waited for (`split_input_wait`), as intervals of stages. They refine
+the thread's line before the merge, so stages also cover only the time in which the device was idle, and they add up to
+the phase exactly. Time that no interval covers is `queue`.
 
-The marks bracket a step, so a device that starves *between* the kernels of a step counts as computing. That it did is
-seen when the thread has issued the last of a step and the device has done it: such steps are counted (`starved`). How
-long it starved, profiler windows say (`trace.py`).
+Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. Such steps are
+detected when the thread has issued the last kernel and the device has already finished: they are counted
+(`host_bound_steps`). Profiler windows measure how long the device idled (`trace.py`).
 
-What the host knows bounds every mark: it is not before it was issued, not before the device was last seen not to have
-reached it, and not after it was seen reached. A mark that breaks a bound shifts all later ones, so a device clock that
-drifts against the host's (10 ppm are a second a day) is followed: to within a step while the device never runs out of
-work, to within microseconds where it idles, since an idle device reaches the first mark of a step at once.
+The host bounds the time of every event: it is not before the event was issued, not before the last query that returned
+"not complete", and not after the query that returned "complete". An event outside these bounds shifts all later ones,
+so drift between the device clock and the host clock (10 ppm are a second a day) is corrected: to within a step while
+the device is never idle, to within microseconds where it is, since an idle device reaches the first event of a step at
+once.
 
-Windows close at the present: a step that the device has begun and not ended is `compute` up to now, and the rest of it
-belongs to the next window. So nothing is estimated later and nothing is kept but the marks that are still open, some
-hundreds at most: a device that lags by more is not waiting for anybody, and its steps are then bracketed together.
+Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
+belongs to the next window. So nothing is estimated later. Only events that are not complete are kept, some hundreds at
+most: if the device lags by more, its steps are bracketed together.
 
-Beside the time, the processor time of the thread by what it was in (`Account.cpu`) tells one that works in Python from
-one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is issued, and
-where that thread computes it (a CPU), the step's own `compute` or `recovery`. What is learnt afterwards (`charge`)
-moves time, and no processor time: nobody read that clock at its ends. `startup` has it from when the ledger was made.
+Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
+Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
+issued; on a CPU device the step's own `compute` or `recovery`. Intervals that are attributed afterwards (`attribute`)
+move time but no CPU time, because that clock was not read at their ends. `startup` has CPU time from the creation of
+the ledger on.
 
-Cost: `benchmarks/ledger.py`. Not thread-safe: one thread trains, and it alone speaks.
+Cost: `benchmarks/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
+`stoker/hardware/device.py`.
 """
 
 import contextlib
@@ -45,37 +48,89 @@ import dataclasses
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from stoker.profiling.ledger_events import DeviceInterval, EventClock, HostInterval, ProfilerRanges, UnresolvedEvent
+import msgspec
+
 from stoker.runs.records import INPUT_STAGES, PHASES
 
 HOST_PHASES = frozenset(PHASES) - {"compute", "unattributed"}
-"""What the training thread may say it is doing; `compute` has its own block."""
+"""Phases that the training thread may set with `phase`; `compute` is set by `compute()`."""
 
 _INPUT_WAIT, _QUEUE_STAGE = "input_wait", "queue"
 
 _DEVICE_PHASES = frozenset({"comm", "h2d"})
-"""Phases whose work the thread only issues: the device's marks say how long they took."""
+"""Phases whose work the thread only issues: events on the device say how long they took."""
 
 _CALIBRATE_EVERY_S = 1.0
 _MAX_POLLS = 30
 """About 1 µs each on CUDA; an idle GPU reaches a recorded event some 10 µs after it was issued."""
 
 _MAX_OPEN_EVENTS = 512
-"""Marks that are open at once. CUDA takes some 1,000 launches ahead, and a step has hundreds."""
+"""Events that are not complete. CUDA queues some 1,000 launches, and a step has hundreds."""
 
 _MAX_CHANGES = 4096
-"""Changes of phase that are kept before they are summed up, should nobody ask for a window."""
+"""Changes of phase that are kept before they are summed, if no window is requested."""
+
+
+class EventClock(Protocol):
+    """Records events on the device; `DeviceClock` in `stoker/hardware/device.py`."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the thread that issues the work also does it (a CPU): then no events are recorded."""
+
+    def record_event(self) -> Any:
+        """An event that completes when the device has done everything issued so far."""
+
+    def resolve(self, event: Any) -> float | None:
+        """The time of the event in seconds of the host's clock, or None if it is not complete. Called in the order of
+        the events, and not again for a resolved one."""
+
+    def drop(self, event: Any) -> None:
+        """The event will never be resolved."""
+
+
+class ProfilerRanges(Protocol):
+    """Receives phases and steps as nested ranges; `Ranges` in `stoker/hardware/device.py` (NVTX)."""
+
+    def push(self, name: str) -> None: ...
+    def pop(self) -> None: ...
+
+
+class _HostInterval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
+    """What the thread is in from start_s on; stage: of `input_wait`."""
+
+    start_s: float
+    label: str
+    stage: str
+
+
+class _DeviceInterval(msgspec.Struct, frozen=True, gc=False):
+    """What the device does from start_s on (None: no phase); steps: how many end there."""
+
+    start_s: float
+    label: str | None
+    steps: int
+
+
+class _PendingEvent(msgspec.Struct, frozen=True):
+    """An event that is not complete, and the interval that begins with it."""
+
+    event: Any
+    issued_s: float
+    label: str | None
+    steps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
 
-    phases: device-seconds by phase, none negative, a phase that took none is absent; they add up to wall_s × devices.
-    input: those of `input_wait` by stage, of records.INPUT_STAGES; they add up to it.
-    steps: optimizer steps that the device ended in it. starved: steps issued in it that the device had done when the
-    last of them was issued; None on a CPU. cpu: processor seconds of the training thread by what it said it was doing.
+    phases: device-seconds by phase, all positive; they add up to wall_s × devices. input_wait_stages: device-seconds of
+    `input_wait` by stage of `records.INPUT_STAGES`; they add up to it. steps: optimizer steps that the device finished.
+    host_bound_steps: issued steps that the device had finished when the last of their work was issued; None on a CPU.
+    thread_cpu_s: CPU-seconds of the training thread by phase.
     """
 
     start_s: float
@@ -89,12 +144,11 @@ class TimeBreakdown:
 
 
 class Ledger:
-    """Accounts for the time of one rank from `started_s`, which may lie before the ledger was made (process start).
+    """Accounts for the time of one rank since `start_s`, which may be before the ledger was created (process start).
 
-    now: the host's clock, the one in whose seconds `clock` resolves. devices: how many devices this thread drives; each
-    second of the wall is that many device-seconds. ranges: are told each phase and step (`step`) as it begins and ends.
-    otherwise: the phase of time in which the thread says nothing, after the start. thread_now: processor seconds of the
-    thread that asks.
+    now: the host's clock; `clock` resolves in its seconds. devices: how many devices this thread drives; each second of
+    wall time is that many device-seconds. ranges: receives each phase and step (`step`). default_phase: the phase of
+    time after the start for which the thread set none. thread_now: CPU-seconds of the calling thread.
     """
 
     def __init__(
@@ -110,9 +164,9 @@ class Ledger:
         self._in_step = False
         self._device_phase: str | None = None
 
-        self._host_changes: deque[HostInterval] = deque()
-        self._device_changes: deque[DeviceInterval] = deque()
-        self._pending: deque[UnresolvedEvent] = deque()
+        self._host_changes: deque[_HostInterval] = deque()
+        self._device_changes: deque[_DeviceInterval] = deque()
+        self._pending: deque[_PendingEvent] = deque()
         self._dropped_steps = 0
         self._skew_s = 0.0
         self._not_before_s = start_s
@@ -131,10 +185,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The training thread is doing `name`, one of SAYABLE, until the block ends. Raises ValueError for others.
+        """The training thread is in `name`, one of HOST_PHASES, until the block ends. Raises ValueError for others.
 
-        `comm` and `h2d`: what it issues in the block; on an accelerator they last until the device has done it, or
-        until the stream that trains need not wait for it any more.
+        `comm` and `h2d` are work that is issued in the block; on an accelerator they last until the device has done it,
+        or until the training stream no longer has to wait for it.
         """
         _check_phase(name)
         previous = self._set_device_phase(name if name in _DEVICE_PHASES else None)
@@ -146,31 +200,31 @@ class Ledger:
             self._set_device_phase(previous)
 
     def begin_h2d_wait(self) -> None:
-        """From here to the next step the device waits for that step's pictures to be copied to it: `h2d`. To be called
-        just before its stream is told to wait, on an accelerator, where a step follows."""
+        """From here to the next step the device waits for the copy of that step's images: `h2d`. Call it just before
+        the training stream is told to wait, on an accelerator, and only if a step follows."""
         self._record_event("h2d")
 
     def split_input_wait(self, stages: Sequence[tuple[float, str]]) -> None:
-        """What the `input_wait` that ends now was spent on: (end in seconds of `now`, one of INPUT_STAGES), ascending;
+        """Says what the current `input_wait` was spent on: (end in seconds of `now`, one of INPUT_STAGES), ascending;
         the first part begins with the phase. Raises RuntimeError in another phase, ValueError for another stage."""
         if self._stack[-1] != _INPUT_WAIT:
-            raise RuntimeError(f"split() belongs into the phase {_INPUT_WAIT}, not into {self._stack[-1]}")
+            raise RuntimeError(f"split_input_wait() is for the phase {_INPUT_WAIT}, not {self._stack[-1]}")
         start_s = self._host_changes.pop().start_s if self._host_changes else self._accounted_until_s
         now_s = self._now()
         for end_s, stage in stages:
             if stage not in INPUT_STAGES:
                 raise ValueError(f"{stage!r} is not a stage; valid: {', '.join(INPUT_STAGES)}")
             if end_s > start_s:
-                self._host_changes.append(HostInterval(start_s, _INPUT_WAIT, stage))
+                self._host_changes.append(_HostInterval(start_s, _INPUT_WAIT, stage))
                 start_s = min(end_s, now_s)
-        self._host_changes.append(HostInterval(start_s, _INPUT_WAIT, _QUEUE_STAGE))
+        self._host_changes.append(_HostInterval(start_s, _INPUT_WAIT, _QUEUE_STAGE))
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
-        """The thread was in `name`, one of SAYABLE, from begin_s to end_s (seconds of `now`), as is only known now: a
-        wait in a collective inside the backward pass, the compiling of a part. Raises ValueError for others.
+        """Assigns an interval afterwards: the thread was in `name`, one of HOST_PHASES, from start_s to end_s (seconds
+        of `now`). For example a wait in a collective inside the backward pass. Raises ValueError for other names.
 
-        It takes the time from what the thread has said, on a CPU also from the step. What lies before the newest
-        window or after now is left as it is: charge before a window is asked for.
+        The interval replaces the phases that the thread set, on a CPU also the step. Time before the end of the last
+        window or after now is not changed: call this before a window is requested.
         """
         _check_phase(name)
         start_s, end_s = max(start_s, self._accounted_until_s), min(end_s, self._now())
@@ -182,9 +236,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def compute(self, *, is_redo: bool = False) -> Iterator[None]:
-        """Around issuing one optimizer step. again: an earlier attempt did this step too, and it was lost."""
+        """Around issuing one optimizer step. is_redo: an earlier attempt did this step and it was lost."""
         if self._in_step:
-            raise RuntimeError("a step is being issued already: compute() does not nest")
+            raise RuntimeError("a step is being issued: compute() does not nest")
         self._in_step, previous, self._device_phase = True, self._device_phase, "recovery" if is_redo else "compute"
         self._record_event(self._device_phase)
         self._calibrate()
@@ -201,7 +255,7 @@ class Ledger:
                 self._host_bound_steps += self._device_is_idle()
 
     def window(self, min_s: float = 1.0) -> TimeBreakdown | None:
-        """The account of the time since the last one, up to now; None when that is shorter than `min_s` seconds."""
+        """The breakdown of the time from the last window until now; None if that is shorter than `min_s` seconds."""
         if self._now() - self._window_start_s < min_s:
             return None
         self._account_until_now()
@@ -210,7 +264,7 @@ class Ledger:
         phases = {name: seconds * self._devices for name, seconds in self._phase_s.items()}
         stages = {stage: seconds * self._devices for stage, seconds in self._input_stage_s.items()}
         if stages:
-            phases[_INPUT_WAIT] = sum(stages.values())  # so that they add up to the last bit
+            phases[_INPUT_WAIT] = sum(stages.values())  # so that they add up exactly
         breakdown = TimeBreakdown(
             start_s=self._window_start_s,
             end_s=self._accounted_until_s,
@@ -227,7 +281,7 @@ class Ledger:
         return breakdown
 
     def finish(self) -> TimeBreakdown | None:
-        """The account of all that is left, however short; None when nothing is. Wait for the device before."""
+        """The breakdown of the remaining time; None if there is none. Wait for the device before the call."""
         return self.window(0.0) if self._now() > self._window_start_s else None
 
     def _enter(self, label: str, range_name: str | None = None) -> None:
@@ -246,44 +300,44 @@ class Ledger:
         self._set_host_phase(self._stack[-1])
 
     def _set_host_phase(self, label: str) -> None:
-        self._host_changes.append(HostInterval(self._now(), label, _QUEUE_STAGE))
+        self._host_changes.append(_HostInterval(self._now(), label, _QUEUE_STAGE))
         if len(self._host_changes) >= _MAX_CHANGES:
             self._account_until_now()
 
     def _attribute_cpu(self) -> None:
-        """Gives what the thread has computed since the last time to what it is in."""
+        """Adds the CPU time since the last call to the current phase."""
         cpu_s = self._thread_now()
         self._cpu_by_phase[self._stack[-1]] += cpu_s - self._last_cpu_s
         self._last_cpu_s = cpu_s
 
     def _insert_host_interval(self, label: str, start_s: float, end_s: float) -> None:
-        """Replaces what the thread has said of [begin_s, end_s]."""
+        """Replaces the thread's phases in [start_s, end_s]."""
         changes, later = self._host_changes, []
         while changes and changes[-1].start_s >= start_s:
             later.append(changes.pop())
-        resumed = changes[-1] if changes else HostInterval(start_s, self._host_label, self._host_stage)
-        changes.append(HostInterval(start_s, label, _QUEUE_STAGE))
+        resumed = changes[-1] if changes else _HostInterval(start_s, self._host_label, self._host_stage)
+        changes.append(_HostInterval(start_s, label, _QUEUE_STAGE))
         while later and later[-1].start_s <= end_s:
             resumed = later.pop()
-        changes.append(HostInterval(end_s, resumed.label, resumed.stage))
+        changes.append(_HostInterval(end_s, resumed.label, resumed.stage))
         changes.extend(reversed(later))
 
     def _insert_device_idle(self, start_s: float, end_s: float) -> None:
-        """Has the device do nothing in [begin_s, end_s]; steps that ended in it have ended there."""
+        """Makes the device idle in [start_s, end_s]; steps that ended in it still end there."""
         changes, later = self._device_changes, []
         while changes and changes[-1].start_s >= start_s:
             later.append(changes.pop())
-        resumed = changes[-1] if changes else DeviceInterval(start_s, self._device_label, 0)
-        changes.append(DeviceInterval(start_s, None, 0))
+        resumed = changes[-1] if changes else _DeviceInterval(start_s, self._device_label, 0)
+        changes.append(_DeviceInterval(start_s, None, 0))
         while later and later[-1].start_s <= end_s:
             resumed = later.pop()
             if resumed.steps:
-                changes.append(DeviceInterval(resumed.start_s, None, resumed.steps))
-        changes.append(DeviceInterval(end_s, resumed.label, 0))
+                changes.append(_DeviceInterval(resumed.start_s, None, resumed.steps))
+        changes.append(_DeviceInterval(end_s, resumed.label, 0))
         changes.extend(reversed(later))
 
     def _set_device_phase(self, label: str | None) -> str | None:
-        """The device is in `label` from here on; returns in what it was."""
+        """The device is in `label` from here on; returns its previous label."""
         previous, self._device_phase = self._device_phase, label
         if label != previous:
             self._record_event(label)
@@ -292,11 +346,11 @@ class Ledger:
     def _record_event(self, label: str | None, *, steps: int = 0) -> None:
         issued_s = self._now()
         if self._clock.on_host:
-            self._device_changes.append(DeviceInterval(issued_s, label, steps))
+            self._device_changes.append(_DeviceInterval(issued_s, label, steps))
             return
         if len(self._pending) >= _MAX_OPEN_EVENTS:
             self._resolve_events(issued_s)
-        if len(self._pending) >= _MAX_OPEN_EVENTS:  # the device lags, so it is at work also between the last marks
+        if len(self._pending) >= _MAX_OPEN_EVENTS:  # the device lags, so it also works between the last events
             if self._pending[-1].label is None:
                 dropped = self._pending.pop()
                 self._clock.drop(dropped.event)
@@ -305,19 +359,19 @@ class Ledger:
                 self._dropped_steps += steps
                 return
         steps, self._dropped_steps = steps + self._dropped_steps, 0
-        self._pending.append(UnresolvedEvent(self._clock.record_event(), issued_s, label, steps))
+        self._pending.append(_PendingEvent(self._clock.record_event(), issued_s, label, steps))
 
     def _calibrate(self) -> None:
-        """Once a second, asks for a step's first mark at once: an idle device has reached it, which bounds it."""
+        """Once a second, queries a step's first event at once: an idle device has reached it, which bounds its time."""
         now_s = self._now()
         if now_s - self._calibrated_s >= _CALIBRATE_EVERY_S:
             self._device_is_idle()
-            if len(self._pending) <= 1:  # else the device is at an earlier step: try at the next one
+            if len(self._pending) <= 1:  # else the device is in an earlier step: try again at the next one
                 self._calibrated_s = now_s
 
     def _device_is_idle(self) -> bool:
-        """Whether the device has done what it was given, or does within some 30 µs. Asked once where it is at
-        something earlier than what came last."""
+        """Whether the device has finished its work, or does so within some 30 µs. One query only if it is still at
+        earlier work than the newest event."""
         for _ in range(_MAX_POLLS):
             self._resolve_events(self._now())
             if len(self._pending) != 1:
@@ -325,7 +379,7 @@ class Ledger:
         return not self._pending
 
     def _resolve_events(self, poll_start_s: float) -> None:
-        """Moves the marks that the device has reached to its changes. asked_s: a moment before the first question."""
+        """Turns completed events into intervals of the device. poll_start_s: a time before the first query."""
         while self._pending:
             first = self._pending[0]
             device_s = self._clock.resolve(first.event)
@@ -336,10 +390,10 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             time_s = min(max(device_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = time_s - device_s
-            self._device_changes.append(DeviceInterval(time_s, first.label, first.steps))
+            self._device_changes.append(_DeviceInterval(time_s, first.label, first.steps))
 
     def _account_until_now(self) -> None:
-        """Charges all time up to now. What the device did later than that stays for the next time."""
+        """Assigns all time until now. Intervals of the device after that are kept for the next call."""
         end_s = self._now()
         self._resolve_events(end_s)
         host, device = self._host_changes, self._device_changes
@@ -358,7 +412,7 @@ class Ledger:
         self._account_until(end_s)
 
     def _account_until(self, end_s: float) -> None:
-        """Charges the time up to `until_s`, through which neither line changes."""
+        """Assigns the time up to `end_s`, in which neither line changes."""
         duration_s = end_s - self._accounted_until_s
         if duration_s > 0:
             label = self._device_label or self._host_label

@@ -1,17 +1,17 @@
-"""Profiler windows: every few minutes a few steps under torch's profiler (CUPTI), as a line of traces.jsonl.
+"""Profiler windows: every few minutes a few steps run under torch's profiler (CUPTI), as a line of traces.jsonl.
 
-They say what the ledger's marks cannot: how busy the device is *inside* a step, with which kernels, and what the host
-was doing when it had nothing. What is made of the records is arithmetic (`kernels.py`); a thread does it, in small
-pieces, since a thread that computes in Python holds up the one that trains.
+They show what the events of the ledger cannot: how busy the device is *inside* a step, with which kernels, and what the
+host did while the device was idle. A thread turns the recorded events into the line (`kernels.py`), in small pieces,
+because a thread that runs Python delays the training thread.
 
-A window costs: starting and stopping the profiler, for which training stands still (`idle`, by intent), steps that are
-slower under it, and the thread's processor time. All of this is measured, and the next window waits until the sum is at
-most BUDGET of the time since the start. The first one is taken as soon as training is steady, so a run of a few minutes
-may pay more. One step more is recorded than is counted: a window begins where the device ends that one.
+A window costs time: starting and stopping the profiler, during which training waits (phase `idle`); steps that are
+slower under it; the CPU time of the thread. All of this is measured, and the next window waits until the sum is at most
+BUDGET_FRACTION of the time since the start. The first one is taken as soon as training is steady, so a run of a few
+minutes may pay more. One step more is recorded than is counted: the window begins where the device finishes that step.
 
-A CPU is not traced: all its work is the host's. Asked for, its operators are written as a Chrome trace (`ask`).
-Another profiler of the device (Nsight Systems) keeps its place: there is only one. What cannot be recorded is said as
-a warning, once, and training goes on.
+A CPU is not traced, since all its work is on the host. On request (`Tracer.request`) its operators are written as a
+Chrome trace. If another profiler of the device runs (Nsight Systems), no windows are taken: CUPTI allows only one. A
+failure of the profiler is reported as a warning, once, and training goes on.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ from stoker.storage.local_files import write_atomic
 
 WINDOW_STEPS = 4
 FIRST_STEP = 50
-"""Steps of this process before the first window: what happens once is over."""
+"""Steps of this process before the first window: one-time work is over by then."""
 
 FIRST_S, EVERY_S = 60.0, 300.0
 BUDGET_FRACTION = 0.003
-"""Of the time since the start, what all windows together may cost."""
+"""Fraction of the time since the start that all windows together may cost."""
 
 MAX_CHROME_TRACES = 8
-"""Chrome traces, the newest; about a megabyte each."""
+"""The newest Chrome traces are kept; about a megabyte each."""
 
 NO_WINDOWS = "no more profiler windows"
 
 _CHUNK_EVENTS, _PAUSE_S = 500, 0.004
-"""Records that the thread takes at once, half a millisecond of Python, and its pause after them."""
+"""Events that the thread reads at once (half a millisecond of Python), and its pause after them."""
 
 _RUNTIME_CALL_PREFIXES = ("cuda", "cu", "hip")
-"""How the names of a driver's or runtime's calls begin; operators have `::`, or are words of Python."""
+"""Prefixes of calls of the driver and the runtime. Operators contain `::`, or are names of Python functions."""
 
 
 class EventLogger(Protocol):
@@ -61,9 +61,9 @@ class SupportsPhase(Protocol):
 
 
 class Tracer:
-    """Takes profiler windows of one rank. `between_steps` is to be called after each step, by the thread that trains.
+    """Takes profiler windows of one rank. The training thread calls `after_step` after each step.
 
-    chrome: keep the windows as Chrome traces too, and take them on a CPU; folder: of this rank.
+    chrome: also keep the windows as Chrome traces, and take them on a CPU; folder: of this rank.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Tracer:
 
     @property
     def cost_s(self) -> float:
-        """What the windows so far have cost, in seconds of training; of the thread, as far as it has ended."""
+        """Seconds of training that the windows have cost so far; without those of a thread that still runs."""
         writer = self._writer
         return self._cost_s + (0.0 if writer is None or writer.is_alive() else writer.cost_s)
 
     def request(self) -> None:
-        """Takes a window at the next step, and keeps it as a Chrome trace."""
+        """Takes a window at the next step and keeps it as a Chrome trace."""
         self._requested = True
 
     def after_step(self, step: int) -> None:
-        """step: optimizer steps done. Starts a window that is due; ends one that has its steps."""
+        """step: optimizer steps done. Starts a window that is due; ends one that has all its steps."""
         self._steps += 1
         now_s = self._now()
         if self._active is None:
@@ -110,7 +110,7 @@ class Tracer:
             self._end_window(step)
 
     def abandon(self) -> None:
-        """What comes now is no step: a window that is open is given up, and taken later."""
+        """For other work than steps: discards an open window; another one is taken later."""
         if self._active is not None:
             active, self._active = self._active, None
             self._requested = active.chrome and not self._chrome
@@ -118,7 +118,7 @@ class Tracer:
             self._schedule_next()
 
     def close(self) -> None:
-        """Gives up an open window, and waits for the thread: a window that is whole shall not be lost."""
+        """Discards an open window and waits for the thread, so that a complete window is not lost."""
         self.abandon()
         if self._writer is not None:
             self._writer.join()
@@ -144,7 +144,7 @@ class Tracer:
             with self._ledger.phase("idle"):
                 profiler = profile(use_device=kind, acc_events=False)
                 profiler.__enter__()  # type: ignore[no-untyped-call]
-        except Exception as error:  # noqa: BLE001  # whatever a driver or a profiler says: training goes on
+        except Exception as error:  # noqa: BLE001  # a driver or profiler may raise anything: training goes on
             self._disable(f"the profiler did not start: {error}")
             return
         now_s = self._now()
@@ -166,7 +166,7 @@ class Tracer:
         self._schedule_next()
 
     def _stop_profiler(self, active: "_ActiveWindow") -> bool:
-        """Ends the recording; it waits for the device, which has the work of a step left at most."""
+        """Ends the recording. It waits for the device, which has at most the work of one step left."""
         start_s = self._now()
         try:
             with self._ledger.phase("idle"):
@@ -181,7 +181,7 @@ class Tracer:
         return True
 
     def _schedule_next(self) -> None:
-        """The next window comes so late that it too will be within the budget, if it costs what the others did."""
+        """The next window is so late that it is within the budget too, if it costs as much as the others."""
         projected_cost_s = self._cost_s * (1 + 1 / max(1, self._num_windows))
         self._next_window_s = max(self._last_end_s + EVERY_S, self._started_s + projected_cost_s / BUDGET_FRACTION)
 
@@ -191,7 +191,7 @@ class Tracer:
 
 
 class _ActiveWindow:
-    """A window that is being recorded."""
+    """A window while it is recorded."""
 
     def __init__(self, profiler: profile, start_s: float, chrome: bool) -> None:
         self.profiler = profiler
@@ -202,20 +202,18 @@ class _ActiveWindow:
 
 
 class _TraceWriter(threading.Thread):
-    """Makes a window's line, and its Chrome trace where asked for. cost_s: processor seconds that it took; failed: it
-    could not, and the next one could not either."""
+    """Writes a window's line, and its Chrome trace if requested. cost_s: CPU-seconds that it took; failed: the window
+    could not be written, so further windows are pointless."""
 
     def __init__(
         self, active: _ActiveWindow, folder: RunFolder, step: int, *, has_device_trace: bool, log_event: EventLogger
     ) -> None:
         super().__init__(name="stoker-trace", daemon=True)
-        self._active, self._folder, self._step, self._has_device_trace, self._log_event = (
-            active,
-            folder,
-            step,
-            has_device_trace,
-            log_event,
-        )
+        self._active = active
+        self._folder = folder
+        self._step = step
+        self._has_device_trace = has_device_trace
+        self._log_event = log_event
         self.cost_s = 0.0
         self.failed = False
 
@@ -226,17 +224,21 @@ class _TraceWriter(threading.Thread):
             if self._active.chrome:
                 self._write_chrome()
         except Exception as error:  # noqa: BLE001  # a sample is lost, not the run
-            self._fail(f"a window could not be kept: {type(error).__name__}: {error}")
+            self._fail(f"a window could not be written: {type(error).__name__}: {error}")
         finally:
-            del self._active  # what was recorded may be a hundred megabytes
+            del self._active  # the recorded events may have a hundred megabytes
             self.cost_s = time.thread_time()
 
     def _append_trace_window(self) -> None:
-        active = self._active
-        base_ns = active.start_ns
-        events = read_events(active.profiler, base_ns)
-        trace_window = summarize_window(events, issue_start_s=0.0, unix_time_zero=base_ns / 1e9, attempt=self._folder.attempt, step=self._step,
-                      steps=active.steps - 1)  # fmt: skip
+        base_ns = self._active.start_ns
+        trace_window = summarize_window(
+            read_events(self._active.profiler, base_ns),
+            issue_start_s=0.0,
+            unix_time_zero=base_ns / 1e9,
+            attempt=self._folder.attempt,
+            step=self._step,
+            steps=self._active.steps - 1,
+        )
         if trace_window is None:
             self._fail("the profiler saw no work of the device (CUPTI is missing or not permitted?)")
         else:
@@ -268,7 +270,8 @@ def _keep_newest(trace_dir: Path) -> None:
 
 
 def read_events(profiler: profile, base_ns: int) -> list[TraceEvent]:
-    """What a profiler recorded, as `kernels.window` wants it, in seconds since base_ns (Unix time). In pieces."""
+    """The events of a profiler for `kernels.summarize_window`, in seconds since base_ns (Unix time). Reads in
+    pieces."""
     trace_events: list[TraceEvent] = []
     results = profiler.kineto_results
     if results is None:
@@ -280,7 +283,7 @@ def read_events(profiler: profile, base_ns: int) -> list[TraceEvent]:
             kind: Kind
             if event.device_type().name == "CPU":
                 kind = "call" if name.startswith(_RUNTIME_CALL_PREFIXES) and "::" not in name else "op"
-            elif event.is_user_annotation():  # a name that the host gave, on the device's line too: no work
+            elif event.is_user_annotation():  # a range that the host named; it is no work of the device
                 continue
             else:
                 kind = "copy" if name.startswith("Memcpy") else "kernel"

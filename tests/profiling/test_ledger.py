@@ -802,7 +802,7 @@ def test_a_wait_that_nobody_splits_is_queue() -> None:
 
 def test_only_a_wait_for_input_has_stages() -> None:
     ledger = World().ledger()
-    with ledger.phase("eval"), pytest.raises(RuntimeError, match="belongs into the phase input_wait"):
+    with ledger.phase("eval"), pytest.raises(RuntimeError, match="is for the phase input_wait"):
         ledger.split_input_wait([(1.0, "fetch")])
     with ledger.phase("input_wait"), pytest.raises(ValueError, match="is not a stage"):
         ledger.split_input_wait([(1.0, "coffee")])

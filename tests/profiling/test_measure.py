@@ -91,7 +91,7 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
 
 def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
     with stoker.measure(run) as m:
-        assert explain_run(run).state == "live"
+        assert explain_run(run).state == "running"
         for _ in m.data(pairs(20, wait_s=0.02)):
             with m.step():
                 pass
@@ -231,10 +231,10 @@ def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
 def test_other_peoples_folders_are_refused(run: Path) -> None:
     run.mkdir()
     (run / CONFIG).touch()
-    with pytest.raises(UsageError, match="training of stoker's own"):
+    with pytest.raises(UsageError, match="run of a training by stoker"):
         stoker.measure(run).__enter__()
     other = run.with_name("other")
-    with stoker.measure(other), pytest.raises(UsageError, match="entered already"), stoker.measure(run):
+    with stoker.measure(other), pytest.raises(UsageError, match="is open"), stoker.measure(run):
         pass
     other.mkdir(exist_ok=True)
     with locked(other) as free:
@@ -333,7 +333,7 @@ def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
     assert [json.loads(line + "}")["rule"] for line in told.read_text().split("}")[:-1]] == ["loss > 5", "on finished"]
     with (
-        pytest.raises(ConfigError, match="cannot be understood"),
+        pytest.raises(ConfigError, match="not a valid rule"),
         stoker.measure(run, monitor=MonitoringOptions(alert=("x",))),
     ):
         raise AssertionError("entered")
@@ -387,7 +387,7 @@ def test_a_killed_loop_reads_as_a_dead_run(run: Path) -> None:
     deadline_s = time.monotonic() + 60
     while job.poll() is None and time.monotonic() < deadline_s and not ((run / STEPS).exists() and windows(run)):
         time.sleep(0.02)
-    assert explain_run(run).state == "live"
+    assert explain_run(run).state == "running"
     job.kill()
     job.communicate()
     why = explain_run(run)

@@ -1,2 +1,2 @@
-"""`stoker.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. Neither framework is loaded
-before its callback is asked for, and none is a dependency."""
+"""`stoker.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. A framework is imported only
+when its callback is used; none is a dependency."""

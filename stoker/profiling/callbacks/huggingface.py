@@ -1,33 +1,33 @@
-"""`stoker.measure` around `transformers.Trainer.train`.
+"""`stoker.measure` as a callback of `transformers.Trainer`.
 
     from stoker.profiling.callbacks.huggingface import StokerCallback
     trainer = Trainer(…, callbacks=[StokerCallback("runs/x")])
 
-The Trainer tells its callbacks when a step begins and ends, and when something else has ended. What lies before a step
-and after everything else is its wait for batches; what ends with `on_evaluate` and `on_save` is evaluating and saving.
-It does not tell them of errors: a training that raises is recorded as failed by the next one, or at the end of the
-process, or by `StokerCallback.close(error)`.
+The Trainer calls its callbacks when a step begins and ends, and when other work has ended. The time before a step is
+the wait for its batches; the time before `on_evaluate` and `on_save` is evaluation and saving. Callbacks do not receive
+errors: a training that raised is recorded as failed by the next one, at process exit, or by
+`StokerCallback.close(error)`.
 """
 
 import time
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, load_base_classes
+from stoker.profiling.callbacks.session import Session, define_callback
 
 _BASE_CLASSES = {"transformers": "TrainerCallback"}
 _LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
-"""In the Trainer's logs → in ours. Those of an evaluation have other names."""
+"""Name in the Trainer's logs → name in `Measure.log`. Logs of an evaluation have other names."""
 
 
 class _Hooks:
-    """run, settings: as of `stoker.measure`. Pictures are counted as the batch size, also of a last batch
-    that is smaller."""
+    """run, settings: arguments of `stoker.measure`. The images of a step are counted as the batch size, also for a
+    smaller last batch."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()
         self._session = Session(run, settings)
         self._accounted_until_s = 0.0
-        """Up to when it is known what the Trainer did."""
+        """Time up to which the Trainer's work is assigned to a phase."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._session.open(first_step=state.global_step)
@@ -67,7 +67,7 @@ class _Hooks:
             self._accounted_until_s = time.perf_counter()  # an evaluation logs too, before it ends
 
     def _attribute_since_last(self, phase: str) -> None:
-        """All since the last word was `phase`."""
+        """The time since the last callback was `phase`."""
         now_s = time.perf_counter()
         if self._session.measure is not None:
             self._session.measure.attribute(phase, self._accounted_until_s, now_s)
@@ -75,10 +75,11 @@ class _Hooks:
 
 
 def __getattr__(name: str) -> Any:
-    """`StokerCallback`, made on first use: its base class is the framework's."""
-    if name != "StokerCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
-    bases = load_base_classes(_BASE_CLASSES, framework="Hugging Face's transformers", install="transformers accelerate")
-    callback_class = type(name, (_Hooks, *bases), {"__doc__": _Hooks.__doc__})
-    globals()[name] = callback_class
-    return callback_class
+    return define_callback(
+        globals(),
+        name,
+        _Hooks,
+        _BASE_CLASSES,
+        framework="Hugging Face's transformers",
+        install="transformers accelerate",
+    )

@@ -1,25 +1,25 @@
-"""`stoker.measure` around a fit of Lightning's Trainer (`pytorch_lightning` or `lightning`).
+"""`stoker.measure` as a callback of Lightning's Trainer (`pytorch_lightning` or `lightning`), for one fit.
 
     from stoker.profiling.callbacks.lightning import StokerCallback
     trainer = Trainer(callbacks=[StokerCallback("runs/x")])
 
-Steps, validation and checkpoints are learnt from the callback's hooks. What the loop waits for its batches no hook
-says; Lightning tells it to its profiler (`train_dataloader_next`, as `profiler="simple"` shows), so the trainer's
-profiler, whichever it is, is listened to during the fit. With several ranks each has its own callback, as always.
+Steps, validation and checkpoints are known from the callback's hooks. No hook reports the wait for batches; Lightning
+reports it to its profiler (`train_dataloader_next`, as `profiler="simple"` shows), so the trainer's profiler, of any
+kind, is wrapped during the fit. With several ranks each one has its own callback, as usual.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, load_base_classes
+from stoker.profiling.callbacks.session import Session, define_callback
 
 _BASE_CLASSES = {"lightning.pytorch": "Callback", "pytorch_lightning": "Callback"}
 _ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "save_checkpoint": "checkpoint"}
-"""End of what the profiler calls an action → what it is."""
+"""End of the profiler's name of an action → phase."""
 
 
 class _Hooks:
-    """run, settings: as of `stoker.measure`. Made for one fit at a time; another fit with the same folder is another
+    """run, settings: arguments of `stoker.measure`. For one fit at a time; another fit with the same folder is another
     attempt."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
@@ -51,7 +51,7 @@ class _Hooks:
             return
         self._session.end("step")
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if getattr(loss, "numel", lambda: 0)() != 1:  # a step that optimizes by itself may return anything
+        if getattr(loss, "numel", lambda: 0)() != 1:  # with manual optimization a step may return anything
             loss = None
         lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
         measure.log(loss=loss, lr=lr)
@@ -65,7 +65,7 @@ class _Hooks:
         self._session.end("eval")
 
     def _patch_profiler(self, profiler: Any) -> None:
-        """Puts our ears around its `start` and `stop`, on the object, until `_close`."""
+        """Wraps `start` and `stop` of this profiler object until `_close`."""
         session, start, stop = self._session, profiler.start, profiler.stop
 
         def timed_start(action_name: str) -> Any:
@@ -86,7 +86,7 @@ class _Hooks:
 
     def _close(self, error: BaseException | None) -> None:
         if self._profiler is not None:
-            for name in ("start", "stop"):  # the methods of its class are back
+            for name in ("start", "stop"):  # uncovers the methods of the class
                 vars(self._profiler).pop(name, None)
             self._profiler = None
         self._session.close(error)
@@ -97,13 +97,4 @@ def _find_phase(action: str) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """`StokerCallback`, made on first use: its base class is the framework's."""
-    if name != "StokerCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has StokerCallback")
-    callback_class = type(
-        name,
-        (_Hooks, *load_base_classes(_BASE_CLASSES, framework="Lightning", install="lightning")),
-        {"__doc__": _Hooks.__doc__},
-    )
-    globals()[name] = callback_class
-    return callback_class
+    return define_callback(globals(), name, _Hooks, _BASE_CLASSES, framework="Lightning", install="lightning")

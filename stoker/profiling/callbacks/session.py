@@ -1,6 +1,6 @@
-"""A measured loop whose parts begin and end in calls of a framework, not in blocks; the base of both callbacks.
+"""The base of both callbacks: a measured loop whose parts begin and end in calls of a framework, not in blocks.
 
-Not a framework's name in here, and no time of its own: `stoker.profiling.measure`.
+It contains no framework's names and no timing of its own; that is `stoker.profiling.measure`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from stoker.profiling.measure.measure import Measure, measure
 
 
 class Session:
-    """Between `open` and `close`; outside of that, every call does nothing. settings: those of `stoker.measure`."""
+    """Records between `open` and `close`; at other times every call does nothing. settings: of `stoker.measure`."""
 
     def __init__(self, run: str | None, settings: dict[str, Any]) -> None:
         self._measure: Measure | None = None
@@ -21,7 +21,7 @@ class Session:
         self._blocks: dict[str, contextlib.ExitStack] = {}
 
     def open(self, *, first_step: int) -> Measure:
-        """first_step: optimizer steps that are done, by the framework's own count."""
+        """first_step: optimizer steps done, by the framework's count."""
         self._blocks = {}
         arguments = {"first_step": first_step} | self._settings
         self._measure = measure(self._run, **arguments).__enter__()
@@ -30,7 +30,7 @@ class Session:
 
     @property
     def measure(self) -> Measure | None:
-        """None outside of a training, and when another one has taken its place."""
+        """None outside of a training, or if another training has replaced this one."""
         return None if self._measure is None or self._measure.closed else self._measure
 
     def close(self, error: BaseException | None = None) -> None:
@@ -44,7 +44,7 @@ class Session:
         measure.close(error)
 
     def begin(self, name: str) -> None:
-        """`step`, `part_of_step`, `input_wait`, or a phase; one that has begun already goes on."""
+        """Begins `step`, `input_wait`, or a phase; does nothing if it is open."""
         measure = self.measure
         if measure is None or name in self._blocks:
             return
@@ -64,9 +64,9 @@ class Session:
 
 
 def load_base_classes(class_names: dict[str, str], *, framework: str, install: str) -> tuple[type, ...]:
-    """The callback classes of a framework that are loaded, else of the first that can be.
+    """The callback base classes of a framework: of its loaded modules, else of the first that can be imported.
 
-    places: module → name in it, in order. Raises PreflightError that says what to install.
+    class_names: module → class in it, in order. Raises PreflightError with what to install.
     """
     loaded = [module for module in class_names if module.partition(".")[0] in sys.modules]
     classes: list[type] = []
@@ -81,3 +81,19 @@ def load_base_classes(class_names: dict[str, str], *, framework: str, install: s
     if not classes:
         raise PreflightError(f"The callback needs {framework}.", cause=str(missing), fix=f"pip install {install}")
     return tuple(dict.fromkeys(classes))
+
+
+def define_callback(
+    module: dict[str, Any], name: str, hooks: type, class_names: dict[str, str], *, framework: str, install: str
+) -> type:
+    """A module's `__getattr__`: defines its `StokerCallback` on first use, since the base class is the framework's.
+
+    module: its globals. hooks: the methods of the callback. Raises AttributeError for other names; otherwise as
+    `load_base_classes`.
+    """
+    if name != "StokerCallback":
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}; it has StokerCallback")
+    bases = load_base_classes(class_names, framework=framework, install=install)
+    module[name] = type(name, (hooks, *bases), {"__doc__": hooks.__doc__})
+    callback: type = module[name]
+    return callback

@@ -1,6 +1,7 @@
-"""`stoker.measure`: the ledger and the second witness around a training loop that stoker did not write.
+"""`stoker.measure`: the ledger and the system telemetry around a training loop that stoker did not write.
 
-`measure.py` is what a user holds, `run_writer.py` where the records go and what several ranks agree on, `inside.py`
-what is learnt from torch without the loop's help, `logged_scalars.py` losses and counts. For users: docs/measure.md.
-Callbacks for frameworks: `stoker/profiling/callbacks/`. Jobs that nobody may change: `stoker/watch/`.
+`measure.py` is the public object, `run_writer.py` writes the records and shares the run folder between ranks,
+`torch_hooks.py` observes torch without help of the loop, `logged_scalars.py` holds losses and counts. For users:
+docs/measure.md. Callbacks for frameworks: `stoker/profiling/callbacks/`. Jobs whose code is not changed:
+`stoker/watch/`.
 """

@@ -1,8 +1,8 @@
-"""Losses, rates and counts that a loop tells, without a wait for the device.
+"""Losses, learning rates and counts that a loop logs, without a wait for the device.
 
-Numbers and tensors of the host are added up at once. Of tensors of a device a copy is made on the device, so that the
-loop may go on to change them; a window's copies are brought to the host together beside the device's work, and read
-when the next window closes. So a loss that lies on a GPU stands in the line after the window it belongs to.
+Numbers and CPU tensors are added up at once. Device tensors are copied on the device, so that the loop may change them.
+The copies of a window are sent to the host together, asynchronously, and read when the next window is written. So the
+loss of a GPU is in the line after the window that it belongs to.
 """
 
 import math
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 LR_KEY, GRAD_NORM_KEY = "lr", "grad_norm"
 _RECORD_NAMES = {"loss": "total", "rate": "lr"}
-"""What records call what a loop calls so."""
+"""Name in `Measure.log` → name in the records, where they differ. `rate` is the name of `lr` before 0.2."""
 
 
 class ScalarSummary(NamedTuple):
-    """losses: means over the finite values; rate: the newest; odd: what a person should know, once, by a name of it:
-    `not_finite`, the first loss that was not; `elsewhere`, losses of a device that is not the one that is measured."""
+    """losses: means over the finite values; lr: the newest; warnings: text by name, each once: `not_finite`, the first
+    loss that was not finite; `other_device`, losses are on another device than the measured one."""
 
     losses: dict[str, float]
     lr: float | None
@@ -30,7 +30,7 @@ class ScalarSummary(NamedTuple):
 
 
 class ScalarLogger:
-    """What `Measure.log` was given since the last window."""
+    """The values of `Measure.log` since the last window."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
@@ -42,7 +42,7 @@ class ScalarLogger:
         self._pending_copy: tuple[list[str], list[Any], ReadyEvent] | None = None
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Raises UsageError for what is no number and no tensor of one."""
+        """Raises UsageError for a value that is neither a number nor a tensor of one number."""
         for key, value in values.items():
             name = _RECORD_NAMES.get(key, key)
             if value is None:
@@ -58,9 +58,9 @@ class ScalarLogger:
                 raise _not_a_number_error(key, value) from error
 
     def take(self, device: "Device | None", *, wait: bool = False) -> ScalarSummary:
-        """All that is known by now; begins to copy the rest. wait: for the copies."""
+        """Returns the values on the host and starts the copies of the others. wait: for the copies."""
         self._read_copies(wait=wait)
-        if device is None:  # not known yet, or none that torch can be asked about: the newest are enough
+        if device is None:  # not known yet, or not used by torch: keep only the newest values
             self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
         elif self._device_values and self._pending_copy is None:
             self._start_copy(device)
@@ -78,7 +78,7 @@ class ScalarLogger:
         elif math.isfinite(value):
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + value, count + 1)
-        elif name != GRAD_NORM_KEY:  # under a loss scaler, a gradient may be infinite now and then
+        elif name != GRAD_NORM_KEY:  # with a loss scaler, a gradient may be infinite now and then
             self._warn_once("not_finite", f"{'loss' if name == 'total' else name} is {value}")
 
     def _warn_once(self, name: str, text: str) -> None:
@@ -100,15 +100,15 @@ class ScalarLogger:
             None,
         )
         if other_device is not None:
-            hint = f'stoker.measure(…, device="{other_device}") measures that one'
+            hint = f'stoker.measure(…, device="{other_device}") measures that device'
             self._warn_once(
-                "other_device", f"losses lie on {other_device}, and the time is that of {measured_device}: {hint}"
+                "other_device", f"losses are on {other_device}, but the measured device is {measured_device}: {hint}"
             )
         stacked = [
             torch.stack([value.float().to(measured_device) for value in values])
             for values in self._device_values.values()
         ]
-        self._stream = self._stream or device.make_stream()  # one: torch has few, and lends them again
+        self._stream = self._stream or device.make_stream()  # only one: torch has few streams and reuses them
         copies, ready = self._stream.to_host(stacked)
         self._pending_copy = (list(self._device_values), copies, ready)
         self._device_values = {}
@@ -136,10 +136,9 @@ def _not_a_number_error(name: str, value: Any) -> UsageError:
 
 
 def count_images(batch: Any) -> int | None:
-    """How many samples a batch has: the length of its first tensor, array or list. None where none is found.
+    """The number of samples in a batch: the length of its first tensor, array or list; None if there is none.
 
-    A tuple or a list may be columns (pictures, targets), or a list of samples: it is samples where its first entry is
-    itself a tuple or a mapping.
+    A tuple or list holds columns (images, targets), or samples if its first entry is a tuple or a mapping.
     """
     if isinstance(batch, (tuple, list)):
         if batch and isinstance(batch[0], (tuple, Mapping)):

@@ -1,8 +1,8 @@
 """`with stoker.measure("runs/x") as m:` around a training loop that stoker did not write.
 
-It measures and writes, nothing else: what the loop computes, its order, its random numbers and its exceptions stay as
-they are. Errors of the recording are a warning, once, and the loop goes on without records. Everything here belongs to
-the thread that entered the block. Cost and use: docs/measure.md.
+It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
+not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
+from the thread that entered the block. Cost and use: docs/measure.md.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from stoker.diagnosis.rules import diagnose, write_findings
 from stoker.errors import UsageError
@@ -28,10 +28,20 @@ from stoker.runs.schemas import StepWindow
 
 WINDOW_S = 1.0
 PHASES = tuple(sorted(HOST_PHASES - {"straggler"}))
-"""What a loop may say it is doing; who is slow, only the records of all ranks show."""
+"""Phases that a loop may set. `straggler` is computed from the records of all ranks."""
 
 Batch = TypeVar("Batch")
 _active: "Measure | None" = None
+_OLD_ARGUMENTS = {"price": "price_per_device_hour", "pictures": "num_images", "images": "num_images"}
+_OLD_METHODS = {
+    "part_of_step": "micro_step",
+    "count_step": "count_steps",
+    "see": "count_batch",
+    "took": "batch_ready",
+    "charge": "attribute",
+    "picture_count": "image_count",
+}
+"""Names before 0.2, and `images`; accepted for one release."""
 _num_entered = 0
 
 
@@ -44,6 +54,7 @@ def measure(
     num_images: int | Callable[[Any], int] | None = None,
     first_step: int | None = None,
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
+    **old_names: Any,
 ) -> "Measure":
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
@@ -55,17 +66,16 @@ def measure(
             m.log(loss=loss)
     ```
 
-    run: the folder; one that was measured in before gets another attempt. Default: runs/NAME-N with `name`, else with
-    the script's name. device: what the loop trains on ("cuda:1"); default: torch's accelerator once the loop uses it,
-    else the CPU. price: money per device-hour. pictures: how many pictures a batch has, as a number or a function of
-    the batch; default: the length of its first tensor, array or list. first_step: optimizer steps that a resumed loop
-    has behind it: those that are on record and done again are `recovery`; default: numbered on from the record.
-    monitor: alerts, a port for Prometheus, trackers (docs/monitoring.md); `alert_exit` sends this process SIGTERM.
+    run: the run folder; a folder that was used before gets another attempt. Default: runs/NAME-N with `name`, else
+    with the name of the script. device: the device that the loop trains on ("cuda:1"); default: torch's accelerator
+    once the loop uses it, else the CPU. num_images: images per batch, as a number or a function of the batch; default:
+    the length of the batch's first tensor, array or list. first_step: optimizer steps done before a resume; steps that
+    are on record and done again are `recovery`; default: the count continues from the records. monitor: alerts, a
+    Prometheus port, trackers (docs/monitoring.md); `alert_exit` sends SIGTERM to this process.
 
-    Entering raises UsageError when the folder belongs to a training or a living job, or another `measure` is open;
-    StorageError when it cannot be written; ConfigError where what `monitor` asks for cannot be had.
+    Entering raises UsageError if the folder belongs to a stoker training or a live job, or another `measure` is open;
+    StorageError if it cannot be written; ConfigError if `monitor` is not valid.
     """
-    run_dir = None if run is None else Path(run).expanduser()
     options: dict[str, Any] = {
         "name": name,
         "device": device,
@@ -73,11 +83,22 @@ def measure(
         "num_images": num_images,
         "first_step": first_step,
     }
-    return Measure(run_dir, **options, monitor=monitor)
+    return Measure(
+        None if run is None else Path(run).expanduser(), **_rename_arguments(options, old_names), monitor=monitor
+    )
+
+
+def _rename_arguments(arguments: dict[str, Any], old_names: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with those that were given by an old name. Raises TypeError for any other name."""
+    for name, value in old_names.items():
+        if _OLD_ARGUMENTS.get(name) not in arguments:
+            raise TypeError(f"unexpected argument {name!r}; valid: {', '.join(arguments)}")
+        arguments[_OLD_ARGUMENTS[name]] = value
+    return arguments
 
 
 class Measure:
-    """What `stoker.measure` gives: enter it once, around the whole loop."""
+    """The result of `stoker.measure`: enter it once, around the whole loop."""
 
     def __init__(
         self,
@@ -91,17 +112,15 @@ class Measure:
         monitor: MonitoringOptions,
     ) -> None:
         self.image_count = 0
-        """Pictures of all steps so far."""
+        """Images of all steps so far."""
         self.step_count = first_step or 0
-        """Optimizer steps so far, those of earlier attempts included."""
+        """Optimizer steps so far, including earlier attempts."""
         self.is_replaceable = False
-        """Whether another measure ends this one: of a framework, which may not have told that its training ended."""
-        self._run, self._name, self._price_per_device_hour, self._first_step = (
-            run,
-            name,
-            price_per_device_hour,
-            first_step,
-        )
+        """Whether entering another measure closes this one: a framework may not report the end of a training."""
+        self._run = run
+        self._name = name
+        self._price_per_device_hour = price_per_device_hour
+        self._first_step = first_step
         self._monitor = monitor
         self._device = None if device is None else str(device)
         self._num_images = num_images
@@ -122,16 +141,19 @@ class Measure:
 
     @property
     def path(self) -> Path | None:
-        """The run's folder; None in a rank that does not know it yet."""
+        """The run folder; None in a rank that does not know it yet."""
         return self._writer.path
 
     def __enter__(self) -> Self:
         global _active, _num_entered
         if _active is not None and _active.is_replaceable:
-            _active.close(RuntimeError("another training began, and nobody told of the end of this one"))
+            _active.close(RuntimeError("another training began, and the end of this one was not reported"))
         if _active is not None:
-            raise UsageError("stoker.measure is entered already: a process measures one loop at a time.",
-                             location=_active.path, fix="leave that block first")  # fmt: skip
+            raise UsageError(
+                "Another stoker.measure is open: a process measures one loop at a time.",
+                location=_active.path,
+                fix="leave that block first",
+            )
         if self._closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
@@ -148,7 +170,7 @@ class Measure:
         self._written_steps = self.step_count
         self._thread = threading.get_ident()
         clock = LazyDeviceClock()
-        self._ledger = Ledger(clock, start_s=start_s, default_phase="host")  # what else the loop does
+        self._ledger = Ledger(clock, start_s=start_s, default_phase="host")
         self._torch_hooks = TorchHooks(self._ledger, clock, self._device)
         if self._writer.folder is not None:
             self._telemetry = TelemetrySampler(self._writer.folder)
@@ -165,22 +187,22 @@ class Measure:
         self.close(error)
 
     def data(self, batches: Iterable[Batch]) -> "TimedBatches[Batch]":
-        """The same batches: what `next` waits for them is `input_wait`, and their pictures are counted. For anything
-        that can be iterated, as often as that can be. Inside `phase(…)` (the validation data) it does nothing."""
+        """Returns the same batches: the time in `next` is `input_wait`, and their images are counted. For any iterable;
+        it can be iterated as often as that one. Inside `phase(…)` (validation data) it does nothing."""
         self._check_inside_block("m.data()")
         return TimedBatches(self, batches)
 
-    def step(self, *, num_images: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around issuing one optimizer step: forward, backward, the optimizer. pictures: of this step, where they did
-        not come through `data`. A step that raises is not counted."""
-        return self._step_block(steps=1, num_images=num_images)
+    def step(self, *, num_images: int | None = None, **old_names: Any) -> contextlib.AbstractContextManager[None]:
+        """Around one optimizer step: forward, backward, optimizer. num_images: of this step, if its batches did not
+        come through `data`. A step that raises is not counted."""
+        return self._step_block(steps=1, **_rename_arguments({"num_images": num_images}, old_names))
 
     def micro_step(self) -> contextlib.AbstractContextManager[None]:
-        """The same around a part of it that does not end it: all but the last batch of an accumulated gradient."""
+        """Around a part of a step that does not end it: all but the last batch of an accumulated gradient."""
         return self._step_block(steps=0, num_images=None)
 
     def count_steps(self, steps: int = 1, *, num_images: int | None = None) -> None:
-        """Optimizer steps have ended: after `part_of_step`, for loops in which no block is around a whole one."""
+        """Counts optimizer steps: after `micro_step`, for loops that have no block around a whole step."""
         self.step_count += steps
         self.image_count += self._pending_images if num_images is None else num_images
         self._pending_images = 0
@@ -188,8 +210,8 @@ class Measure:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The thread is doing `name` (one of `stoker.profiling.measure.measure.PHASES`: "eval", "checkpoint", "sync"
-        …) until the block ends. The innermost phase counts. Raises UsageError for others."""
+        """The thread is in phase `name` (one of `stoker.profiling.measure.measure.PHASES`: "eval", "checkpoint",
+        "sync" …) until the block ends. The innermost phase counts. Raises UsageError for other names."""
         self._check_inside_block("m.phase()")
         if name not in PHASES:
             raise UsageError(f"{name!r} is not a phase.", choices=PHASES)
@@ -206,39 +228,39 @@ class Measure:
         self._write_if_due()
 
     def checkpoint(self) -> contextlib.AbstractContextManager[None]:
-        """`phase("checkpoint")`. `torch.save` is timed without it."""
+        """`phase("checkpoint")`. `torch.save` is timed also without it."""
         return self.phase("checkpoint")
 
     def log(self, **values: Any) -> None:
-        """Losses and whatever else the loop knows, as numbers or tensors of one number; `rate` and `grad_norm` go by
-        these names. A line of the record has their means. The host never waits for a tensor of a device
-        (`logged_scalars.py`). Raises UsageError for what is no number."""
+        """Logs losses and other values, as numbers or tensors of one number; `lr` and `grad_norm` have records of their
+        own. A line of steps.jsonl has the means. The host never waits for a device tensor (`logged_scalars.py`). Raises
+        UsageError for a value that is not a number."""
         self._check_inside_block("m.log()")
         if self._recording:
             self._scalars.add(values)
 
     def count_batch(self, batch: Any) -> None:
-        """Counts the pictures of a batch that did not come through `data`."""
+        """Counts the images of a batch that did not come through `data`."""
         if self._num_images is None:
             count = count_images(batch)
         else:
             count = self._num_images(batch) if callable(self._num_images) else self._num_images
         if count is None and not self._count_warned:
             self._count_warned = True
-            text = "pictures are not counted: a batch has no tensor, array or list to take the length of"
-            self._writer.event("info", f"{text}; say `pictures=`")
+            text = "images are not counted: the batch has no tensor, array or list whose length is their number"
+            self._writer.event("info", f"{text}; pass `num_images=`")
         self._pending_images += count or 0
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
-        """The thread was in a phase from begin_s to end_s (`time.perf_counter`), as is only known now."""
-        self._check_inside_block("m.charge()")
+        """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""
+        self._check_inside_block("m.attribute()")
         if self._recording:
             self._ledger.attribute(name, start_s, end_s)
 
     def close(self, error: BaseException | None = None) -> None:
-        """What leaving the block does; for callbacks of frameworks. error: what ended the loop."""
+        """The same as leaving the block; for callbacks of frameworks. error: what ended the loop."""
         global _active
-        if self._closed or not self._thread or _active is not self:  # the last: a process that was forked off
+        if self._closed or not self._thread or _active is not self:  # the last: in a forked process
             return
         self._closed = True
         _active = None
@@ -262,13 +284,13 @@ class Measure:
         return self._ledger.phase("input_wait")
 
     def batch_ready(self, batch: Any) -> None:
-        """A batch has come."""
+        """A batch has arrived: counts its images."""
         if not self._phase_depth and self._recording:
             self.count_batch(batch)
             self._write_if_due()
 
     def report_workers(self, batches: Any) -> None:
-        """Has the record say how many processes load the data, where what gives it knows that: a DataLoader."""
+        """Records how many processes load the data, if the iterable knows that (a DataLoader)."""
         workers = getattr(batches, "num_workers", None)
         if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
             self._workers_reported = True
@@ -289,13 +311,13 @@ class Measure:
 
     def _check_inside_block(self, method: str) -> None:
         if not self._thread or self._closed:
-            raise UsageError(f"{method} is called outside of its block.", fix="with stoker.measure(…) as m: …")
+            raise UsageError(f"{method} was called outside of its block.", fix="with stoker.measure(…) as m: …")
         if threading.get_ident() != self._thread:
-            text = f"{method} is called in another thread than the one that entered stoker.measure."
-            raise UsageError(text, cause="the time belongs to that one", fix="call it in the thread that trains")
+            text = f"{method} was called in another thread than the one that entered stoker.measure."
+            raise UsageError(text, cause="only that thread is measured", fix="call it in the training thread")
 
     def _write_if_due(self) -> None:
-        """Writes a line when a second has passed."""
+        """Writes a line if a second has passed."""
         if self._recording and time.perf_counter() - self._window_start_s >= WINDOW_S:
             self._run_safely(self._write_window)
 
@@ -318,7 +340,7 @@ class Measure:
             return
         window = StepWindow(
             t=time.time(),
-            attempt=0,  # the book knows
+            attempt=0,  # set by the writer
             step=self.step_count,
             window_steps=self.step_count - self._written_steps,
             num_images=self.image_count - self._written_images,
@@ -344,14 +366,21 @@ class Measure:
     def _run_safely(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # noqa: BLE001 (training goes on without records, and the person is told)
+        except Exception as error:  # noqa: BLE001 (training goes on without records, and the user is warned)
             self._recording = False
             self._writer.warn(f"nothing is recorded from here on: {type(error).__name__}: {error}")
 
     def _close_at_exit(self) -> None:
-        """At the end of the process, when nobody left the block: not every framework tells its callbacks of errors."""
+        """At process exit, if the block was not left: not every framework reports errors to its callbacks."""
         error = getattr(sys, "last_value", None)
         self.close(error if error is not None else RuntimeError("the process ended inside stoker.measure"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            if name not in _OLD_METHODS:
+                raise AttributeError(f"Measure has no attribute {name!r}")
+            return getattr(self, _OLD_METHODS[name])
 
     def _abandon_after_fork(self) -> None:
         self._recording = False
@@ -360,14 +389,14 @@ class Measure:
 
 
 class TimedBatches(Generic[Batch]):
-    """Batches on their way to the loop; as long as what they come from."""
+    """The batches of an iterable, timed; it has the same length."""
 
     def __init__(self, measure: Measure, batches: Iterable[Batch]) -> None:
         self._measure = measure
         self._batches = batches
 
     def __len__(self) -> int:
-        """Raises TypeError where the source has no length."""
+        """Raises TypeError if the iterable has no length."""
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,9 +1,9 @@
-"""Where the records of a measured loop go, and what the ranks of a job agree on.
+"""Writes the records of a measured loop, and shares the run folder between the ranks of a job.
 
-Rank 0 makes the folder and writes in it as any run does; the others write `ranks/000N/steps.jsonl` below. Which folder
-it is, and which attempt, rank 0 tells them through the store that torch.distributed has anyway, as soon as the process
-group exists; until then their windows are kept. So nobody waits, and no collective is issued. The folder must lie on a
-storage that all ranks see; a rank that does not see it says so once and goes on without records.
+Rank 0 creates the folder and writes to it like any run; the other ranks write `ranks/000N/steps.jsonl` in it. Rank 0
+publishes the folder and the attempt in the store of torch.distributed, as soon as the process group exists; until then
+the other ranks keep their windows. So no rank waits, and no collective is issued. All ranks must see the folder; a rank
+that does not see it warns once and goes on without records.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ from stoker.runs.schemas import Event, StepWindow
 RUNS_DIR = Path("runs")
 _FIX = 'give another folder: stoker.measure("runs/NAME")'
 _MAX_PENDING_WINDOWS = 3600
-"""Windows, so an hour at least, that are kept for a folder that is not known yet."""
+"""Windows that are kept while the folder is not known: at least an hour."""
 _JOIN_TIMEOUT_S = 5.0
-"""How long a rank looks for the folder at its end."""
+"""How long a rank waits for the folder at its end."""
 
 
 def get_rank_and_world_size() -> tuple[int, int]:
-    """Of this process: by its process group, else by RANK and WORLD_SIZE, as torchrun sets them; else (0, 1)."""
+    """Of this process: from its process group, else from RANK and WORLD_SIZE (set by torchrun); else (0, 1)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -50,13 +50,12 @@ def get_rank_and_world_size() -> tuple[int, int]:
 
 
 class RankRecorder:
-    """Writes a run's records. first_step: optimizer steps that a resumed loop has behind it; None: those on record.
+    """Writes the records of one rank.
 
-    number: how many loops this process has measured before, so that the ranks mean the same one.
-    monitor: of rank 0, who is told of what meanwhile.
+    first_step: optimizer steps done before a resume; None: the number on record. loop_index: how many loops this
+    process has measured before, so that all ranks use the same key. monitor: alerts and metrics, of rank 0.
 
-    Raises UsageError, StorageError when the folder cannot be used, ConfigError where what `monitor` asks for cannot be
-    had: of rank 0, at once.
+    In rank 0, raises UsageError and StorageError if the folder cannot be used, ConfigError if `monitor` is not valid.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class RankRecorder:
     ) -> None:
         self.rank, self.world_size = get_rank_and_world_size()
         self.step, self.redo_until_step = first_step or 0, 0
-        """Steps behind it, and up to which an earlier attempt has come: those are done again."""
+        """Steps done so far, and the last step of an earlier attempt: steps up to it are done again."""
         self.folder: RunFolder | None = None
         self.lock: int | None = None
         self._key = f"stoker/measure/{loop_index}"
@@ -101,14 +100,14 @@ class RankRecorder:
         self.folder.append(self._steps_file(), window)
 
     def event(self, kind: str, text: str, *, step: int | None = None, **data: Any) -> None:
-        """An event of this rank; that of another rank than 0 names it."""
+        """An event of this rank; ranks other than 0 are named in it."""
         if self.folder is not None:
             rank_data = {} if self.rank == 0 else {"rank": self.rank}
             text = text if self.rank == 0 else f"rank {self.rank}: {text}"
             self.folder.event(kind, text, step=step, **data, **rank_data)
 
     def write_end(self, error: str | None, *, step: int, exit_code: int) -> None:
-        """The last event. error: what ended the loop, in words; None: it came to its end."""
+        """The last event. error: the text of the exception that ended the loop; None: it finished."""
         self._share_run_dir()
         deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
         while (
@@ -121,22 +120,22 @@ class RankRecorder:
             self._share_run_dir()
         if self.folder is None:
             if self._pending_windows:
-                hint = "enter stoker.measure in every rank, around a loop in which torch.distributed is initialised"
-                self.warn(f"the time of rank {self.rank} is not recorded, it does not know the run's folder: {hint}")
+                hint = "enter stoker.measure in every rank, around a loop in which torch.distributed is initialized"
+                self.warn(f"the time of rank {self.rank} is not recorded, it does not know the run folder: {hint}")
             return
         if error is None:
             if self.rank == 0:
                 self.event("finished", f"{step:,} steps", step=step)
             return
-        first = next((event for event in read_lines(self.folder.path, EVENTS, Event) if event.kind == "failed"
-                      and event.attempt == self.folder.attempt), None)  # fmt: skip
-        if first is None:
-            self.event("failed", error, step=step, exit_code=exit_code)
-        else:  # what another rank's end brought about is not the cause
+        events = read_lines(self.folder.path, EVENTS, Event)
+        if any(event.kind == "failed" and event.attempt == self.folder.attempt for event in events):
+            # another rank failed first; this failure is its consequence
             self.event("warning", f"ended after that: {error}", step=step, exit_code=exit_code)
+        else:
+            self.event("failed", error, step=step, exit_code=exit_code)
 
     def warn(self, text: str) -> None:
-        """Once: a line for the person and an event; the loop goes on."""
+        """Warns the user and writes an event, once; the loop goes on."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"stoker.measure: {text}", RuntimeWarning, stacklevel=3)
@@ -146,11 +145,11 @@ class RankRecorder:
         self._stack.close()
 
     def abandon(self) -> None:
-        """In a process that was forked off: leaves the files to its parent, which alone holds the run then."""
+        """In a forked process: leaves the files and the lock to the parent."""
         self.folder = None
         if self.lock is not None:
             devnull = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(devnull, self.lock)  # the file object that has this number may close it later
+            os.dup2(devnull, self.lock)  # a file object may close this descriptor later
             os.close(devnull)
         self.lock = None
 
@@ -158,7 +157,7 @@ class RankRecorder:
         self, run: Path | None, name_prefix: str, price_per_device_hour: float | None, first_step: int | None
     ) -> RunFolder:
         if run is None:
-            with writing("The run's folder cannot be made.", RUNS_DIR, fix=_FIX):
+            with writing("The run folder cannot be created.", RUNS_DIR, fix=_FIX):
                 run = make_run(RUNS_DIR, name_prefix)
         options = {"measured": True, "ranks": self.world_size} | (
             {} if price_per_device_hour is None else {"price_per_device_hour": price_per_device_hour}
@@ -169,8 +168,8 @@ class RankRecorder:
             self.folder, self.lock = self._stack.enter_context(recorder)
         except UsageError as error:
             if self.world_size == 1 and "Another job" in error.what:
-                error.cause = "a second process measures there, or a rank that does not know its number yet"
-                error.fix = f"{_FIX}; or enter it after init_process_group"
+                error.cause = "a second process measures there, or a rank whose number is not known yet"
+                error.fix = f"{_FIX}; or enter the block after init_process_group"
             raise
         recorded_steps = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
         if first_step is None:
@@ -180,7 +179,7 @@ class RankRecorder:
         return self.folder
 
     def _share_run_dir(self) -> None:
-        """Rank 0 tells the others where the records are, the others ask; nothing where it is known or cannot be yet."""
+        """Rank 0 publishes the run folder, the others look it up. Does nothing if that is done or not possible yet."""
         if self._published or (store := _process_group_store()) is None:
             return
         if self.folder is not None:
@@ -196,7 +195,9 @@ class RankRecorder:
         path = Path(shared["path"])
         if not path.exists():
             hint = "name a folder on a storage that all ranks share"
-            self.warn(f"the time of rank {self.rank} is not recorded, it does not see rank 0's {path}: {hint}")
+            self.warn(
+                f"the time of rank {self.rank} is not recorded, it does not see {path} of rank 0: {hint}"
+            )
             return
         (path / self._steps_file()).parent.mkdir(parents=True, exist_ok=True)
         self.folder = RunFolder(path, shared["attempt"])
@@ -211,7 +212,7 @@ class RankRecorder:
 
 
 def _process_group_store() -> Any:
-    """The store of the process group; None while there is none."""
+    """The store of the process group; None if there is no group."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -221,7 +222,7 @@ def _process_group_store() -> Any:
 
 
 def exit_code_for(error: BaseException | None) -> int:
-    """What the process will end with, unless somebody catches the error."""
+    """The exit code of the process if the error is not caught."""
     if isinstance(error, StokerError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -232,7 +233,7 @@ def exit_code_for(error: BaseException | None) -> int:
 
 
 def script_name() -> str:
-    """The name of the running script or module; "loop" where there is none (a notebook, `python -c`)."""
+    """The name of the running script or module; "loop" if there is none (a notebook, `python -c`)."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     path = Path(getattr(main, "__file__", None) or "")

@@ -1,11 +1,12 @@
-"""What is learnt from torch while somebody else's loop runs: its device's clock, compiling, saving, waits for ranks.
+"""Observes torch while a training loop runs: its device's clock, compilation, saving, waits for other ranks.
 
-torch is never imported here: a loop that does without is measured by the host's clock alone. Everything is looked for
-again with each step, since a script may import torch, choose its GPU and join its process group whenever it likes.
-Nothing here touches a GPU that the loop does not use already: that would take its memory.
+torch is never imported here: a loop without it is measured by the host's clock alone. Each step checks again, since a
+script may import torch, choose its GPU and join its process group at any time. Nothing here uses a GPU that the loop
+does not use: that would take GPU memory.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -15,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from stoker.profiling.collectives import OnEnd, patch_collectives
+from stoker.profiling.collectives import OnEnd, Patch, patch_collectives
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.patching import OnCall, Patch, time_calls
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device
 
 MIN_WAIT_S = 20e-6
-"""Shorter waits for other ranks are not charged: the data was there, and charging costs as much."""
+"""Shorter waits for other ranks are ignored: the data was there, and `Ledger.attribute` takes as long."""
+
+OnCall = Callable[[float, float], None]
+"""Takes start and end of a call in seconds of `time.perf_counter`."""
 
 
 class LazyDeviceClock:
-    """The host's clock (`marks.Clock`) until an accelerator is in use, then that one's."""
+    """The host's clock (`ledger.EventClock`) until an accelerator is in use, then the clock of that device."""
 
     def __init__(self) -> None:
         self._device: Any = None
@@ -37,7 +40,7 @@ class LazyDeviceClock:
         return self._device is None
 
     def use_device(self, device: "Device") -> None:
-        """From now on there are marks, on the device. Waits for it once."""
+        """From now on, events are recorded on the device. Waits for it once."""
         self._device = device.make_clock()
 
     def record_event(self) -> Any:
@@ -52,9 +55,9 @@ class LazyDeviceClock:
 
 
 class TorchHooks:
-    """Tells the ledger what torch does. Made in the thread that trains; `look` and `tell` are called there.
+    """Adds intervals of torch's work to the ledger. Created in the training thread, which calls `poll` and `flush`.
 
-    asked: the device that the loop uses, by its name in torch; None: the accelerator, as soon as it is in use.
+    device_name: the device that the loop uses, as in torch; None: the accelerator, as soon as it is in use.
     """
 
     def __init__(self, ledger: Ledger, clock: LazyDeviceClock, device_name: str | None) -> None:
@@ -74,9 +77,9 @@ class TorchHooks:
         self._is_active = True
 
     def poll(self) -> None:
-        """Finds what has come since the last time. A microsecond where nothing has."""
+        """Patches parts of torch that were loaded since the last call. A microsecond if there are none."""
         torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "accelerator"):  # none, an old one, or one that is just being imported
+        if torch is None or not hasattr(torch, "accelerator"):  # not loaded, too old, or just being imported
             return
         if self._device_pending:
             self._find_device(torch)
@@ -92,38 +95,40 @@ class TorchHooks:
                 self._patches += patch_collectives(self._on_collective_begin, self._is_training_thread)
 
     def flush(self) -> None:
-        """Charges what was learnt since the last time; before a window is asked for."""
+        """Adds the intervals since the last call to the ledger; call it before a window is requested."""
         while self._pending_intervals:
             self._ledger.attribute(*self._pending_intervals.popleft())
 
     def wait(self) -> None:
-        """Until the device has done everything. Raises RuntimeError when it failed."""
+        """Waits until the device has finished. Raises RuntimeError if it failed."""
         if self.device is not None:
             self.device.synchronize()
 
     def peak_bytes(self) -> int:
-        """The most memory of the device that was allocated so far; without one, of the host that this process has."""
+        """Peak allocated memory of the device; without a device, the resident memory of this process."""
         return psutil.Process().memory_info().rss if self.device is None else self.device.memory().peak
 
     def close(self) -> None:
-        """Puts everything back."""
+        """Restores all patched functions."""
         self._is_active = False
         for patch in reversed(self._patches):
             patch.restore()
         self._patches.clear()
         if self._compile_callbacks is not None:
-            for callbacks, callback in ((self._compile_callbacks.start_callbacks, self._on_compile_start),
-                                    (self._compile_callbacks.end_callbacks, self._on_compile_end)):  # fmt: skip
-                if callback in callbacks:  # torch._dynamo.reset() has dropped it else
+            for callbacks, callback in (
+                (self._compile_callbacks.start_callbacks, self._on_compile_start),
+                (self._compile_callbacks.end_callbacks, self._on_compile_end),
+            ):
+                if callback in callbacks:  # torch._dynamo.reset() may have dropped it
                     callbacks.remove(callback)
             self._compile_callbacks = None
 
     def abandon(self) -> None:
-        """In a process that was forked off: says nothing any more."""
+        """In a forked process: records nothing any more."""
         self._is_active = False
 
     def _is_training_thread(self) -> bool:
-        """Another thread's waits hold up nobody; a process that was forked off records nothing."""
+        """False also in a forked process, which records nothing."""
         return self._is_active and threading.get_ident() == self._thread
 
     def _make_on_call(self, phase: str) -> OnCall:
@@ -134,7 +139,7 @@ class TorchHooks:
         return on_call
 
     def _on_collective_begin(self) -> OnEnd:
-        """On a host what was waited is charged when it is known; of a device, its own marks say how long it waited."""
+        """On a device, its events measure the wait; on a CPU, the interval is added when it has ended."""
         if self.device is not None:
             stack = contextlib.ExitStack()
             stack.enter_context(self._ledger.phase("comm"))
@@ -159,13 +164,10 @@ class TorchHooks:
                 self._device_pending = False
                 return
             module = torch.get_device_module(device.type)
-            self._torch_device, self._is_device_initialized = (
-                device,
-                getattr(module, "is_initialized", torch.accelerator.is_available),
-            )
-        if (
-            not self._is_device_initialized()
-        ):  # whether there is one is not asked: CUDA would then refuse to work in forked children
+            self._torch_device = device
+            self._is_device_initialized = getattr(module, "is_initialized", torch.accelerator.is_available)
+        # Do not ask whether a device exists: CUDA would then refuse to work in forked children.
+        if not self._is_device_initialized():
             return
         device = self._torch_device
         if device.index is None:
@@ -177,8 +179,8 @@ class TorchHooks:
         self._clock.use_device(self.device)
 
     def _hook_compiler(self) -> None:
-        """The handler of torch._dynamo, which torch.compile loads. Any thread may compile: a backward pass does it in
-        one of autograd's, and the thread that trains waits for it."""
+        """Registers at the handler of torch._dynamo, which torch.compile loads. Any thread may compile: a backward pass
+        does so in a thread of autograd, and the training thread waits for it."""
         module = sys.modules.get("torch._dynamo.callback")
         self._compile_callbacks = getattr(module, "callback_handler", None)
         if self._compile_callbacks is not None:
@@ -192,3 +194,20 @@ class TorchHooks:
         if self._compile_start_s is not None and self._is_active:
             self._pending_intervals.append(("compile", self._compile_start_s, time.perf_counter()))
         self._compile_start_s = None
+
+
+def time_calls(owner: Any, name: str, on_call: OnCall) -> Patch:
+    """Calls `on_call` after each call of `owner.name`, also if that raises."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                on_call(start_s, time.perf_counter())
+
+        return wrapper
+
+    return Patch(owner, name, wrap)
