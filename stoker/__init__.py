@@ -3,7 +3,7 @@
 ```python
 import stoker
 
-result = stoker.train("pictures/", for_="12ep", weights="imagenet")   # the settings of `stoker train`, by its names
+result = stoker.train("images/", epochs=12, weights="imagenet")   # the settings of `stoker train`
 model = stoker.load(result.run)                                       # a run folder, a .safetensors or .onnx file
 for found in model.predict(["street.jpg"]):
     print(found.boxes, found.scores, found.names)

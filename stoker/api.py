@@ -1,6 +1,7 @@
-"""`stoker.train`: the command of that name as a function, with the same settings and the same defaults.
+"""`stoker.train`: the command as a function, with the same settings and the same defaults.
 
-`stoker.load`, and the model that it returns, is `model.py`. What trains is `training/loop.py`.
+`stoker.load` and the model that it returns are in `stoker/inference/model.py`. The training itself is
+`stoker/training/loop.py`.
 """
 
 import os
@@ -24,16 +25,16 @@ def train(
 ) -> loop.Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
 
-    data: folder or file with labelled pictures, or "demo", pictures that stoker draws itself.
-    run: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished one is continued.
+    data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
+    run_dir: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished run there is continued.
     resume: an unfinished run to continue with its own settings; `data` is not needed then.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
-    log: json writes JSON lines to stdout, and what a person reads to stderr.
-    monitor: alerts, metrics and trackers, as the flags of that group (docs/monitoring.md).
-    settings: as the flags, with underscores (docs/settings.md); `for` is a word of Python, so `--max-duration` is `for_`.
+    log_format: json writes JSON lines to stdout, and text for people to stderr.
+    monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
+    settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`.
 
-    Raises StokerError; its message says what to do. `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when everything
-    is saved: the same call continues.
+    Raises StokerError; its message says what to do. Raises `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when
+    everything is saved: the same call continues.
     """
     user_config = from_fields({"data": data, **settings})
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]

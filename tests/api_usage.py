@@ -9,18 +9,18 @@ from PIL import Image
 import stoker
 
 result = stoker.train(
-    "pictures", for_="12ep", weights="imagenet", image_size=(320, 320), batch_size=8, run=Path("runs/one")
+    "images", epochs=12, weights="imagenet", image_size=(320, 320), batch_size=8, run_dir=Path("runs/one")
 )
 assert_type(result, stoker.Result)
 assert_type(result.metrics.ap50, float | None)
 
 model = stoker.load(result.run, device="cpu")
 assert_type(model, stoker.Model)
-found = model.predict(["a.jpg", Path("b.png"), np.zeros((8, 8, 3), np.uint8), Image.new("RGB", (8, 8))], conf=0.5)
-assert_type(found, list[stoker.Prediction])
-assert_type(found[0].names, list[str])
+predictions = model.predict(["a.jpg", Path("b.png"), np.zeros((8, 8, 3), np.uint8), Image.new("RGB", (8, 8))], conf=0.5)
+assert_type(predictions, list[stoker.Prediction])
+assert_type(predictions[0].names, list[str])
 assert_type(model.evaluate(split="test"), stoker.Metrics)
 
-stoker.train("pictures", batch_size="8")  # type: ignore[arg-type]
-stoker.train("pictures", batchsize=8)  # type: ignore[call-arg]
-stoker.train("pictures", resize="stretch")  # type: ignore[arg-type]
+stoker.train("images", batch_size="8")  # type: ignore[arg-type]
+stoker.train("images", batchsize=8)  # type: ignore[call-arg]
+stoker.train("images", resize="stretch")  # type: ignore[arg-type]

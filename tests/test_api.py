@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(data: Path, tmp_path_factory: pytest.TempPathFactory) -> stoker.Result:
-    return stoker.train(data, run=tmp_path_factory.mktemp("runs") / "one", **SMALL)
+    return stoker.train(data, run_dir=tmp_path_factory.mktemp("runs") / "one", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def test_training_returns_its_run_and_scores(result: stoker.Result):
 
 
 def test_the_function_and_the_command_settle_the_same(result: stoker.Result, data: Path, tmp_path: Path):
-    flags = [word for name, value in SMALL.items() for word in (f"--{name.rstrip('_').replace('_', '-')}",
+    flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}",
              *(map(str, value) if isinstance(value, tuple) else (str(value),)))]  # fmt: skip
-    app(["train", str(data), "--run", str(tmp_path / "two"), *flags], result_action="return_value")
+    app(["train", str(data), "--run-dir", str(tmp_path / "two"), *flags], result_action="return_value")
     assert from_toml(tmp_path / "two" / CONFIG) == from_toml(result.run / CONFIG)
 
 
@@ -55,7 +55,7 @@ def test_an_unfinished_run_is_resumed_and_a_finished_one_is_not(result: stoker.R
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rates": 1}, "did you mean 'rate'"),
+        ({"lrs": 1}, "did you mean 'lr'"),
         ({"batch_size": "eight"}, "--batch-size 'eight'"),
         ({"resize": "stretch"}, "letterbox, squash"),
         ({"image_size": (100, 100)}, "multiples of 32"),

@@ -1,4 +1,4 @@
-"""The `stoker data` commands: look at a data set, write it anew. As in `app.py`, each imports what it needs."""
+"""The `stoker data` commands: check, describe, preview and convert a data set. Each imports its code when it runs."""
 
 import sys
 from pathlib import Path
@@ -11,36 +11,34 @@ from stoker.config.settings import DataSettings
 data_app = App(
     name="data",
     sort_key=6,
-    help="Looks at a data set: what is wrong with it, what is in it, how it is shown to the model; converts it.",
+    help="Checks a data set, describes it, shows it as the model gets it, converts it.",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",
 )
 
+Format = Annotated[str | None, Parameter(help="Format of the annotations, where automatic detection is wrong.")]
+Classes = Annotated[list[str] | None, Parameter(consume_multiple=True, help="Only these classes, in this order.")]
+Data = Annotated[str, Parameter(help="Folder or file with labeled images, also in a bucket (gs://, s3://), or `demo`.")]
+
 
 @data_app.command(sort_key=1)
 def check(
-    data: str,
+    data: Data,
     /,
     *,
-    format: str | None = None,
-    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    format: Format = None,
+    classes: Classes = None,
     annotations_only: bool = False,
     max_bad_fraction: float | None = None,
     workers: int | None = None,
     json: bool = False,
 ) -> None:
-    """Names everything that is wrong with a data set, what training does about it, and how to mend it.
+    """Names everything that is wrong with a data set, what training does about it, and how to fix it.
 
-    Reads the annotations and decodes every picture. Changes nothing. Exit code 4 where training would refuse.
+    Reads the annotations and decodes every image. Changes nothing. Exit code 4 if training would refuse the data set.
 
     Parameters
     ----------
-    data
-        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
-    format
-        How the annotations are written, where stoker's own finding is wrong.
-    classes
-        Only these classes.
     annotations_only
         Only check that the images exist, without opening them.
     max_bad_fraction
@@ -48,9 +46,9 @@ def check(
     workers
         Threads that read and decode images; default: the number of cores.
     json
-        Print everything, all places included, as JSON.
+        Print everything as JSON, with all locations.
     """
-    from stoker.data.validation.check import check_dataset as check_data
+    from stoker.data.validation.check import check_dataset
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
     from stoker.report.progress import progress_bar
@@ -60,8 +58,8 @@ def check(
         raise UsageError(f"--max-bad-fraction {fraction} is out of range.", choices=["0 … 1"])
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers} is out of range.", choices=["1 or more"])
-    with progress_bar("pictures") as on_progress:
-        report = check_data(
+    with progress_bar("images") as on_progress:
+        report = check_dataset(
             data,
             format=format,
             classes=classes or (),
@@ -84,35 +82,29 @@ def check(
 
 @data_app.command(sort_key=2)
 def stats(
-    data: str,
+    data: Data,
     /,
     *,
-    format: str | None = None,
-    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    format: Format = None,
+    classes: Classes = None,
     split: str | None = None,
     image_size: tuple[int, int] | None = None,
     model: str = "retinanet_resnet50_fpn",
     out: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Counts what is in a data set: pictures, classes, sizes, places; says how canvas and anchors fit them.
+    """Counts images, classes, sizes and locations; shows how well image size and anchors fit them.
 
     Parameters
     ----------
-    data
-        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
-    format
-        How the annotations are written, where stoker's own finding is wrong.
-    classes
-        Only these classes.
     split
-        train, val or test; default: all, together.
+        train, val or test; default: all together.
     image_size
-        Height and width to which pictures are to be resized; default: what training would choose.
+        Height and width to which images are resized; default: what training would choose.
     model
-        Whose anchors, and size of canvas, the boxes are compared with.
+        The model whose anchors and image size are compared with the boxes.
     out
-        Draws it all into this picture, too: .png, .jpg or .webp.
+        Also draws everything into this image: .png, .jpg or .webp.
     json
         Print everything as JSON.
     """
@@ -126,12 +118,12 @@ def stats(
 
     if image_size is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in image_size):
         raise UsageError(
-            f"--image-size {image_size[0]} {image_size[1]}: not a canvas.", choices=["multiples of 32, 32 … 8192"]
+            f"--image-size {image_size[0]} {image_size[1]} is not valid.", choices=["multiples of 32, 32 … 8192"]
         )
     arch = get_architecture(model)
     defaults = arch.defaults
-    if "anchor_scales" not in defaults:  # SSD's depend on the level
-        cause = "it has no anchors, or not the same shapes of them at every level"
+    if "anchor_scales" not in defaults:  # those of SSD depend on the level
+        cause = "it has no anchors, or their shapes differ between levels"
         fix = "name another: `--model retinanet_resnet50_fpn`"
         raise UsageError(f"The anchors of --model {model} cannot be compared with the boxes.", cause=cause, fix=fix)
     anchors = AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios")))
@@ -140,7 +132,7 @@ def stats(
         check_output_path(out, index)
     dataset_stats = compute_stats(
         index, data=data, split=split, image_size=image_size, side=arch.default_image_size, anchors=anchors, model=model
-    )  # fmt: skip
+    )
     if json:
         import msgspec
 
@@ -155,7 +147,7 @@ def stats(
 
 @data_app.command(sort_key=3)
 def preview(
-    data: str,
+    data: Data,
     /,
     *,
     settings: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings(),  # noqa: B008  # frozen
@@ -165,54 +157,57 @@ def preview(
     seed: int = 0,
     model: str | None = None,
     weights: str | None = None,
-    for_: Annotated[str | None, Parameter(name="--max-duration")] = None,
+    epochs: float | None = None,
+    steps: int | None = None,
     batch_size: int | None = None,
 ) -> None:
-    """Shows pictures as the model gets them: a sheet of each plain, and augmented beside it, with boxes and classes.
+    """Shows images as the model gets them: a sheet with each image plain and augmented, with boxes and classes.
 
-    What is not set is derived as for training; a file is written, nothing else changes.
+    Settings that are not set are derived as for training. Writes one file and changes nothing else.
 
     Parameters
     ----------
-    data
-        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     out
         The sheet: .jpg, .png or .webp.
     split
         train, val or test.
     count
-        Pictures on the sheet, 1 to 400.
+        Images on the sheet, 1 to 400.
     seed
         Decides order and augmentation, as in training.
     model
-        The model to be trained, whose recipe decides what is not set.
+        The model to be trained; its recipe decides what is not set.
     weights
-        The weights it would start from, likewise.
-    for_
-        How long it would be trained: pictures that are seen often are varied more.
-    batch
-        Pictures of a step, likewise.
+        The initial weights; they decide what is not set as well.
+    epochs
+        Length of the training: images that are seen often are augmented more.
+    steps
+        The same in optimizer steps.
+    batch_size
+        Images per optimizer step; it decides what is not set as well.
     """
     import dataclasses
 
-    from stoker.config.settings import Config, check, settings_table
+    from stoker.config.durations import join_length
+    from stoker.config.settings import Config, settings_table
+    from stoker.config.settings import check as check_settings
     from stoker.data.index import open_index, require_images
-    from stoker.data.preview import make_preview as make_sheet
+    from stoker.data.preview import make_preview
     from stoker.hardware.device import host_cores, select_device
     from stoker.report.data_plot import check_output_path, save_image
     from stoker.report.format import plural
     from stoker.report.terminal import print_settings
     from stoker.training.defaults.derive import derive_data
 
-    overrides = {"model": model, "weights": weights, "max_duration": for_, "batch_size": batch_size}
-    user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**overrides)
-    check(user_config)
+    overrides = {"model": model, "weights": weights, "batch_size": batch_size, "epochs": epochs, "steps": steps}
+    user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**join_length(overrides))
+    check_settings(user_config)
     index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
     check_output_path(out, index)
     image_indices = index.image_indices(split)
     require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction)
     config, reasons = derive_data(user_config, index, select_device(None))
-    sheet = make_sheet(
+    sheet = make_preview(
         index,
         image_indices,
         config.data,
@@ -220,52 +215,46 @@ def preview(
         num_images=count,
         workers=host_cores(),
         on_quarantine=lambda bad_image: print(
-            f"stoker: picture left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
+            f"stoker: bad image left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
         ),
     )
     save_image(sheet, out)
     print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
     repeats = f", {count} times in all" if count > len(image_indices) else ""
-    count_text = plural(min(count, len(image_indices)), "picture")
+    count_text = plural(min(count, len(image_indices)), "image")
     print(f"{out}: {count_text} of {split}{repeats}, each plain and as training would show it")
 
 
 @data_app.command(sort_key=4)
 def convert(
-    data: str,
+    data: Data,
     out: Path,
     /,
     *,
     to: Literal["coco", "voc", "yolo", "tfrecord"],
-    format: str | None = None,
-    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    format: Format = None,
+    classes: Classes = None,
     val_fraction: float | None = None,
     shards: int = 1,
     hardlink: bool = False,
 ) -> None:
-    """Writes a data set anew in another format: pictures, boxes, classes and splits.
+    """Writes a data set in another format: images, boxes, classes and splits.
 
-    Boxes that training leaves out are left out here, too, and pictures that have no sound header; all are named. Pixels
-    are copied as they are, unlooked at: `stoker data check` finds damaged ones. The source is not changed.
+    Boxes that training drops are dropped here, too, and images without a valid header; all are named. Image files are
+    copied unchanged and not decoded: `stoker data check` finds damaged ones. The source is not changed.
 
     Parameters
     ----------
-    data
-        Folder or file with labelled pictures, also in a bucket (gs://, s3://), or `demo`.
     out
         Folder for the new data set; it must not exist, or be empty.
     to
         Format to write.
-    format
-        How the source is written, where stoker's own finding is wrong.
-    classes
-        Only these classes, in this order.
     val_fraction
-        Share of the pictures that becomes the validation split where the source has none; default 0.1.
+        Fraction of the images that becomes the validation split where the source has none; default 0.1.
     shards
         With --to tfrecord: files per split.
     hardlink
-        Hard links instead of copies of pictures: no room is taken, but editing one changes both.
+        Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
     from stoker.data.convert.writing import convert as convert_data
     from stoker.data.index import open_index
@@ -273,6 +262,6 @@ def convert(
     from stoker.report.progress import progress_bar
 
     index = open_index(data, format=format, classes=classes or (), val_fraction=val_fraction)
-    with progress_bar("pictures") as on_progress:
+    with progress_bar("images") as on_progress:
         converted = convert_data(index, out, to, shards=shards, hardlink=hardlink, progress=on_progress)
     print_converted(index, converted)

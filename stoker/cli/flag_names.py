@@ -1,7 +1,7 @@
-"""Flags that users of other tools, and of stoker before 0.2, type out of habit: translated, or answered with the right one.
+"""Flags that users of other tools and of older versions type: translated, or answered with the right one.
 
-`translate` runs on the arguments before they are parsed. What it changes is printed as a note, so that nobody trains
-with a setting that means something else than they think. Sources: Ultralytics `cfg/default.yaml`, torchvision
+`translate` runs on the arguments before they are parsed. What it changes is printed as a note, so that a
+user notices when a setting means something else. Sources: Ultralytics `cfg/default.yaml`, torchvision
 `references/detection/train.py`, TensorFlow Object Detection API `model_main_tf2.py`, Hugging Face `TrainingArguments`.
 """
 
@@ -22,9 +22,10 @@ class _Value(NamedTuple):
 
 
 class _Switch(NamedTuple):
-    """A flag without a value, and the arguments that it becomes."""
+    """A flag that is on or off, and the arguments that it becomes; `=False` becomes `off`."""
 
     arguments: tuple[str, ...]
+    off: tuple[str, ...] = ()
 
 
 class _Answer(NamedTuple):
@@ -35,6 +36,10 @@ class _Answer(NamedTuple):
 
 def _hours(value: str) -> str:
     return value if re.search(r"[a-z]", value) else f"{value}h"
+
+
+def _cuda_device(value: str) -> str:
+    return f"cuda:{value}" if value.isdecimal() else value
 
 
 _TOTAL = "it is the total of an optimizer step, over all devices"
@@ -66,25 +71,30 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     **dict.fromkeys(("max-steps", "num-steps", "num-train-steps", "iterations", "max-iter", "iters"), _Value("steps")),
     "time": _Value("max-time", _hours),
     # Precision and device
-    "amp": _Switch(("--precision", "bf16")),
+    "amp": _Switch(("--precision", "bf16"), off=("--precision", "fp32")),
     "no-amp": _Switch(("--precision", "fp32")),
     "bf16": _Switch(("--precision", "bf16")),
     **dict.fromkeys(("fp16", "half"), _Switch(("--precision", "fp16"))),
     "torch-compile": _Switch(("--compile",)),
-    **dict.fromkeys(("gpu", "gpu-id"), _Value("device", lambda value: value if not value.isdecimal() else f"cuda:{value}")),
+    **dict.fromkeys(("gpu", "gpu-id"), _Value("device", _cuda_device)),
     "gpus": _Answer("stoker trains on one device so far: `--device cuda:0`"),
     # Model, weights, data
-    **dict.fromkeys(("pretrained", "fine-tune-checkpoint", "pretrained-weights", "init-checkpoint"), _Value("weights")),
+    "pretrained": _Value("weights", lambda value: {"true": "coco", "false": "none"}.get(value.lower(), value)),
+    **dict.fromkeys(("fine-tune-checkpoint", "pretrained-weights", "init-checkpoint"), _Value("weights")),
     "arch": _Value("model"),
     "weights-backbone": _Answer("`--weights imagenet` loads a pretrained backbone only"),
     "freeze": _Answer("the number of trained stages is set: `--trainable-backbone-layers 0` freezes the backbone"),
     "sync-bn": _Switch(("--backbone-norm", "sync_bn")),
     "gradient-checkpointing": _Switch(("--activation-checkpointing",)),
-    **dict.fromkeys(("data-path", "dataset", "data", "train-data", "dataset-name"), _Answer("the data set is the "
-        "argument: `stoker train DATA`")),
-    **dict.fromkeys(("pipeline-config-path", "cfg", "config", "config-file", "hyp"), _Answer("stoker has no "
-        "configuration file to write: set flags; every run's values are in its config.toml")),
-    **dict.fromkeys(("nc", "num-classes"), _Answer("classes are read from the data set; `--classes NAME …` trains some")),
+    **dict.fromkeys(
+        ("data-path", "dataset", "data", "train-data", "dataset-name"),
+        _Answer("the data set is the argument: `stoker train DATA`"),
+    ),
+    **dict.fromkeys(
+        ("pipeline-config-path", "cfg", "config", "config-file", "hyp"),
+        _Answer("stoker has no configuration file to write: set flags; every run's values are in its config.toml"),
+    ),
+    **dict.fromkeys(("nc", "num-classes"), _Answer("classes come from the data set; `--classes NAME …` trains some")),
     "single-cls": _Answer("stoker trains the classes of the data set; `--classes NAME …` trains some of them"),
     # Augmentation
     **dict.fromkeys(("fliplr", "hflip-prob"), _Value("hflip")),
@@ -94,8 +104,21 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     "hsv-v": _Value("brightness"),
     "data-augmentation": _Value("augment", lambda _: "default", note="its presets are not here"),
     "close-mosaic": _Answer("the last tenth of training has no mosaics by itself: `--mosaic 0` switches them off"),
-    **dict.fromkeys(("mixup", "copy-paste", "degrees", "shear", "perspective", "translate", "multi-scale"), _Answer(
-        "stoker does not have this augmentation; it has `--scale-jitter-prob`, `--mosaic` and colors")),
+    **dict.fromkeys(
+        (
+            "mixup",
+            "copy-paste",
+            "degrees",
+            "shear",
+            "perspective",
+            "translate",
+            "multi-scale",
+            "cutmix",
+            "bgr",
+            "scale",
+        ),
+        _Answer("stoker does not have this augmentation; it has `--scale-jitter-prob`, `--mosaic` and colors"),
+    ),
     # Run folder, checkpoints, evaluation
     **dict.fromkeys(("output-dir", "save-dir", "model-dir", "out-dir"), _Value("run-dir")),
     **dict.fromkeys(("project", "name"), _Answer("the run's folder is one path: `--run-dir runs/NAME`")),
@@ -106,9 +129,79 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     "resume-from-checkpoint": _Value("resume"),
     "random-seed": _Value("seed"),
     "test-only": _Answer("`stoker eval RUN` scores a trained model"),
+    **dict.fromkeys(
+        (
+            "task",
+            "mode",
+            "save",
+            "verbose",
+            "plots",
+            "profile",
+            "print-freq",
+            "logging-steps",
+            "alsologtostderr",
+            "do-train",
+            "do-eval",
+        ),
+        _Answer("it is not needed: leave it out"),
+    ),
+    "exist-ok": _Answer("the same command continues an unfinished run, and starts a new one after a finished one"),
+    "fraction": _Answer(
+        "stoker trains on the whole training split; make a smaller data set with `stoker data convert`"
+    ),
+    **dict.fromkeys(
+        ("overlap-mask", "mask-ratio", "pose", "kobj"), _Answer("stoker trains boxes only, no masks or keypoints")
+    ),
+    **dict.fromkeys(
+        ("dropout", "label-smoothing", "erasing", "auto-augment"), _Answer("it is an option of classifiers")
+    ),
+    **dict.fromkeys(
+        ("val", "eval-strategy", "evaluation-strategy"),
+        _Answer("`--eval-every 1ep` sets the interval; 0 evaluates at the end only"),
+    ),
+    **dict.fromkeys(
+        ("save-strategy", "save-total-limit"),
+        _Answer("`--checkpoint-every` sets the interval; the last two checkpoints are kept"),
+    ),
+    "save-json": _Answer("`stoker eval RUN --json` prints the metrics, `stoker predict` writes predictions.json"),
+    **dict.fromkeys(
+        ("warmup-momentum", "warmup-bias-lr", "warmup-ratio", "warmup-factor"),
+        _Answer("the warm-up is linear in the learning rate: `--warmup-steps N`"),
+    ),
+    **dict.fromkeys(
+        ("box", "cls", "dfl"),
+        _Answer("the loss weights are those of the model's paper; `--box-loss` and `--focal-alpha` can be set"),
+    ),
+    "nbs": _Answer("the learning rate follows the batch size by itself"),
+    **dict.fromkeys(
+        ("lr-step-size", "lr-steps", "lr-gamma"),
+        _Answer("`--lr-scheduler multistep` multiplies by 0.1 at 2/3 and 8/9 of the length"),
+    ),
+    "start-epoch": _Answer("a resumed run knows its position: `--resume RUN`"),
+    **dict.fromkeys(
+        ("world-size", "dist-url", "dist-backend", "local-rank", "sync", "ddp-find-unused-parameters"),
+        _Answer("stoker trains on one device so far"),
+    ),
+    **dict.fromkeys(
+        ("eval-on-train-data", "sample-1-of-n-eval-examples", "sample-1-of-n-eval-on-train-examples", "eval-timeout"),
+        _Answer(
+            "the whole validation split is evaluated in the background; `stoker eval RUN --split train` "
+            "evaluates another"
+        ),
+    ),
+    "hparams-overrides": _Answer("set flags: every setting has one (docs/settings.md)"),
+    "checkpoint-dir": _Answer("`stoker eval RUN` evaluates a run; `--resume RUN` continues one"),
+    **dict.fromkeys(("report-to", "wandb", "run-name"), _Answer("`--track wandb` or `--track mlflow`")),
+    **dict.fromkeys(("adam-beta1",), _Value("momentum")),
+    **dict.fromkeys(("adam-beta2", "adam-epsilon"), _Answer("they are those of torch.optim.AdamW")),
+    **dict.fromkeys(
+        ("load-best-model-at-end", "metric-for-best-model"),
+        _Answer("best.safetensors has the weights with the best AP"),
+    ),
+    "overwrite-output-dir": _Answer("a finished run is never overwritten: the next one gets a new folder"),
     "aspect-ratio-group-factor": _Answer("batches have a fixed size; images are not grouped by aspect"),
-    "deterministic": _Answer("a resumed run is bit-identical on the same device by itself; `--seed N` decides the rest"),
-}  # fmt: skip
+    "deterministic": _Answer("a resumed run is bit-identical on the same device; `--seed N` decides the rest"),
+}
 _PREDICT: dict[str, _Value | _Switch | _Answer] = {
     **dict.fromkeys(("conf-thres", "conf-threshold", "confidence", "score-threshold", "threshold"), _Value("conf")),
     **dict.fromkeys(("iou-thres", "iou-threshold", "nms-threshold", "nms-thresh"), _Value("iou")),
@@ -140,7 +233,6 @@ _OLD_FLAGS = {
 _OLD_TRAIN: dict[str, _Value | _Switch | _Answer] = {
     **_OLD_FLAGS,
     "for": _Value("max-duration"),
-    "tail": _Value("reduced-tail", lambda value: value),
     "eager": _Switch(("--no-compile",)),
     "no-eager": _Switch(("--compile",)),
     "fit": _Switch(("--auto-batch",)),
@@ -157,6 +249,14 @@ _DATA: dict[str, _Value | _Switch | _Answer] = {
     "threads": _Value("workers"),
 }
 
+_VALUES: dict[str, Callable[[str], str]] = {
+    "augment": lambda value: "default" if value == "recipe" else value,
+    "device": _cuda_device,
+    "cache": lambda value: {"true": "ram", "false": "none", "memory": "ram"}.get(value.lower(), value),
+    "optimizer": str.lower,
+}
+"""Flag of stoker → how a value of Ultralytics is written here."""
+
 HABITS: dict[str, dict[str, _Value | _Switch | _Answer]] = {
     "train": {**_OLD_TRAIN, **_TRAIN},
     "eval": _EVAL,
@@ -171,10 +271,10 @@ HABITS: dict[str, dict[str, _Value | _Switch | _Answer]] = {
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the arguments with the flags that stoker has, a note for each that was another).
+    """(the arguments with the flags of stoker, a note for each that was changed).
 
-    `name=value` behind `stoker train` becomes `--name value`, underscores in flags become dashes. Raises UsageError for a
-    flag of another tool that has no counterpart; it says what to do instead.
+    `name=value` behind `stoker train` becomes `--name value`, underscores in flags become dashes. Raises UsageError
+    for a flag of another tool that has no counterpart; it says what to do instead.
     """
     if not arguments or arguments[0] not in HABITS:
         return list(arguments), []
@@ -202,18 +302,29 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, value = argument.lstrip("-").partition("=")
         name = name.replace("_", "-")
         meaning = table.get(name)
+        if name == "tail" and command == "train":  # a choice of two that became a switch
+            value = value or (rest.pop(0) if rest else "")
+            out.append("--reduced-tail" if value == "half" else "--no-reduced-tail")
+            notes.append(f"--tail {value} is `{out[-1]}` here")
+            continue
         if meaning is None:
-            out += [f"--{name}", value] if equals else [f"--{name}"]
+            change = _VALUES.get(name) if command == "train" else None
+            if change is not None and not equals and rest:
+                equals, value = "=", rest.pop(0)
+            out += [f"--{name}", change(value) if change else value] if equals else [f"--{name}"]
         elif isinstance(meaning, _Answer):
             raise UsageError(f"`stoker {command}` has no {argument.partition('=')[0]}.", fix=meaning.text)
         elif isinstance(meaning, _Switch):
-            if value.lower() in ("false", "0", "no"):
-                notes.append(f"{argument} is left out: it is what happens anyway")
-                continue
-            out += meaning.arguments
-            notes.append(f"{argument} is `{' '.join(meaning.arguments)}` here")
+            is_off = value.lower() in ("false", "0", "no")
+            arguments = meaning.off if is_off else meaning.arguments
+            out += arguments
+            notes.append(
+                f"{argument} is `{' '.join(arguments)}` here" if arguments else f"{argument} is left out: it is off"
+            )
         else:
             values = [value] if equals else ([rest.pop(0)] if rest and not rest[0].startswith("--") else [])
+            if name == "pretrained" and not values:
+                values = ["true"]
             changed = [meaning.change(v) for v in values]
             out += [f"--{meaning.flag}", *changed]
             note = f"--{name} is `--{meaning.flag}` here"

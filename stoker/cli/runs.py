@@ -1,14 +1,23 @@
-"""The commands that look at runs: `why` and `report`. As in `app.py`, each imports what it needs when it runs."""
+"""The commands that read runs: `why` and `report`. Each imports its code when it runs."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from stoker.report.runs_summary import RunsSummary
+
+Price = Annotated[
+    float | None,
+    Parameter(
+        help="Price of a device-hour; 0 shows no cost. Default: the price that the run was given, else the list price "
+        "of its machine on GCP or AWS."
+    ),
+]
 
 
 def why(
@@ -17,26 +26,23 @@ def why(
     *,
     compare: str | None = None,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
-    price_per_device_hour: float | None = None,
+    price_per_device_hour: Price = None,
     probe: bool = False,
     json: bool = False,
 ) -> None:
-    """Says where the time of a run went, live or finished, largest loss first; of two, what changed; of many, the sums.
+    """Shows where the time of a run went, live or finished, the largest loss first, and what to change.
 
     Parameters
     ----------
     run
-        Folder of the run; or a file: the output of any job, which is read for what ended it.
+        Folder of the run; or a log file: the output of any job, which is searched for what ended it.
     compare
-        Another run: says what changed from RUN to it, in settings, machine, time, findings and AP.
+        Another run: shows what changed from RUN to it in settings, machine, time, findings and AP.
     all_
-        Folder of many runs, at any depth, or gs://…, s3://…: device time and money by cause, month and host.
-    price
-        Money per device-hour; 0: none is shown. Default: the price that the run was given, else the list price of its
-        machine on GCP or AWS.
+        Folder of many runs, at any depth, or gs://…, s3://…: device time and cost by cause, month and host.
     probe
-        First repeats steps of a run that has ended with one thing changed at a time (its pictures ready, twice the
-        batch, compiled, a loader thread more or fewer) and measures the speed: some minutes, on this machine.
+        First repeats steps of a finished run with one thing changed at a time (a cached batch, twice the batch size,
+        compiled, one worker more or fewer) and measures the speed: some minutes, on this machine.
     json
         Print everything as JSON.
     """
@@ -47,61 +53,47 @@ def why(
             "Which run?", choices=["stoker why RUN", "stoker why RUN --compare RUN2", "stoker why --all FOLDER"]
         )
     if probe and (all_ is not None or compare is not None):
-        raise UsageError("Experiments are with one run.", fix="stoker why RUN --probe")
+        raise UsageError("--probe takes exactly one run.", fix="stoker why RUN --probe")
     if all_ is not None:
         _print_summary(_summarize_runs(all_, price_per_device_hour), json=json)
     elif compare is not None:
-        _compare_runs(str(run), compare, price_per_device_hour, json=json)
+        from stoker.report.compare import compare as compare_runs
+        from stoker.report.compare_terminal import print_comparison
+
+        _print(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
     elif Path(str(run)).is_file():
-        _explain_log(Path(str(run)), json=json)
+        from stoker.report.foreign_log import explain_log, print_log_explanation
+
+        _print(explain_log(Path(str(run))), print_log_explanation, json=json)
     else:
         if probe:
-            from stoker.report.probing import run_probes as experiment
+            from stoker.report.probing import run_probes
 
-            experiment(str(run), lambda text: print(text, file=sys.stderr))
-        _explain_run(str(run), price_per_device_hour, json=json)
+            run_probes(str(run), lambda text: print(text, file=sys.stderr))
+        from stoker.report.explain import explain_run, explanation_as_dict
+        from stoker.report.explain_terminal import print_explanation
+
+        explanation = explain_run(str(run), price_per_device_hour)
+        _print(explanation_as_dict(explanation) if json else explanation, print_explanation, json=json)
 
 
-def _explain_run(run: str, price_per_device_hour: float | None, *, json: bool) -> None:
-    from stoker.report.explain import explain_run, explanation_as_dict
-    from stoker.report.explain_terminal import print_explanation
-
-    explanation = explain_run(run, price_per_device_hour)
+def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:
     if json:
-        print(msgspec.json.encode(explanation_as_dict(explanation)).decode())
+        print(msgspec.json.encode(value).decode())
     else:
-        print_explanation(explanation)
-
-
-def _compare_runs(first: str, second: str, price_per_device_hour: float | None, *, json: bool) -> None:
-    from stoker.report.compare import compare
-    from stoker.report.compare_terminal import print_comparison
-
-    comparison = compare(first, second, price_per_device_hour)
-    if json:
-        print(msgspec.json.encode(comparison).decode())
-    else:
-        print_comparison(comparison)
-
-
-def _explain_log(log: Path, *, json: bool) -> None:
-    from stoker.report.foreign_log import explain_log, print_log_explanation
-
-    explanation = explain_log(log)
-    if json:
-        print(msgspec.json.encode(explanation).decode())
-    else:
-        print_log_explanation(explanation)
+        print_text(value)
 
 
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
     from stoker.report.runs_summary import summarize_runs
 
-    is_tty = sys.stderr.isatty()
+    is_terminal = sys.stderr.isatty()
     summary = summarize_runs(
-        runs_dir, price_per_device_hour, (lambda n: print(f"\r{n:,} runs", end="", file=sys.stderr)) if is_tty else None
+        runs_dir,
+        price_per_device_hour,
+        (lambda count: print(f"\r{count:,} runs", end="", file=sys.stderr)) if is_terminal else None,
     )
-    if is_tty:
+    if is_terminal:
         print("\r\x1b[K", end="", file=sys.stderr)
     return summary
 
@@ -109,10 +101,7 @@ def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "Runs
 def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
     from stoker.report.runs_summary_terminal import print_runs_summary
 
-    if json:
-        print(msgspec.json.encode(summary).decode())
-    else:
-        print_runs_summary(summary)
+    _print(summary, print_runs_summary, json=json)
 
 
 def report(
@@ -121,10 +110,10 @@ def report(
     *,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     out: Path | None = None,
-    price_per_device_hour: float | None = None,
+    price_per_device_hour: Price = None,
     json: bool = False,
 ) -> None:
-    """Makes one HTML page of a run, live or finished: scores, pictures, curves, time, findings, settings.
+    """Makes one HTML page of a run, live or finished: metrics, images, curves, time, findings, settings.
 
     Parameters
     ----------
@@ -133,11 +122,8 @@ def report(
     all_
         Folder of many runs, at any depth: one page about all of them, as `stoker why --all`.
     out
-        File of the page; default: report.html in the run; of a run in a bucket, NAME-report.html in this folder; with
+        File of the page; default: report.html in the run; for a run in a bucket, NAME-report.html in this folder; with
         --all, runs-report.html in that folder.
-    price
-        Money per device-hour; 0: none is shown. Default: the price that the run was given, else the list price of its
-        machine on GCP or AWS.
     json
         Print everything as JSON instead.
     """
@@ -147,8 +133,8 @@ def report(
     if (run is None) == (all_ is None):
         raise UsageError("Which run?", choices=["stoker report RUN", "stoker report --all FOLDER"])
     if json and out is not None:
-        target = run if all_ is None else f"--all {all_}"
-        raise UsageError("--json prints, and --out is of the page.", fix=f"stoker report {target} --json > FILE")
+        subject = run if all_ is None else f"--all {all_}"
+        raise UsageError("--json prints to stdout; --out names a page.", fix=f"stoker report {subject} --json > FILE")
     if all_ is not None:
         summary = _summarize_runs(all_, price_per_device_hour)
         if json:

@@ -96,7 +96,7 @@ class ModelSettings:
     """Focusing exponent of the focal loss, from 0."""
     box_loss: Literal["l1", "giou"] = AUTO
     """Box regression loss: L1 of the encoded offsets, or generalized IoU of the decoded boxes."""
-    reduced_tail: bool = AUTO
+    reduced_tail: Annotated[bool, Parameter(negative="--no-reduced-tail")] = AUTO
     """SSDlite: half as many channels in the last stage of MobileNetV3, as its COCO weights have."""
     nms_free: bool = AUTO
     """Ember: train an additional one-to-one head, so that inference needs no NMS."""

@@ -1,0 +1,160 @@
+"""The commands that use a trained model: `eval`, `predict`, `export`; and `models`, the list of architectures."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+
+def evaluate(
+    run: str,
+    data: str | None = None,
+    /,
+    *,
+    split: str = "val",
+    format: str | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    json: bool = False,
+) -> None:
+    """Evaluates a run's best weights: the twelve COCO metrics, and AP by class.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors or .onnx file that stoker saved.
+    data
+        Data set; default: the one the run was trained on.
+    split
+        train, val or test.
+    format
+        coco, voc, yolo, tfrecord or csv, where automatic detection is wrong.
+    batch_size
+        Images per forward pass.
+    device
+        cpu, cuda …; default: the accelerator that torch finds, else the CPU.
+    json
+        Print the metrics as JSON.
+    """
+    import msgspec
+
+    from stoker.inference.model import load
+    from stoker.report.terminal import print_metrics
+
+    metrics = load(run, device=device).evaluate(data, split=split, format=format, batch_size=batch_size)
+    if json:
+        print(msgspec.json.encode(metrics).decode())
+    else:
+        print_metrics(metrics)
+
+
+def predict(
+    run: str,
+    images: Annotated[list[str], Parameter(consume_multiple=True)],
+    /,
+    *,
+    conf: float = 0.3,
+    iou: float | None = None,
+    out: Path = Path("predictions"),
+    device: str | None = None,
+    tile: int | None = None,
+    tile_overlap: float | None = None,
+) -> None:
+    """Detects objects; writes the images with boxes drawn, and predictions.json.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors or .onnx file that stoker saved.
+    images
+        Files, folders or patterns such as 'shots/*.jpg', also in a bucket (gs://, s3://).
+    conf
+        Minimum score of a detection, 0 … 1.
+    iou
+        IoU threshold of NMS; default: the model's own.
+    out
+        Folder for the results; the original images are never changed.
+    device
+        cpu, cuda …; default: the accelerator that torch finds, else the CPU.
+    tile
+        Also run the model on tiles of this side in pixels: for small objects in large images.
+    tile_overlap
+        Minimum overlap of neighboring tiles as a fraction of their side; 0 … 0.9, default 0.2.
+    """
+    from stoker.inference.model import load
+
+    model = load(run, device=device)
+    for line in model.predict_to_dir(images, out, conf=conf, iou=iou, tile=tile, tile_overlap=tile_overlap):
+        print(line)
+
+
+def export(
+    run: str,
+    /,
+    *,
+    format: Literal["onnx"] = "onnx",  # noqa: ARG001  # one choice so far
+    out: Path | None = None,
+    batch_size: str = "dynamic",
+    conf: float = 0.05,
+    iou: float | None = None,
+    max_detections: int = 100,
+    opset: int = 18,
+    images: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+) -> None:
+    """Writes a trained model as an ONNX file that needs no stoker, and checks it against the PyTorch model.
+
+    Normalization, decoding and NMS are inside the file. If its detections differ from the model's, it is deleted.
+    docs/onnx.md says how to run it.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, or a .safetensors file that stoker saved.
+    format
+        The format of the file.
+    out
+        Name of the file; default: that of the weights, with .onnx.
+    batch_size
+        Images per call: dynamic (any number) or a fixed number.
+    conf
+        Minimum score of a detection; an input of the file can change it.
+    iou
+        IoU threshold of NMS; an input of the file can change it. 1: no NMS.
+    max_detections
+        Maximum number of detections of an image.
+    opset
+        ONNX operator set, 18 … 21.
+    images
+        Images for the check; default: images of the run's validation split.
+    """
+    from stoker.errors import UsageError
+
+    if batch_size != "dynamic" and not batch_size.isdecimal():
+        raise UsageError(f"--batch-size {batch_size!r} is not a number of images.", choices=["dynamic", "1 or more"])
+    from stoker.export.onnx import export_onnx
+
+    for line in export_onnx(
+        run, out=out, batch_size=None if batch_size == "dynamic" else int(batch_size), conf=conf, iou=iou,
+        max_detections=max_detections, opset=opset, images=images or (),
+    ):  # fmt: skip
+        print(line)
+
+
+def list_models(name: str | None = None, /, *, json: bool = False) -> None:
+    """Lists the architectures of `--model`: purpose, cost, available weights.
+
+    Parameters
+    ----------
+    name
+        One of them, to be shown in full.
+    json
+        Print everything as JSON.
+    """
+    from stoker.report.models import as_json, print_model, print_models
+
+    if json:
+        print(as_json(name))
+    elif name is None:
+        print_models()
+    else:
+        print_model(name)

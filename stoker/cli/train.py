@@ -1,0 +1,115 @@
+"""`stoker train`, and its help on one screen."""
+
+import re
+import shutil
+import textwrap
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from stoker.config.durations import join_length
+from stoker.config.settings import Config
+from stoker.monitor.options import MonitoringOptions
+
+COMMON_FLAGS = (
+    "epochs", "steps", "max-time", "model", "weights", "image-size", "batch-size", "lr", "classes", "augment", "device",
+    "precision", "workers", "patience", "run-dir", "resume",
+)  # fmt: skip
+"""The flags that `stoker train --help` shows; `--help-all` shows all."""
+EXAMPLES = (
+    ("stoker train demo", "small data set that stoker draws"),
+    ("stoker train FOLDER --epochs 20 --weights imagenet", "your images"),
+    ("stoker train gs://bucket/coco --run-dir gs://bucket/runs/first", "data and run in a bucket"),
+)
+
+
+def train(
+    data: str | None = None,
+    /,
+    *,
+    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
+    epochs: Annotated[float | None, Parameter(group="Run")] = None,
+    steps: Annotated[int | None, Parameter(group="Run")] = None,
+    max_time: Annotated[str | None, Parameter(group="Run")] = None,
+    run_dir: Annotated[str | None, Parameter(group="Run")] = None,
+    resume: Annotated[str | None, Parameter(group="Run")] = None,
+    trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    log_format: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Trains a detector. A setting that is not set is derived from data and device, and printed with its reason.
+
+    The same command again continues an unfinished run, and starts a new one after a finished one.
+
+    Parameters
+    ----------
+    data
+        Folder or file with labeled images (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), also in a bucket (gs://, s3://),
+        or `demo`: images that stoker draws itself.
+    epochs
+        Length of training in epochs.
+    steps
+        Length of training in optimizer steps.
+    max_time
+        Length of training as a time: 30min, 2h. The learning rate schedule is fitted to it.
+    run_dir
+        Folder of the run; default `runs/<data>-<model>-<n>`. With gs://… or s3://… it is kept in a bucket, and any
+        machine can continue it.
+    resume
+        An unfinished run to continue with its own settings; DATA is not needed then.
+    trace
+        Keep the few steps that are profiled every few minutes as Chrome traces too.
+    log_format
+        json: one JSON object a line on stdout, for cloud logging; text for people goes to stderr.
+    """
+    from stoker.profiling.telemetry.host import process_start_s
+    from stoker.training.loop import train as train_loop
+
+    length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
+    user_config = config.replace(**join_length(length))
+    if data is not None:
+        user_config = user_config.replace(data=data)
+    started_s = process_start_s()
+    result = train_loop(
+        user_config, run_dir=run_dir, resume=resume, started_s=started_s, trace=trace, monitor=monitor,
+        log_format=log_format,
+    )  # fmt: skip
+    if log_format == "json":
+        return  # its last line is the event `finished`
+
+    from stoker.report.terminal import print_metrics
+    from stoker.storage.run_uri import display_path
+
+    print_metrics(result.metrics)
+    run = display_path(result.run)
+    print(f"results: {run} (`stoker why {run}` shows where the time went)")
+    print(f"`stoker report {run}` makes one page of everything")
+    print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
+
+
+def train_help(app: App) -> str:
+    """The text of `stoker train --help`: COMMON_FLAGS with the first clause of their descriptions, and examples."""
+    command = app["train"]
+    arguments = command.assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
+    texts = {name: argument.parameter.help or "" for argument in arguments for name in argument.names}
+    width = min(110, shutil.get_terminal_size((100, 24)).columns)
+    lines = [
+        "Usage: stoker train DATA [--FLAG VALUE …]",
+        "",
+        *textwrap.wrap(
+            "Trains a detector. DATA is a folder or file with labeled images (COCO JSON, Pascal VOC, YOLO, "
+            "TFRecord, CSV), a URI (gs://, s3://, https://), or `demo`. A setting that is not set is derived from data and device, "
+            "and printed with its reason. The same command again continues an unfinished run.",
+            width,
+        ),
+        "",
+    ]
+    for flag in COMMON_FLAGS:
+        clause = re.split(r"(?<=[\w)])[.;](?:\s|$)", " ".join(texts[f"--{flag}"].split()), maxsplit=1)[0]
+        lines.append(textwrap.shorten(clause, width - 17, placeholder=" …"))
+        lines[-1] = f"  --{flag:<12} {lines[-1]}"
+    lines += ["", "Examples:"]
+    longest = max(len(example) for example, _ in EXAMPLES)
+    lines += [f"  {example:<{longest}}  # {comment}"[:width] for example, comment in EXAMPLES]
+    lines += ["", "stoker train --help-all lists all settings; docs/settings.md describes them."]
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""What users of other tools type is accepted, or answered with what to do.
+
+The lists are the options of the other tools, as their own files have them: Ultralytics `cfg/default.yaml` (train
+settings and hyperparameters), torchvision `references/detection/train.py`, TensorFlow's `model_main_tf2.py`, and the
+`TrainingArguments` of Hugging Face that detection examples use. None is taken from stoker's table.
+"""
+
+import pytest
+
+from stoker.cli.app import app
+from stoker.cli.flag_names import translate
+from stoker.errors import StokerError, UsageError
+
+ULTRALYTICS = [
+    "task=detect",
+    "mode=train",
+    "model=retinanet_resnet50_fpn",
+    "data=coco8.yaml",
+    "epochs=100",
+    "time=2",
+    "patience=100",
+    "batch=16",
+    "imgsz=640",
+    "save=True",
+    "save_period=5",
+    "cache=ram",
+    "device=0",
+    "workers=8",
+    "project=p",
+    "name=n",
+    "exist_ok=False",
+    "pretrained=True",
+    "optimizer=AdamW",
+    "verbose=True",
+    "seed=0",
+    "deterministic=True",
+    "single_cls=False",
+    "rect=False",
+    "cos_lr=True",
+    "close_mosaic=10",
+    "amp=False",
+    "fraction=1.0",
+    "profile=False",
+    "freeze=10",
+    "multi_scale=0.0",
+    "overlap_mask=True",
+    "mask_ratio=4",
+    "dropout=0.0",
+    "val=True",
+    "save_json=False",
+    "plots=True",
+    "lr0=0.01",
+    "lrf=0.01",
+    "momentum=0.937",
+    "weight_decay=0.0005",
+    "warmup_epochs=3.0",
+    "warmup_momentum=0.8",
+    "warmup_bias_lr=0.1",
+    "box=7.5",
+    "cls=0.5",
+    "dfl=1.5",
+    "nbs=64",
+    "hsv_h=0.015",
+    "hsv_s=0.7",
+    "hsv_v=0.4",
+    "degrees=0.0",
+    "translate=0.1",
+    "scale=0.5",
+    "shear=0.0",
+    "perspective=0.0",
+    "flipud=0.0",
+    "fliplr=0.5",
+    "bgr=0.0",
+    "mosaic=1.0",
+    "mixup=0.0",
+    "cutmix=0.0",
+    "copy_paste=0.0",
+    "erasing=0.4",
+    "cfg=my.yaml",
+    "classes=car",
+]
+TORCHVISION = """
+--data-path /d|--dataset coco|--model retinanet_resnet50_fpn|--device cuda|-b 2|--batch-size 2|--epochs 26|
+-j 4|--workers 4|--lr 0.02|--momentum 0.9|--wd 1e-4|--weight-decay 1e-4|--lr-step-size 8|--lr-steps 16|
+--lr-gamma 0.1|--print-freq 20|--output-dir out|--resume run|--start_epoch 0|--aspect-ratio-group-factor 3|
+--test-only|--pretrained|--world-size 1|--dist-url env://|--opt sgd|--lr-scheduler multistep|
+--trainable-backbone-layers 3|--data-augmentation hflip|--sync-bn|--weights coco|--weights-backbone imagenet|
+--amp
+""".replace("\n", "").split("|")
+TENSORFLOW = """
+--pipeline_config_path=p.config|--num_train_steps=10000|--eval_on_train_data|--sample_1_of_n_eval_examples=1|
+--sample_1_of_n_eval_on_train_examples=5|--hparams_overrides=a|--model_dir=m|--checkpoint_dir=c|
+--eval_timeout=3600|--num_workers=4|--alsologtostderr|--checkpoint_every_n=1000
+""".replace("\n", "").split("|")
+HUGGING_FACE = """
+--output_dir o|--do_train|--do_eval|--eval_strategy epoch|--per_device_train_batch_size 8|
+--gradient_accumulation_steps 2|--eval_steps 500|--learning_rate 5e-5|--weight_decay 1e-4|--adam_beta1 0.9|
+--adam_beta2 0.999|--max_grad_norm 1.0|--num_train_epochs 3|--max_steps 100|--lr_scheduler_type cosine|
+--warmup_ratio 0.1|--warmup_steps 100|--save_strategy epoch|--save_steps 500|--save_total_limit 2|--seed 1|
+--bf16|--fp16|--dataloader_num_workers 4|--run_name r|--load_best_model_at_end|--metric_for_best_model map|
+--optim adamw|--gradient_checkpointing|--auto_find_batch_size|--torch_compile|--resume_from_checkpoint run|
+--report_to wandb|--dataset_name d|--image_square_size 640|--overwrite_output_dir
+""".replace("\n", "").split("|")
+OLD_STOKER = """
+--canvas 320 320|--rate 0.01|--for 12ep|--for 300|--batch 8|--threads 0|--threads 4|--fit|--eager|--no-eager|
+--norm train|--tail half|--decoder host|--cache memory|--augment recipe|--schedule step|--run runs/x|
+--log json|--price 2|--crop 0.5|--zoom 0.7 1.5|--overlap 0.5|--trainable-stages 3|--foreground-iou 0.5|
+--max-bad 0.1|--accumulate 2|--checkpoint-activations
+""".replace("\n", "").split("|")
+
+
+@pytest.mark.parametrize("typed", [*ULTRALYTICS, *TORCHVISION, *TENSORFLOW, *HUGGING_FACE, *OLD_STOKER])
+def test_a_habit_is_accepted_or_answered(typed: str) -> None:
+    positional = [] if typed.startswith("data=") else ["images"]
+    try:
+        arguments, _ = translate(["train", *positional, *typed.split()])
+    except UsageError as error:
+        if not error.fix:
+            pytest.fail(f"{typed} is refused without saying what to do")
+        return
+    _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    assert bound.arguments["data"] in ("images", "coco8.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("--imgsz 640", "--image-size 640 640"),
+        ("--image-size 640", "--image-size 640 640"),
+        ("--image-size 480 640", "--image-size 480 640"),
+        ("imgsz=640", "--image-size 640 640"),
+        ("--batch 16", "--batch-size 16"),
+        ("--lr0 0.01", "--lr 0.01"),
+        ("--learning_rate=0.01", "--lr 0.01"),
+        ("--num-workers 8", "--workers 8"),
+        ("--threads 0", "--workers auto"),
+        ("--amp", "--precision bf16"),
+        ("amp=False", "--precision fp32"),
+        ("--weight_decay 0.01", "--weight-decay 0.01"),
+        ("time=2", "--max-time 2h"),
+        ("device=0", "--device cuda:0"),
+        ("--device 1", "--device cuda:1"),
+        ("optimizer=SGD", "--optimizer sgd"),
+        ("cache=True", "--cache ram"),
+        ("save_period=5", "--checkpoint-every 5ep"),
+        ("--norm train", "--backbone-norm bn"),
+        ("--for 12ep", "--max-duration 12ep"),
+        ("--eager", "--no-compile"),
+        ("--tail full", "--no-reduced-tail"),
+        ("--output_dir runs/a", "--run-dir runs/a"),
+    ],
+)
+def test_what_it_becomes(typed: str, expected: str) -> None:
+    arguments, notes = translate(["train", *typed.split()])
+    assert arguments == ["train", *expected.split()]
+    same = {typed.replace("_", "-"), typed.replace("=", " ")} & {expected} or typed.startswith(
+        ("--image-size", "--device")
+    )
+    assert bool(notes) is (not same and not typed.startswith(("optimizer", "cache", "device")))
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("--pipeline_config_path=p", "config.toml"),
+        ("--freeze 10", "--trainable-backbone-layers"),
+        ("--gpus 2", "cuda:0"),
+    ],
+)
+def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        translate(["train", "images", *typed.split()])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("predict RUN a --conf-thres 0.5 --overlap 0.2", "predict RUN a --conf 0.5 --tile-overlap 0.2"),
+        ("export RUN --onnx --batch 1", "export RUN --format onnx --batch-size 1"),
+        ("eval RUN --batch 4", "eval RUN --batch-size 4"),
+        ("data check D --no-pictures --max-bad 0.1", "data check D --annotations-only --max-bad-fraction 0.1"),
+        ("why RUN --price 2", "why RUN --price-per-device-hour 2"),
+        ("watch --run r -- python a.py --batch 4 lr=2", "watch --run-dir r -- python a.py --batch 4 lr=2"),
+    ],
+)  # fmt: skip
+def test_other_commands(command: str, expected: str) -> None:
+    arguments, notes = translate(command.split())
+    assert arguments == expected.split()
+    assert notes
+
+
+def test_what_stoker_has_is_left_alone() -> None:
+    arguments = ["train", "images", "--image-size", "320", "320", "--lr", "0.01", "--epochs", "3", "--no-compile"]
+    assert translate(arguments) == (arguments, [])
+    with pytest.raises(StokerError):
+        translate(["train", "--pipeline-config-path", "x"])
