@@ -1,9 +1,9 @@
-"""What shapes of pictures and boxes ask for: the canvas, the sizes of anchors, and how well anchors cover boxes.
+"""Image size and anchors from the sizes of images and boxes: the best image size, anchor sizes, coverage of the boxes.
 
-Arithmetic on what the index says, shared by the defaults of a training (`training/defaults/derive.py`) and by `stoker
-data stats` (`stats.py`). Anchors are shapes here, width and height, laid on the centre of a box: where a level's grid
-puts them (half a stride away at most) is left out, so the coverage found is the most that is possible. Not here: the
-anchors that a model uses (`models/layers/boxes.py`, equal in the tests), matching (`models/layers/matching.py`).
+Arithmetic on the index, used for the defaults of a training (`training/defaults/derive.py`) and by `stoker data stats`
+(`validation/stats.py`). Anchors are shapes here, width and height, centered on a box. The offset of a level's grid
+(at most half a stride) is ignored, so the coverage is an upper bound. Not here: the anchors of a model
+(`models/layers/boxes.py`, a test compares them) and matching (`models/layers/matching.py`).
 """
 
 import math
@@ -17,26 +17,26 @@ from stoker.data.index import Index
 FloatArray = NDArray[np.float64]
 
 _BOXES_PER_BLOCK = 1 << 16
-"""Boxes that are compared with all anchors at once: 64 MB of numbers for 45 anchors."""
+"""Boxes that are compared with all anchors at once: 64 MB for 45 anchors."""
 _MAX_SAMPLED_BOXES = 4_000
-"""Boxes on which anchor sizes are tried out; a share of them is known to 1.6 points (two standard errors) at worst."""
+"""Boxes on which anchor sizes are tried; a fraction has an error of at most 1.6 points (two standard errors)."""
 _MIN_GAIN = 0.02
-"""Gain in coverage, as a share of the boxes, above which other anchor sizes are proposed."""
+"""Gain in coverage, as a fraction of the boxes, above which other anchor sizes are recommended."""
 
 
 def best_image_size(
     sizes: NDArray[np.int32], side: int, multiple: int = 32, *, context: str = ""
 ) -> tuple[tuple[int, int], str]:
-    """The canvas, sides multiples of `multiple` and at least 32, of at most 1.1 × side² pixels, on which letterboxed
-    pictures are largest; and why.
+    """(height, width) of the model input at which letterboxed images are largest, and the reason for it. At most
+    1.1 × side² pixels; both are multiples of `multiple` and at least 32.
 
-    sizes: int32 [N, 2], height and width, 0 where unknown. where: what `side` holds for, said before it. Pictures are
-    not enlarged beyond the median of their size.
+    sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason. The input has no
+    more pixels than the median image.
     """
     known_sizes = sizes[(sizes > 0).all(1)].astype(np.float64)
     if len(known_sizes) == 0:
         rounded_side = round(side / multiple) * multiple
-        return (rounded_side, rounded_side), "the sizes of the pictures are not known beforehand"
+        return (rounded_side, rounded_side), "the image sizes are not known beforehand"
     median_area = float(np.median(known_sizes.prod(1)))
     min_side = math.ceil(32 / multiple) * multiple
     max_pixels = min(1.1 * side**2, max(min_side, math.ceil(math.sqrt(median_area) / multiple) * multiple) ** 2)
@@ -48,27 +48,27 @@ def best_image_size(
                 break
             fit_scale = np.minimum(np.minimum(height / unique_sizes[:, 0], width / unique_sizes[:, 1]), 1.0)
             resized_pixels = unique_sizes.prod(1) * fit_scale**2
-            # The most picture; among equals the least padding.
+            # The largest images; among equals the least padding.
             score = float((resized_pixels * counts).sum() / counts.sum()) - 1e-3 * height * width
             if score > best_score:
                 best, best_score = (height, width), score
     most_common = unique_sizes[counts.argmax()].astype(int)
-    limit_text = f"{context}{side}² pixels" if median_area >= side**2 else "no more pixels than the median picture has"
-    aspect_text = f"in the aspect of the data ({most_common[1]}x{most_common[0]} is the most common)"
+    limit_text = f"{context}{side}² pixels" if median_area >= side**2 else "no more pixels than the median image"
+    aspect_text = f"aspect ratio of the data ({most_common[1]}x{most_common[0]} is the most common)"
     return best, f"{limit_text}, {aspect_text}, multiples of {multiple}"
 
 
 class BoxDimensions(NamedTuple):
-    """The boxes of some pictures as shapes; crowd boxes, and those of pictures of unknown size, are not among them."""
+    """The boxes of some images as shapes, without crowd boxes and boxes of images of unknown size."""
 
     box_index: NDArray[np.int64]
-    """[K], which boxes of the index."""
+    """[K], positions in the index."""
     image_index: NDArray[np.int64]
-    """[K], the picture of each."""
+    """[K], the image of each."""
     original_wh: FloatArray
-    """[K, 2], width and height in pixels of the picture."""
+    """[K, 2], width and height in pixels of the image."""
     resized_wh: FloatArray
-    """[K, 2], in pixels of the canvas."""
+    """[K, 2], in pixels of the model input."""
 
 
 def box_dimensions(
@@ -78,9 +78,9 @@ def box_dimensions(
     resize: str,
     original_sizes: NDArray[np.int32] | None = None,
 ) -> BoxDimensions:
-    """The shapes of the boxes of some rows, on their pictures and on the canvas (height, width).
+    """The shapes of the boxes of some images, in the image and in a model input of `image_size` (height, width).
 
-    sizes: int32 [R, 2] of all pictures, where they are known better than the index does.
+    original_sizes: int32 [R, 2] of all images; used instead of the index's.
     """
     counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
     box_index = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
@@ -101,28 +101,28 @@ def box_dimensions(
 def percentile_anchor_sizes(
     box_wh: FloatArray, image_size: tuple[int, int], num_levels: int
 ) -> tuple[tuple[float, ...], str]:
-    """One base size per level, evenly on a log scale between the 10th and the 90th percentile of the boxes' sizes; and
-    why. sides: [K, 2] in pixels of the canvas; a box's size is the root of its area."""
+    """One base size per level, evenly spaced on a log scale between the 10th and the 90th percentile of the box sizes
+    (square root of the area); and the reason. box_wh: [K, 2] in pixels of the model input."""
     if len(box_wh) == 0:
         mean_side = math.sqrt(image_size[0] * image_size[1])
         sizes = np.geomspace(0.1, 0.5, num_levels) * mean_side
-        return tuple(float(round(size)) for size in sizes), "a tenth to a half of the canvas; no box says otherwise"
+        return tuple(float(round(size)) for size in sizes), "a tenth to a half of the image size; there are no boxes"
     low, high = np.percentile(np.sqrt(box_wh.prod(1)), [10, 90])
     sizes = np.geomspace(max(4.0, low), max(8.0, high), num_levels)
-    return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the boxes' sizes"
+    return tuple(float(round(size)) for size in sizes), "from the 10th to the 90th percentile of the box sizes"
 
 
 class AnchorConfig(NamedTuple):
-    """Shapes of anchors, as settings give them: `--anchor-sizes`, `--anchor-scales`, `--aspect-ratios`."""
+    """Shapes of anchors, as in the settings `--anchor-sizes`, `--anchor-scales`, `--aspect-ratios`."""
 
     sizes: tuple[float, ...]
-    """A base size per pyramid level, pixels of the canvas."""
+    """A base size per pyramid level, in pixels of the model input."""
     scales: tuple[float, ...]
     ratios: tuple[float, ...]
     """Height over width."""
 
     def anchor_wh(self) -> FloatArray:
-        """[levels · ratios · scales, 2], width and height in whole pixels, as `models.boxes.cell_anchors` has them."""
+        """[levels · ratios · scales, 2], width and height in whole pixels, as in `models.layers.boxes.cell_anchors`."""
         side_lengths = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float64)
         sqrt_ratios = np.sqrt(np.array(self.ratios, np.float64))[:, None]
         half_wh = np.stack([(side_lengths / sqrt_ratios).ravel(), (side_lengths * sqrt_ratios).ravel()], 1) / 2
@@ -130,7 +130,7 @@ class AnchorConfig(NamedTuple):
 
 
 def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
-    """[K], the best IoU of each box [K, 2] with any of the shapes [A, 2] laid on its centre."""
+    """[K], the best IoU of each box [K, 2] with any of the shapes [A, 2] centered on it."""
     ious = np.zeros(len(box_wh))
     area = anchor_wh.prod(1)
     for start in range(0, len(box_wh), _BOXES_PER_BLOCK):
@@ -144,14 +144,15 @@ def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
 def recommend_anchors(
     box_wh: FloatArray, image_size: tuple[int, int], default: AnchorConfig, *, iou_threshold: float
 ) -> tuple[AnchorConfig, str]:
-    """The anchors that cover most boxes at `iou`, of as many levels, scales and ratios as `default` has; and why.
+    """The anchors that cover most boxes at `iou_threshold`, with the numbers of levels, scales and ratios of `default`;
+    and the reason.
 
-    Base sizes grow by one factor from level to level, as the strides do. Tried: the default, the spread of the boxes'
-    sizes, all geometric rows from 4 pixels to the canvas; each with the default's ratios and with those of the boxes.
-    The default is kept where nothing gains a fiftieth of the boxes: pretrained heads know it.
+    Base sizes grow by one factor from level to level, as the strides do. Candidates: the default, the percentiles of
+    the box sizes, all geometric series from 4 pixels to the image size; each with the default ratios and with the
+    ratios of the boxes. The default is kept if no candidate covers 2 % more boxes: pretrained heads expect it.
     """
     if len(box_wh) == 0:
-        return default, "no box says otherwise"
+        return default, "there are no boxes"
     box_wh = box_wh[(box_wh > 0).all(1)]
     if len(box_wh) > _MAX_SAMPLED_BOXES:
         box_wh = box_wh[np.linspace(0, len(box_wh) - 1, _MAX_SAMPLED_BOXES).astype(np.int64)]
@@ -176,8 +177,9 @@ def recommend_anchors(
             if coverage > best_coverage:
                 best, best_coverage = candidate, coverage
     if best == default:
-        return default, f"no other row of sizes covers {_MIN_GAIN * 100:g} % of the boxes more"
+        return default, f"no other anchors cover {_MIN_GAIN * 100:g} % more of the boxes"
+    num_candidates = len(ratio_candidates) * len(size_candidates)
     return best, (
-        f"of {len(ratio_candidates) * len(size_candidates)} rows tried, they reach an IoU of {iou_threshold:g} with most boxes;"
-        " a head that was pretrained with others learns them anew"
+        f"best of {num_candidates} candidates: an IoU of {iou_threshold:g} with most boxes;"
+        " a pretrained head was trained with other anchors and has to adapt"
     )

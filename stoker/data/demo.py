@@ -1,8 +1,8 @@
-"""The demo data set: pictures that stoker draws itself, so that everything can be tried without any data.
+"""The demo data set: images that stoker generates, to try everything without any data.
 
-Six classes of textured, rotated shapes that overlap, 2,000 + 300 JPEG files of 128×128 px with COCO JSON per split:
-about 10 CPU-seconds, once, into the cache folder. Small and hard enough that a detector has to learn (a tiny one
-reaches AP50 0.8 in about two CPU-minutes), not a benchmark. A picture is a pure function of the seed and its number.
+Six classes of textured, rotated, overlapping shapes in 2,000 + 300 JPEG files of 128×128 px, with COCO JSON per split.
+Takes about 10 CPU-seconds, once; the files are in the cache folder. It is small but a detector has to learn (a tiny one
+reaches AP50 0.8 in about two CPU-minutes). Not a benchmark. An image is a pure function of the seed and its number.
 """
 
 import math
@@ -21,39 +21,47 @@ from stoker.errors import DataError
 from stoker.storage.local_files import cache_folder, fsync_folder, write_atomic
 
 VERSION = 1
-"""Of the pictures: a folder of another version is drawn again."""
+"""Of the images: a folder of another version is generated again."""
 CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 IMAGE_SIDE = 128
 """Pixels."""
 IMAGES_PER_SPLIT = {"train": 2000, "valid": 300}
-"""Pictures per split folder."""
+"""Images per split folder."""
 SEED = 2025
 SHAPES_PER_IMAGE = (2, 6)
-"""Shapes drawn in a picture, both ends included."""
+"""Number of shapes in an image, both ends included."""
 RADIUS_RANGE = (0.07 * IMAGE_SIDE, 0.20 * IMAGE_SIDE)
 MIN_VISIBLE_FRACTION = 0.15
-"""Of its box: a shape of which less is visible, under the shapes drawn later, is left out of the annotations."""
+"""A shape is not annotated if the later shapes leave less than this fraction of its box visible."""
 NOISE_STD = 8.0
-"""Standard deviation of the pixels' noise, of 255."""
+"""Standard deviation of the pixel noise, in 0 … 255."""
 JPEG_QUALITY = 90
 MARKER_FILE = "complete.json"
 RESAMPLING_MODES = (Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """The content of MARKER_FILE, which is written last."""
+
+    version: int
+    seed: int
 
 
 class Shape(NamedTuple):
     label: int
     """0 … 5, index into CLASSES."""
     box: tuple[int, int, int, int]
-    """xyxy in pixels: tight around the whole shape, also where others cover it."""
+    """xyxy in pixels: tight around the whole shape, including covered parts."""
     area: int
-    """Pixels of it that are visible."""
+    """Visible pixels."""
 
 
 def ensure_demo(folder: Path | None = None) -> Path:
-    """The folder of the demo data set, drawn now unless it is there. Safe to be killed, and in several processes.
+    """The folder of the demo data set; generates it if it does not exist. Safe if killed, and in several processes.
 
-    folder: where; None: in the cache folder. It is drawn beside that and renamed, so it is never half there; a folder
-    that is not a complete demo of this version is replaced only in the cache, otherwise DataError is raised.
+    folder: where to put it; None: the cache folder. It is generated in a temporary folder and renamed, so it is never
+    incomplete. A folder that is not a complete demo of this version is replaced in the cache; elsewhere it is a
+    DataError.
     """
     target = cache_folder() / f"demo-v{VERSION}" if folder is None else folder
     if _is_complete(target):
@@ -70,10 +78,7 @@ def ensure_demo(folder: Path | None = None) -> Path:
     try:
         for split, count in IMAGES_PER_SPLIT.items():
             _draw_split(staging_dir / split, split, count)
-        write_atomic(
-            staging_dir / MARKER_FILE,
-            msgspec.json.encode({"version": VERSION, "seed": SEED, "pictures": IMAGES_PER_SPLIT}),
-        )
+        write_atomic(staging_dir / MARKER_FILE, msgspec.json.encode(Marker(version=VERSION, seed=SEED)))
         _move_into_place(staging_dir, target)
     finally:
         shutil.rmtree(staging_dir, ignore_errors=True)
@@ -82,14 +87,14 @@ def ensure_demo(folder: Path | None = None) -> Path:
 
 def _is_complete(folder: Path) -> bool:
     try:
-        marker = msgspec.json.decode((folder / MARKER_FILE).read_bytes())
+        marker = msgspec.json.decode((folder / MARKER_FILE).read_bytes(), type=Marker)
     except (OSError, msgspec.DecodeError):
         return False
-    return bool(marker == {"version": VERSION, "seed": SEED, "pictures": IMAGES_PER_SPLIT})
+    return marker == Marker(version=VERSION, seed=SEED)
 
 
 def _move_into_place(staging_dir: Path, target: Path) -> None:
-    """Renames into place, unless another process was faster; what is there and incomplete makes way."""
+    """Renames into place, unless another process was faster. Replaces an incomplete folder."""
     try:
         staging_dir.rename(target)
     except OSError:
@@ -128,7 +133,7 @@ def _draw_split(folder: Path, split: str, count: int) -> None:
 
 
 def draw_image(split: str, image_id: int) -> tuple[NDArray[np.uint8], list[Shape]]:
-    """Picture `number` of a split ("train", "valid"): uint8 [SIDE, SIDE, 3] and its shapes, in the order drawn."""
+    """An image of a split ("train", "valid"): uint8 [IMAGE_SIDE, IMAGE_SIDE, 3] and its shapes, in drawing order."""
     rng = np.random.Generator(np.random.PCG64([SEED, list(IMAGES_PER_SPLIT).index(split), image_id]))
     pixels = 0.6 * _texture(rng) + 100 * rng.random(3)
     label_boxes = []
@@ -153,7 +158,7 @@ def _visible_shapes(
 
 
 def _texture(rng: np.random.Generator) -> NDArray[np.float64]:
-    """[SIDE, SIDE, 3], 0 … 255: a few random colours in a grid, sharp or blurred."""
+    """[IMAGE_SIDE, IMAGE_SIDE, 3], 0 … 255: a grid of a few random colors, sharp or blurred."""
     cells = int(rng.integers(2, 9))
     grid = (255 * rng.random((cells, cells, 3))).astype(np.uint8)
     resample = RESAMPLING_MODES[rng.integers(len(RESAMPLING_MODES))]
@@ -161,7 +166,7 @@ def _texture(rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def _draw_mask(rng: np.random.Generator, label: int) -> NDArray[np.bool_]:
-    """[SIDE, SIDE], the pixels of a shape of random size, place and angle, wholly inside the picture."""
+    """[IMAGE_SIDE, IMAGE_SIDE], the pixels of a shape of random size, position and angle, fully inside the image."""
     radius = rng.uniform(*RADIUS_RANGE)
     x, y = rng.uniform(radius, IMAGE_SIDE - radius, 2)
     angle = rng.uniform(0, 2 * math.pi)
@@ -180,20 +185,20 @@ def _draw_mask(rng: np.random.Generator, label: int) -> NDArray[np.bool_]:
 
 
 def _regular_polygon(num_corners: int, *radii: float) -> tuple[complex, ...]:
-    """Corners at equal angles, at the given distances from the centre in turn."""
+    """Corners at equal angles, at the given distances from the center in turn."""
     angles = [2 * math.pi * i / num_corners for i in range(num_corners)]
     return tuple(radii[i % len(radii)] * complex(math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles))
 
 
 _ARM = tuple(corner / abs(1 + 0.33j) for corner in (0.33 + 1j, 0.33 + 0.33j, 1 + 0.33j))
-"""A quarter of the cross: the right side of its upper arm, and on."""
+"""A quarter of the outline of the cross, from the right side of its upper arm."""
 OUTLINES = {
     "square": _regular_polygon(4, 1.0),
     "triangle": _regular_polygon(3, 1.0),
     "star": _regular_polygon(10, 1.0, 0.45),
     "cross": tuple(corner * quarter for quarter in (1, -1j, -1, 1j) for corner in _ARM),
 }
-"""Corners around the origin as complex numbers; a turn is a multiplication."""
+"""Corners around the origin as complex numbers; a multiplication rotates them."""
 
 
 def _bounding_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:

@@ -1,9 +1,9 @@
 """The index: all annotations of a data set as columns in one memory-mapped file, opened in milliseconds.
 
-`open_index` finds the format, builds the file once and again when the source changed, and maps it. There is no Python
-object per picture or box, and all processes of a machine share one copy. `require_pictures` checks, apart, that the
-pictures exist. Not here: which layout a folder has (`detect.py`), reading it (`formats/`), dropping and dividing
-(`clean.py`), the file (`index_cache.py`), the content of the pictures (`check.py`, `decode.py`).
+`open_index` detects the format, builds the file once and again when the source changed, and maps it. There is no
+Python object per image or box, and all processes of a machine share one copy. `require_images` checks separately that
+the images exist. Not here: which layout a folder has (`formats/detect.py`), reading it (`formats/`), dropping boxes and
+making splits (`validation/clean.py`), the file (`index_cache.py`), the content of the images (`validation/check.py`).
 """
 
 import os
@@ -18,10 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from stoker.data import index_cache
-from stoker.data.formats import names as picture_names
+from stoker.data.formats import names as image_names
 from stoker.data.formats.detect import FORMATS, data_file_suffixes, detect_layout
 from stoker.data.formats.tables import ANNOTATION_DIRS, IMAGE_SUFFIXES, SPLITS, group_by_folder
-from stoker.data.images import source as places
+from stoker.data.images import source as image_source
 from stoker.data.validation import clean
 from stoker.data.validation.problems import (
     DEFAULT_MAX_BAD_FRACTION,
@@ -40,39 +40,39 @@ __all__ = ["Index", "Problem", "missing_images", "open_index", "require_images",
 
 DEFAULT_VAL_FRACTION = 0.1
 MAX_FILES_TO_STAT = 64
-"""Pictures of a folder up to which a stat for each is cheaper than listing the folder."""
+"""Images of a folder up to which a stat for each is cheaper than listing the folder."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Index:
-    """R pictures with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
+    """R images with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
 
     root: Path
-    """Absolute; paths are relative to it. Of a data set in a bucket, the mirror of it (`bucket.py`)."""
+    """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote/bucket.py`)."""
     format: str
-    """A row of `find.FORMATS`: "coco", "voc", …"""
+    """A key of `formats.detect.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
     """Labels 0 … C-1."""
     category_ids: tuple[int, ...]
-    """The source's own id of each class; Pascal VOC has none: 0 … C-1."""
+    """The source's own id of each class; 0 … C-1 for Pascal VOC, which has none."""
     splits: tuple[str, ...]
-    """Those of "train", "val", "test" that have pictures."""
+    """Those of "train", "val", "test" that have images."""
     original_size: NDArray[np.int32]
-    """[R, 2], height and width in pixels; 0 where the source does not say."""
+    """[R, 2], height and width in pixels; 0 where the source does not tell."""
     image_id: NDArray[np.int64]
-    """[R], the source's id (COCO; unique within a split only), else the row."""
+    """[R], the source's id (COCO; unique within a split only), else the image index."""
     offsets: NDArray[np.int64]
-    """[R + 1]; the boxes of row r are [offsets[r], offsets[r+1])."""
+    """[R + 1]; the boxes of image r are [offsets[r], offsets[r+1])."""
     boxes: NDArray[np.float32]
-    """[K, 4], xyxy in pixels of the original picture, as drawn: not clipped to it."""
+    """[K, 4], xyxy in pixels of the original image, as annotated: not clipped to it."""
     labels: NDArray[np.int32]
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
-    """[K], pixels²; the source's own where it says one."""
+    """[K], pixels²; the source's own where it has one."""
     problems: tuple[Problem, ...]
-    """What was wrong with the annotations, by kind, and left out or set right."""
+    """Problems of the annotations, by kind."""
     notes: tuple[str, ...]
-    """What was chosen, in words."""
+    """The choices that were made while reading, in words."""
     _folders: tuple[str, ...] = field(repr=False)
     _folder_index: NDArray[np.int32] = field(repr=False)
     _file_names: pa.Array = field(repr=False)
@@ -80,46 +80,46 @@ class Index:
     _byte_range: NDArray[np.int64] = field(repr=False)
     _in_bucket: bool = field(repr=False)
     _stores: "dict[int, Store]" = field(repr=False, default_factory=dict)
-    """The bucket's, by process: one that was opened before a fork is of no use after it."""
+    """The bucket's store, by process: a store that was opened before a fork cannot be used after it."""
 
     @property
     def source(self) -> str:
-        """The root as people know it: its path or its address."""
-        return places.display_path(self.root)
+        """The root as users know it: its path or its URI."""
+        return image_source.display_path(self.root)
 
     def __len__(self) -> int:
         return len(self._split_index)
 
     def image_indices(self, split: str) -> NDArray[np.int64]:
-        """[N], the rows of a split in the source's order. Raises DataError when the data set has no such split."""
+        """[N], the images of a split in the source's order. Raises DataError when the data set has no such split."""
         if split not in self.splits:
             raise DataError(
                 f"The data set has no {split!r} split.",
                 location=self.source,
                 choices=self.splits,
-                fix="name the folder above, if the split lies beside this one; or use one of those it has",
+                fix="name the parent folder if the split is next to this folder; or use one of the splits it has",
             )
         return np.flatnonzero(self._split_index == SPLITS.index(split))
 
     def path(self, image_index: int) -> Path:
-        """The file of a picture; for one inside another file, that file with the picture's name behind it. Of a picture
-        in a bucket it is a placeholder: `read`, `remote` and `place` know better."""
+        """The file of an image. For an image inside another file: that file, followed by the image's name. For an
+        image in a bucket: its placeholder in the mirror (use `read`, `remote_object` and `display_source`)."""
         name: str = self._file_names[int(image_index)].as_py()
         return self.root / self._folders[int(self._folder_index[image_index])] / name
 
     def contains_file(self, file: Path) -> bool:
-        """Whether a file lies in the data set's folder, or in one of its folders of pictures elsewhere."""
+        """Whether a file lies in the data set's folder, or in one of its image folders elsewhere."""
         resolved = file.resolve()
         folders = {(self.root / folder).resolve() for folder in self._folders}
         return resolved.is_relative_to(self.root.resolve()) or resolved.parent in folders
 
     def byte_range(self, image_index: int) -> tuple[int, int] | None:
-        """First byte and number of bytes of a picture inside another file; None for one that is a file of its own."""
+        """First byte and number of bytes of an image inside another file; None for an image that is a file."""
         start, length = self._byte_range[image_index].tolist()
         return (start, length) if length else None
 
     def fingerprint(self) -> str:
-        """Changes with anything that decides which picture is which row, and its size as far as it is known."""
+        """Changes when the images, their order or their known sizes change."""
         digest = blake2b(f"{self.root}\0{self._folders!r}".encode("utf-8", "surrogateescape"), digest_size=16)
         for column in (self._folder_index, self._byte_range, self.original_size):
             digest.update(np.ascontiguousarray(column).data)
@@ -128,25 +128,25 @@ class Index:
         return digest.hexdigest()
 
     def display_source(self, image_index: int) -> str:
-        """What messages call a picture: its path, or its address."""
-        return places.display_path(self.path(image_index))
+        """The name of an image in messages: its path or its URI."""
+        return image_source.display_path(self.path(image_index))
 
     def remote_object(self, image_index: int) -> "tuple[Store, str, int, int | None] | None":
-        """Where the bytes of a picture in a bucket are: store, key, first byte and their number (None: all of the
-        object). None for a picture that is on the local disk, also for one in a shard that was copied there."""
+        """Where the bytes of an image in a bucket are: store, key, first byte, number of bytes (None: the whole
+        object). None for an image on the local disk, also for one in a shard that was copied there."""
         if not self._in_bucket or self.byte_range(image_index) is not None:
             return None
         path, pid = self.path(image_index), os.getpid()
-        if pid not in self._stores and (remote_image := places.find_remote(path)) is not None:
+        if pid not in self._stores and (remote_image := image_source.find_remote(path)) is not None:
             self._stores[pid] = remote_image.store
-        uri = places.resolve_stub(path)
+        uri = image_source.resolve_stub(path)
         return None if uri is None else (self._stores[pid], uri.key, 0, None)
 
     def read(self, image_index: int) -> bytes:
-        """The encoded picture, as it is stored, from wherever it is. Raises OSError, of buckets StorageError too."""
+        """The encoded image as it is stored, from the disk or the bucket. Raises OSError, for buckets StorageError."""
         byte_range, path = self.byte_range(image_index), self.path(image_index)
         if self._in_bucket:
-            return places.read(path, byte_range)
+            return image_source.read(path, byte_range)
         with (path if byte_range is None else path.parent).open("rb", buffering=0) as file:
             if byte_range is None:
                 return file.read()
@@ -165,36 +165,42 @@ def open_index(
 ) -> Index:
     """The index of a data set, from the cache where its source has not changed.
 
-    data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the address
-    of either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker draws itself (`./demo` is
-    a folder). Environment variables in it are replaced. format: a row of `find.FORMATS`; None: found by looking.
-    classes: only these, in this order; boxes of others are left out; empty: all.
-    val_fraction: the share that is held back as validation, in (0, 1), 0.1 unless set, where the data set has no
-    validation split of its own.
-    problems: collects everything that is wrong; the annotations are then read whether or not the cache has them.
+    data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the URI of
+    either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker generates (`./demo` is a
+    folder). Environment variables in it are replaced.
+    format: a key of `formats.detect.FORMATS`; None: detected.
+    val_fraction: fraction of the images that becomes the validation split, in (0, 1), 0.1 by default. Used where the
+    data set has no validation split of its own.
+    classes: use only these, in this order; boxes of others are left out; empty: all.
+    problems: collects all problems; the annotations are then read even if the cache has them.
 
-    Raises DataError when there is no data set or a file of it is wrong, naming the place; ConfigError for a variable
-    that is not set, StorageError where a bucket cannot be read.
+    Raises DataError with the location when there is no data set or a file of it is wrong; ConfigError for a variable
+    that is not set; StorageError when a bucket cannot be read.
     """
     fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
     if not 0 < fraction < 1:
         raise ConfigError(
-            f"val_fraction is {fraction}.", choices=["a share above 0 and below 1"], fix="0.1 holds back a tenth"
+            f"val_fraction is {fraction}.", choices=["above 0 and below 1"], fix="0.1 uses a tenth for validation"
         )
+
+    def open_path(path: Path) -> Index:
+        return _open_layout(path, format, fraction, val_fraction is not None, tuple(classes), problems)
+
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
     try:
-        user_set, class_filter = val_fraction is not None, tuple(classes)
         if data == "demo":
-            return _open_layout(_demo_folder(), format, fraction, user_set, class_filter, problems)
+            from stoker.data.demo import ensure_demo  # imports Pillow, which is only needed to draw
+
+            return open_path(ensure_demo())
         location = expand_variables(os.fspath(data))
         if not is_uri(location):
-            return _open_layout(Path(location), format, fraction, user_set, class_filter, problems)
-        from stoker.data.remote import bucket  # only needed, as what it imports, where there are buckets
+            return open_path(Path(location))
+        from stoker.data.remote import resolve  # imports what is only needed for buckets
 
-        resolved = bucket.resolve_dataset(parse_uri(location), data_file_suffixes(format))
-        with bucket.uris_in_errors(resolved.root):
-            index = _open_layout(resolved.path, format, fraction, user_set, class_filter, problems)
+        resolved = resolve.resolve_dataset(parse_uri(location), data_file_suffixes(format))
+        with resolve.uris_in_errors(resolved.root):
+            index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:
         raise DataError(
@@ -206,10 +212,10 @@ def open_index(
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
-    """An index whose words name objects rather than files of the mirror, with notes about that."""
+    """The index with URIs in its messages instead of paths in the mirror, and with the notes of the mirror."""
 
     def replace_paths(messages: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(places.paths_to_uris(message, mirror) for message in messages)
+        return tuple(image_source.paths_to_uris(message, mirror) for message in messages)
 
     problems = tuple(replace(problem, examples=replace_paths(problem.examples)) for problem in index.problems)
     return replace(index, notes=(*replace_paths(index.notes), *notes), problems=problems)
@@ -231,11 +237,11 @@ def _open_layout(
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
         table = FORMATS[layout.format].read(layout, problems)
-        picture_names.repair_names(table, layout.root, problems)
+        image_names.repair_names(table, layout.root, problems)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
         table = clean.assign_splits(table, fraction, user_set=user_set)
         clean.check_splits_and_classes(table, problems)
-        table.notes.insert(0, f"{layout.description}, from {places.display_path(layout.root)}")
+        table.notes.insert(0, f"{layout.description}, from {image_source.display_path(layout.root)}")
         index_cache.write(cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp)
         cached = index_cache.read(cache_path, source_stamp)
         if cached is None:
@@ -246,12 +252,6 @@ def _open_layout(
                 fix="try again; delete the file if that does not help",
             )
     return _make_index(*cached)
-
-
-def _demo_folder() -> Path:
-    from stoker.data.demo import ensure_demo  # Pillow is only needed to draw
-
-    return ensure_demo()
 
 
 def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
@@ -276,7 +276,7 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
         _file_names=record_batch["name"],
         _split_index=_to_numpy(record_batch["split"]),
         _byte_range=_to_numpy(record_batch["span"].values).reshape(-1, 2),
-        _in_bucket=places.path_to_uri(Path(metadata.root)) is not None,
+        _in_bucket=image_source.path_to_uri(Path(metadata.root)) is not None,
     )
 
 
@@ -286,17 +286,17 @@ def _to_numpy(array: pa.Array) -> NDArray[Any]:
 
 
 def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> list[int]:
-    """The rows, of those given or of all, whose picture is not there, ascending. One listing per folder instead of a
-    look at each file, so that COCO's 118,287 take a fraction of a second also on a file system across a network."""
+    """The image indices, of those given or of all, whose file does not exist, ascending. Lists each folder once instead
+    of a stat per file: COCO's 118,287 images take a fraction of a second, also on a network file system."""
     to_check = np.arange(len(index)) if image_indices is None else np.unique(np.fromiter(image_indices, np.int64))
-    to_check = to_check[index._byte_range[to_check, 1] == 0]  # those inside other files were there when these were read
+    to_check = to_check[index._byte_range[to_check, 1] == 0]  # images inside other files were checked when opened
     file_names = index._file_names.to_pylist()
     missing: list[int] = []
     for folder_index, in_folder in group_by_folder(index._folder_index, to_check):
         folder = index.root / index._folders[folder_index]
         names = [file_names[image_index] for image_index in in_folder.tolist()]
         present = _list_files(folder) if len(names) > MAX_FILES_TO_STAT else set()
-        # the second look settles what a listing cannot: names in another case or Unicode form on macOS
+        # is_file also finds names in another case or Unicode form on macOS, which a listing does not
         missing += [
             image_index
             for image_index, name in zip(in_folder.tolist(), names, strict=True)
@@ -306,7 +306,7 @@ def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> 
 
 
 def unlisted_images(index: Index) -> list[Path]:
-    """The picture files, by name, that lie among the pictures of the index without being one of them."""
+    """The image files, by name, that lie in the image folders of the index without being in the index."""
     names = index._file_names.to_pylist()
     unlisted: list[Path] = []
     for folder_index, image_indices in group_by_folder(
@@ -332,12 +332,12 @@ def _list_files(folder: Path) -> set[str]:
 def require_images(
     index: Index, splits: Iterable[str] | None = None, *, max_bad_fraction: float | None = None
 ) -> list[int]:
-    """The rows whose picture is absent, where they are few enough to do without; the loader will quarantine them.
+    """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
-    splits: those to look at, default all. max_bad: share of a split's pictures that may be absent, and of all pictures
-    that may have been left out because their annotations cannot be read; MAX_BAD unless set.
+    splits: the splits to check, default all. max_bad_fraction: fraction of a split's images that may be missing, and
+    of all images that may have been left out because of their annotations; default DEFAULT_MAX_BAD_FRACTION.
 
-    Raises DataError when there are more, with names and with where they seem to be.
+    Raises DataError when there are more, with their names and where they may be.
     """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
     _require_annotations(index, allowed_fraction)
@@ -354,10 +354,10 @@ def require_images(
         ):
             examples = [index.display_source(image_index) for image_index in missing_in_split[:3].tolist()]
             raise DataError(
-                f"{missing_in_split.size:,} of the {image_indices.size:,} pictures of the {split} split do not exist.",
+                f"{missing_in_split.size:,} of the {image_indices.size:,} images of the {split} split do not exist.",
                 location=", ".join(examples) + (", …" if missing_in_split.size > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; up to {allowed_fraction:.3g} of them may be missing"
-                f" (--max-bad-fraction); `stoker data check {index.source}` names all",
+                cause=f"the annotations in {index.source} name them; {allowed_fraction:.3g} of them may be missing"
+                f" (--max-bad-fraction); `stoker data check {index.source}` names them",
                 fix=suggest_location(index.root, index.path(missing_in_split[0])),
             )
     return missing
@@ -368,17 +368,17 @@ def _require_annotations(index: Index, allowed_fraction: float) -> None:
     num_dropped = sum(problem.count for problem in dropping_problems)
     if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
         raise DataError(
-            f"{num_dropped:,} of the {len(index) + num_dropped:,} pictures are left out for their annotations.",
+            f"{num_dropped:,} of the {len(index) + num_dropped:,} images are left out because of their annotations.",
             location=index.source,
             cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
-            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than {allowed_fraction:.3g} of"
-            " the pictures with --max-bad-fraction",
+            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than"
+            f" {allowed_fraction:.3g} of the images with --max-bad-fraction",
         )
 
 
 def suggest_location(root: Path, image_path: Path) -> str:
-    """What to do about a missing picture, which is looked for under another ending and in folders near the root."""
-    return places.paths_to_uris(_suggest_location(root, image_path), root)
+    """How to fix a missing image. Looks for it with another file extension and in folders near the root."""
+    return image_source.paths_to_uris(_suggest_location(root, image_path), root)
 
 
 def _suggest_location(root: Path, image_path: Path) -> str:
@@ -392,6 +392,6 @@ def _suggest_location(root: Path, image_path: Path) -> str:
         for folder in sorted(Path(os.path.normpath(candidate)) for candidate in root.glob(pattern)):
             if folder.is_dir() and (folder / image_path.name).is_file():
                 if root.name.lower() in ANNOTATION_DIRS and not folder.is_relative_to(root):
-                    return f"{image_path.name} lies in {folder}: name the folder above both, {root.parent}"
-                return f"{image_path.name} lies in {folder}: move those pictures to {image_path.parent}, or link the folder"
-    return f"put the pictures into {image_path.parent}, or name the folder that has both annotations and pictures"
+                    return f"{image_path.name} is in {folder}: name the parent folder of both, {root.parent}"
+                return f"{image_path.name} is in {folder}: move those images to {image_path.parent}, or link the folder"
+    return f"put the images into {image_path.parent}, or name the folder that has both annotations and images"

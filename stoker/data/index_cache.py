@@ -1,8 +1,8 @@
-"""The cache folder, and the file in it that holds an index: one Arrow IPC file, a row per picture, memory-mapped.
+"""The file of an index in the cache folder: one Arrow IPC file with a row per image, memory-mapped.
 
-Any Arrow reader opens the file; what is not a column is JSON under the key `stoker` of the schema's metadata. The file
-is replaced as a whole by rename, so processes that build at the same time do not disturb each other or a reader. Not
-here: what the columns mean to users (`index.py`).
+Any Arrow reader opens the file; everything that is not a column is JSON under the key `stoker` of the schema's
+metadata. The file is replaced as a whole by rename, so processes that build it at the same time do not disturb each
+other or a reader. Not here: the meaning of the columns (`index.py`).
 """
 
 import os
@@ -21,7 +21,7 @@ from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
 VERSION = 10
-"""Of the file and of everything that decides its content: raise it when reading, cleaning or dividing changes."""
+"""Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
 SCHEMA = pa.schema(
     [
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         ("folder", pa.int32()),
         ("split", pa.int8()),
         ("image_id", pa.int64()),
-        ("span", pa.list_(pa.int64(), 2)),  # zeros: the picture is a file of its own
+        ("span", pa.list_(pa.int64(), 2)),  # zeros: the image is a file
         ("size", pa.list_(pa.int32(), 2)),
         ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),
         ("labels", pa.large_list(pa.int32())),
@@ -39,11 +39,11 @@ SCHEMA = pa.schema(
 )
 METADATA_KEY, DIGEST_KEY = b"stoker", b"stoker-digest"
 NUM_STAT_SAMPLES = 64
-"""Pictures that tell whether the pictures, whose sizes are in the index, were written anew under their old names."""
+"""Number of images whose size and mtime are checked, where the index has image sizes that were read from files."""
 
 
 class IndexMetadata(msgspec.Struct, kw_only=True):
-    """What the index file says besides its columns."""
+    """The content of the index file besides its columns."""
 
     source_fingerprint: str
     root: str
@@ -55,25 +55,25 @@ class IndexMetadata(msgspec.Struct, kw_only=True):
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     folder_mtimes_ns: tuple[int, ...]
-    """When each of `folders` was changed last, ns; names are matched with what is in them."""
+    """Modification time of each of `folders`."""
     image_files_stamp: str
-    """Of the files of some pictures (`_pictures_stamp`), where sizes were read from them; else empty."""
+    """`_image_files_stamp` of some images, where sizes were read from image files; else empty."""
 
 
 def index_path(
     data: Path, format: str, val_fraction: float, classes: tuple[str, ...] = (), descriptions: tuple[Path, ...] = ()
 ) -> Path:
-    """The cache file of a data set: of its resolved path, so a data set that was moved gets another. One folder can be
-    several data sets, by the files that describe it."""
+    """The cache file of a data set, by its resolved path: a data set that was moved gets another file. One folder can
+    be several data sets, by the files that describe it."""
     description_paths = [str(path) for path in descriptions]
     key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{description_paths!r}".encode("utf-8", "surrogateescape")
     return cache_folder() / "index" / f"{data.stem[:40]}-{blake2b(key, digest_size=8).hexdigest()}.arrow"
 
 
 def source_fingerprint(layout: DatasetLayout, val_fraction: float) -> str:
-    """Changes when the index must be built again. Looks at names, sizes and times only: a stat per annotation file.
+    """Changes when the index must be built again. Uses names, sizes and times only: a stat per annotation file.
 
-    Picture folders count by their time of change, since their content decides which picture an annotation is about.
+    The modification times of image folders are included: their content decides which image an annotation belongs to.
     """
     digest = blake2b(f"{VERSION}\0{layout!r}\0{val_fraction!r}".encode("utf-8", "surrogateescape"), digest_size=16)
     files = [*layout.metadata_files, *(split_files.annotations for split_files in layout.parts)]
@@ -88,7 +88,7 @@ def source_fingerprint(layout: DatasetLayout, val_fraction: float) -> str:
 
 
 def _file_stamps(path: Path) -> Iterator[str]:
-    """A line for a file, or for every annotation file of a folder; none for a folder of labels that is not there."""
+    """A line for a file, or for every annotation file of a folder; none for a label folder that does not exist."""
     if not path.exists():
         return
     for file in iter_annotation_files(path, (".xml", ".txt")) if path.is_dir() else [os.fspath(path)]:
@@ -99,7 +99,7 @@ def _file_stamps(path: Path) -> Iterator[str]:
 def write(
     path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str
 ) -> None:
-    """Writes the index file of a cleaned and divided data set. Raises PreflightError where it cannot be written."""
+    """Writes the index file of a data set after cleaning and splitting. Raises PreflightError if that fails."""
     num_images = len(table.file_names)
     offsets = pa.array(
         np.concatenate([[0], np.cumsum(np.bincount(table.image_index, minlength=num_images))]).astype(np.int64)
@@ -161,7 +161,7 @@ def write(
             "The index of the annotations cannot be written.",
             location=path,
             cause=str(error),
-            fix="make room, or set STOKER_CACHE_DIR to a folder that can be written",
+            fix="free disk space, or set STOKER_CACHE_DIR to a folder that can be written",
         ) from error
 
 
@@ -175,9 +175,9 @@ def _fixed_size_lists(values: NDArray[np.float32] | NDArray[np.int32] | NDArray[
 
 
 def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] | None:
-    """Maps an index file; None when it is absent, out of date or damaged, and is to be built (again).
+    """Maps an index file; None when it is absent, out of date or damaged and must be built.
 
-    Everything that later code relies on to stay inside its arrays is checked, so a damaged file cannot crash a run.
+    Checks everything that keeps later code inside the arrays, so a damaged file cannot crash a run.
     """
     try:
         with pa.ipc.open_file(pa.memory_map(os.fspath(path))) as reader:
@@ -211,7 +211,7 @@ def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] 
 
 
 def _is_unchanged(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:
-    """Whether the pictures are those that the index was made of, as far as their folders and some of them tell."""
+    """Whether the image folders, and a sample of the images, are unchanged since the index was built."""
     root = Path(metadata.root)
     if metadata.folder_mtimes_ns != _folder_mtimes_ns(root, metadata.folders):
         return False
@@ -227,21 +227,18 @@ def _folder_mtimes_ns(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
 
 
 def _sample_indices(num_images: int) -> list[int]:
-    """Rows from the first to the last, evenly."""
-    indices: list[int] = (
-        np.unique(np.linspace(0, num_images - 1, NUM_STAT_SAMPLES).astype(np.int64)).tolist() if num_images else []
-    )
-    return indices
+    """Evenly spaced image indices from the first to the last."""
+    if not num_images:
+        return []
+    return sorted({int(index) for index in np.linspace(0, num_images - 1, NUM_STAT_SAMPLES)})
 
 
 def _image_files_stamp(image_paths: Iterable[Path]) -> str:
-    return blake2b(
-        repr([_size_and_mtime_ns(image_path) for image_path in image_paths]).encode(), digest_size=8
-    ).hexdigest()
+    return blake2b(repr([_size_and_mtime_ns(path) for path in image_paths]).encode(), digest_size=8).hexdigest()
 
 
 def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
-    """Bytes and time of the last change, ns; -1 where there is nothing that can be looked at."""
+    """Bytes and modification time in ns; -1 for a path that does not exist or cannot be read."""
     try:
         stat = path.stat()
     except OSError:
@@ -254,7 +251,7 @@ def _in_range(values: NDArray[np.int32], count: int) -> bool:
 
 
 def _byte_ranges_fit(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:
-    """Whether the files that pictures lie inside are there and long enough; one unpacked into the cache may be gone."""
+    """Whether the files that contain images exist and are long enough; one unpacked into the cache may be deleted."""
     start, length = np.asarray(record_batch["span"].values).reshape(-1, 2).T
     embedded = np.flatnonzero(length)
     required_bytes = np.zeros(len(metadata.folders), np.int64)
@@ -263,6 +260,6 @@ def _byte_ranges_fit(record_batch: pa.RecordBatch, folder_index: NDArray[np.int3
         try:
             if (Path(metadata.root) / metadata.folders[i]).stat().st_size < required_bytes[i]:
                 return False
-        except OSError:  # built anew, which says what is wrong with the file
+        except OSError:  # building the index again reports the problem
             return False
     return True

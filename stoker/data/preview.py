@@ -1,8 +1,7 @@
-"""A contact sheet: pictures as the model gets them, each plain beside augmented, with the boxes that are trained on.
+"""A sheet of images as the model gets them: each without and with augmentation, side by side, with the training boxes.
 
-What is drawn are the pixels and boxes of the loader's batches after `augment_batch`, nothing that is made for show. The
-command is `stoker data preview`; which settings apply is decided where training decides it,
-`training/defaults/derive.py`.
+It shows the pixels and boxes of the loader's batches after `augment_batch`. The command is `stoker data preview`; the
+settings are derived as for training, in `training/defaults/derive.py`.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from torch import Tensor
 from stoker.config.settings import DataSettings
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, jitter_factor
 from stoker.data.batch import Batch, RandSlot
-from stoker.data.loading.loader import Loader, QuarantinedImage, compute_max_boxes
+from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Detections
 from stoker.hardware.device import Device
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from stoker.data.index import Index
 
 CELL_SIZE = 320
-"""Longer side of a picture on the sheet, pixels."""
+"""Longer side of an image on the sheet, pixels."""
 PAIRS_PER_ROW = 3
-"""Pictures in a row, each twice."""
+"""Images in a row, each shown twice."""
 MAX_IMAGES = 400
-"""Pictures on a sheet at most: a JPEG has at most 65,535 rows of pixels."""
+"""Images on a sheet: a JPEG has at most 65,535 rows of pixels."""
 _GAP, _FONT_SIZE = 8, 11
 
 
@@ -46,9 +45,9 @@ def make_preview(
     workers: int,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Image.Image:
-    """The first `count` pictures that a training over `rows` would see, as a sheet. `settings` has no open field.
+    """A sheet of the first `num_images` images of a training on `image_indices`. All fields of `settings` are set.
 
-    Raises UsageError for a count that cannot be, DataError when too many pictures cannot be used.
+    Raises UsageError for an invalid number, DataError when too many images cannot be used.
     """
     if not 1 <= num_images <= MAX_IMAGES:
         raise UsageError(f"--count {num_images} is out of range.", choices=[f"1 … {MAX_IMAGES}"])
@@ -74,9 +73,7 @@ def _make_loader(
     index: "Index", image_indices: NDArray[np.int64], settings: DataSettings, seed: int, workers: int,
     on_quarantine: Callable[[QuarantinedImage], None] | None,
 ) -> Loader:  # fmt: skip
-    return Loader(
-        index,
-        image_indices,
+    spec = LoaderSpec(
         device=Device(torch.device("cpu")),
         batch_size=MOSAIC_GROUP_SIZE,
         image_size=settings.image_size,
@@ -88,16 +85,16 @@ def _make_loader(
         seed=seed,
         workers=workers,
         max_bad_fraction=settings.max_bad_fraction,
-        on_quarantine=on_quarantine,
     )
+    return Loader(index, image_indices, spec, on_quarantine=on_quarantine)
 
 
 def describe_augmentation(
     plain_batch: Batch, loaded_batch: Batch, k: int, settings: DataSettings, *, mosaic: bool
 ) -> list[str]:
-    """What was drawn for picture k, in words: where things lie, and their colours.
+    """The random augmentation of image k in words: a line about geometry, a line about color.
 
-    plain, loaded: the picture without and with crop and zoom, both before `augment_batch`.
+    plain_batch, loaded_batch: the images without and with scale jitter, both before `augment_batch`.
     """
     rand = loaded_batch.rand[k]
     geometry_changes = []
@@ -120,7 +117,7 @@ def describe_augmentation(
     if settings.hue > 0:
         color_changes.append(f"hue {360 * settings.hue * (2 * float(rand[RandSlot.HUE]) - 1):+.0f}°")
     lines = [", ".join(words) for words in (geometry_changes, color_changes) if words]
-    return lines or ["as it is"]
+    return lines or ["not augmented"]
 
 
 def _make_pair(
@@ -131,7 +128,7 @@ def _make_pair(
     left_lines: list[str],
     right_lines: list[str],
 ) -> Image.Image:
-    """Picture k without and with augmentation, side by side, each with up to two lines of text below."""
+    """Image k without and with augmentation, side by side, each with up to two lines of text below."""
     images = [_render_image(batch, k, class_names) for batch in (plain_batch, augmented)]
     width, height = images[0].size
     pair = Image.new("RGB", (2 * width + 2, height + 2 * (_FONT_SIZE + 4)), "white")
@@ -157,7 +154,7 @@ def _truncate_text(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
 
 
 def _render_image(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.Image:
-    """Picture k of a batch with its boxes, the whole canvas, its longer side CELL pixels."""
+    """Image k of a batch with its boxes, including the padding, resized to CELL_SIZE pixels on its longer side."""
     image = Image.fromarray(batch.images[k].permute(1, 2, 0).contiguous().numpy())
     scale = CELL_SIZE / max(image.size)
     resized = max(1, round(image.width * scale)), max(1, round(image.height * scale))
@@ -180,7 +177,7 @@ def _as_detections(boxes: Tensor, labels: Tensor) -> Detections:
 
 
 def _make_sheet(pairs: list[Image.Image]) -> Image.Image:
-    """All pairs in rows of PAIRS, white between them."""
+    """All pairs, PAIRS_PER_ROW in a row, on white."""
     width, height = pairs[0].width + _GAP, pairs[0].height + _GAP
     columns = min(PAIRS_PER_ROW, len(pairs))
     sheet = Image.new("RGB", (columns * width + _GAP, -(-len(pairs) // columns) * height + _GAP), "white")

@@ -1,7 +1,13 @@
-"""Files of the local disk: replaced as a whole or not at all, and where those lie that can be made again."""
+"""Files on the local disk: the cache folder, and files that are replaced as a whole or not at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
+
+MAX_TEMPORARY_NAME_BYTES = 200
+"""A longer name is hashed in the name of its temporary file: file systems allow 255 bytes."""
 
 
 def cache_folder() -> Path:
@@ -13,18 +19,32 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "stoker"
 
 
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Replaces a file as a whole: after a kill or a power cut it is the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def safe_name(text: str) -> str:
+    """The text with every character that is not a letter, a digit or one of `._-` replaced by `-`."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path next to `path`. It replaces `path` at the end of the block, and is removed after an exception.
+    The block makes the content durable (fsync) where that is needed."""
+    name = os.fsencode(path.name)
+    shown = path.name if len(name) <= MAX_TEMPORARY_NAME_BYTES else blake2b(name, digest_size=8).hexdigest()
+    temporary = path.with_name(f".{shown}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         temporary.replace(path)
-        fsync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
+    """Replaces a file as a whole and makes that durable: after a kill or a power cut it is the old or the new one."""
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(path.parent)
 
 
 def fsync_folder(path: Path) -> None:

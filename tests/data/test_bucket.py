@@ -19,7 +19,7 @@ from stoker.data.images.source import FIRST_READ_BYTES, MAX_RANGES
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.remote import bucket as bucket_module
 from stoker.data.remote import mirror
-from stoker.data.remote.bucket import lock_mirror, mirror_dir_for
+from stoker.data.remote.bucket import locked_mirror, mirror_dir_for
 from stoker.data.validation.check import check_dataset
 from stoker.errors import ConfigError, DataError, StorageError
 from stoker.storage.store import open_store
@@ -194,7 +194,7 @@ def test_one_process_at_a_time(s3: Bucket, tmp_path: Path) -> None:
     s3.got()
     code = f"from stoker.data.index import open_index; print(len(open_index({s3.data!r}).boxes))"
     address = parse_uri(s3.data)
-    with lock_mirror(mirror_dir_for(address), address):  # as a process that is copying has it
+    with locked_mirror(address, address):  # as a process that copies holds it
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -211,7 +211,7 @@ def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, mon
     address = parse_uri(s3.data)
     waits = threading.Event()
     monkeypatch.setattr(bucket_module, "print_status", lambda _: waits.set())
-    made = list[bucket_module.ResolvedDataset]()
+    made = list[bucket_module.Mirror]()
     other = threading.Thread(target=lambda: made.append(bucket_module.sync_mirror(address)))
 
     def while_listing(_number: int, _method: str, _path: str) -> None:
@@ -252,7 +252,7 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
     assert nothing.value.location == f"{bucket.place.address}/some/sett"
     assert nothing.value.cause == f"the folders in {bucket.place.address}/some are set"
     assert nothing.value.fix == f"did you mean {bucket.data}?"
-    with pytest.raises(DataError, match="is an object, and no file of annotations"):
+    with pytest.raises(DataError, match="is an object, but not an annotation file"):
         open_index(f"{bucket.data}/train/train-0.jpg")
     with pytest.raises(StorageError, match="no bucket") as no_bucket:
         open_index(bucket.data.replace("//bucket", "//another"))
@@ -292,7 +292,7 @@ def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
     index = open_index(s3.data)
     assert len(index) == len(DRAWN)
     assert index.notes[-3:] == (
-        "1 object left out: its name has a character that no file has, e.g. 'some/set/train/back\\\\slash.jpg'",
+        "1 object left out: its name has a character that file names cannot have, e.g. 'some/set/train/back\\\\slash.jpg'",
         f"1 object left out: its name is longer than 255 bytes, e.g. 'some/set/train/{'x' * 300}.jpg'",
         "1 object left out: it is an object and a folder, e.g. 'some/set/train/other'",
     )
@@ -319,10 +319,10 @@ def test_names_that_differ_in_case_only() -> None:
     assert list(mirror.case_clashes(["a/B.jpg", "a/c.jpg", "A/b.jpg"])) == [("a/B.jpg", "A/b.jpg")]
 
 
-def test_no_room(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(s3, tmp_path / "set", WRITE["tfrecord"])
     monkeypatch.setattr(mirror, "MIN_FREE_BYTES", 2**62)
-    with pytest.raises(StorageError, match="no room") as raised:
+    with pytest.raises(StorageError, match="not enough disk space") as raised:
         open_index(s3.data)
     assert "STOKER_CACHE_DIR" in str(raised.value)
     assert str(mirror_dir_for(parse_uri(s3.data))) in str(raised.value)

@@ -205,7 +205,7 @@ def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
             picture.rename(tmp_path / "set" / "images" / picture.name)
     (missing,) = check_dataset(folder).items
     assert missing.kind == "missing-image"
-    assert f"lies in {tmp_path / 'set' / 'images'}: name the folder above both, {tmp_path / 'set'}" in missing.fix
+    assert f"is in {tmp_path / 'set' / 'images'}: name the parent folder of both, {tmp_path / 'set'}" in missing.fix
 
 
 def test_the_report_does_not_depend_on_threads(tmp_path: Path) -> None:

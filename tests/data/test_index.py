@@ -244,7 +244,7 @@ def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> 
     assert names_of(here, "val") == names_of(there, "val") & set(numbered(300))
     assert 15 <= len(here.image_indices("val")) <= 45
     assert set(here.splits) == {"train", "val"}
-    assert any("held back" in note for note in here.notes)
+    assert any("held out" in note for note in here.notes)
 
 
 def test_a_share_for_validation_that_is_not_needed(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
         index.path(row).unlink()
     assert require_images(index) == rows[:few].tolist()
     index.path(rows[few]).unlink()
-    with pytest.raises(DataError, match=f"{few + 1} of the {rows.size} pictures of the train split") as raised:
+    with pytest.raises(DataError, match=f"{few + 1} of the {rows.size} images of the train split") as raised:
         require_images(index)
     assert str(index.path(rows[0])) in str(raised.value)
 
@@ -301,9 +301,9 @@ def test_how_many_pictures_may_be_missing(tmp_path: Path, max_bad: float, gone: 
     if enough:
         assert require_images(index, max_bad_fraction=max_bad) == rows[:gone].tolist()
     else:
-        with pytest.raises(DataError, match=f"{gone} of the {rows.size} pictures") as raised:
+        with pytest.raises(DataError, match=f"{gone} of the {rows.size} images") as raised:
             require_images(index, max_bad_fraction=max_bad)
-        assert f"up to {max_bad:.3g} of them may be missing (--max-bad-fraction)" in str(raised.value)
+        assert f"{max_bad:.3g} of them may be missing (--max-bad-fraction)" in str(raised.value)
 
 
 def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> Non
         if bad == 1:
             assert require_images(index) == []
         else:
-            with pytest.raises(DataError, match="2 of the 52 pictures are left out") as raised:
+            with pytest.raises(DataError, match="2 of the 52 images are left out") as raised:
                 require_images(index)
             assert '"images" number 50: {"id": "x"}' in str(raised.value)
             assert f"stoker data check {folder}" in str(raised.value)
@@ -323,7 +323,7 @@ def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("names", "fix"), [(["../x/00000.jpg"], "lies in"), (["images/00000.JPEG"], "00000.JPEG exists")]
+    ("names", "fix"), [(["../x/00000.jpg"], "is in"), (["images/00000.JPEG"], "00000.JPEG exists")]
 )
 def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix: str) -> None:
     folder = dataset(tmp_path / "set", numbered(1), exist=False)

@@ -75,7 +75,7 @@ def test_each_setting_shows_on_the_right_only(index: Index, name: str):
 def test_the_words_below_a_picture():
     draws = torch.full((1, NUM_RAND), 0.9)
     draws[0, RandSlot.BRIGHTNESS] = 0.75
-    plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], draw=draws)
+    plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], rand=draws)
     loaded = plain._replace(scale=plain.scale * 1.25)
     settings = dataclasses.replace(PLAIN, hflip=0.95, brightness=0.2, hue=0.1)
     assert describe_augmentation(plain, loaded, 0, settings, mosaic=True) == [
@@ -83,7 +83,7 @@ def test_the_words_below_a_picture():
         "brightness 1.10, hue +29°",
     ]
     assert describe_augmentation(plain, plain, 0, settings, mosaic=False)[0] == "flip"
-    assert describe_augmentation(plain, plain, 0, PLAIN, mosaic=False) == ["as it is"]
+    assert describe_augmentation(plain, plain, 0, PLAIN, mosaic=False) == ["not augmented"]
 
 
 @pytest.mark.parametrize("count", [0, 401])
@@ -107,7 +107,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, data, "--count", "5", "--augment", "none", "--hflip", "0.25", "--model",
                "retinanet_mobilenet_v2_fpn") == 0  # fmt: skip
     output = capsys.readouterr().out
-    assert "preview.jpg: 5 pictures of train" in output
+    assert "preview.jpg: 5 images of train" in output
     rows = {line.split()[0]: line for line in output.splitlines()}
     assert "0.25" in rows["hflip"]
     assert "set by you" in rows["hflip"]
@@ -117,7 +117,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert sheet.width == 8 + PAIRS_PER_ROW * (2 * CELL_SIZE + 2 + 8)
 
     assert run(monkeypatch, data, "--split", "val") == 0
-    assert "preview.jpg: 2 pictures of val, 24 times in all, each plain" in capsys.readouterr().out
+    assert "preview.jpg: 2 images of val, 24 times in all, each plain" in capsys.readouterr().out
 
     assert run(monkeypatch, data, "--model", "ember_n", "--max-duration", "100ep", "--batch-size", "2") == 0
     assert "seen about 100 times" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.data.formats.detect import data_file_suffixes
 from stoker.data.index import open_index
-from stoker.data.remote.bucket import resolve_dataset
+from stoker.data.remote.resolve import resolve_dataset
 from stoker.errors import DataError, StokerError
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, same
@@ -66,7 +66,7 @@ def test_what_a_web_server_has_not(web: tuple[Server, str]) -> None:
         open_index(f"{address}/set/a.json")
     entry = {"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}
     server.objects.put("", "set/a.json", json.dumps({"images": [entry], "annotations": [], "categories": []}).encode())
-    with pytest.raises(DataError, match="pictures are not there") as pictures:
+    with pytest.raises(DataError, match="images are not found") as pictures:
         open_index(f"{address}/set/a.json")
     assert "'a.jpg'" in str(pictures.value)
 

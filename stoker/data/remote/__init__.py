@@ -1,1 +1,1 @@
-"""Data sets in buckets and on web servers, mirrored into the cache folder."""
+"""Data sets in buckets and on web servers: a local mirror with annotations and image placeholders (`resolve.py`)."""

@@ -1,8 +1,8 @@
-"""The content of a mirror: which files it has to have, by a listing, and making the folder so.
+"""The content of a mirror: which files it must have, given a listing of the bucket, and how the folder is updated.
 
-A file's size and time of change say which version of the object it is: the time is that of the object, with a hash of
-its etag in the microseconds. So there is no list that could disagree with the disk: what a kill left undone, and what
-changed since, is found by looking. Not here: whose listing it is, and where the mirror lies (`bucket.py`).
+Size and modification time of a file identify the version of its object: the time is that of the object, with a hash of
+the etag in the microseconds. So no list can disagree with the disk: work that a kill interrupted, and objects that
+changed, are found by comparing files with the listing. Not here: the listing, and where the mirror is (`bucket.py`).
 """
 
 import contextlib
@@ -18,35 +18,37 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.images.source import is_copied, print_status
 from stoker.errors import DataError, StorageError
+from stoker.storage.download import download
+from stoker.storage.local_files import atomic_path
 from stoker.storage.uri import StorageUri
 
 if TYPE_CHECKING:
     from stoker.storage.store import ObjectInfo, Store
 
 COPY_THREADS = 64
-"""Annotation files that are copied at a time: what is waited for is the store's answer, 10 … 100 ms of each."""
+"""Annotation files that are copied concurrently: the time of each is the latency of the store, 10 … 100 ms."""
 LARGE_FILE_BYTES, LARGE_FILE_THREADS = 8 << 20, 4
-"""Files above this size come in parts, a few at a time: a shard of a gigabyte is never in memory."""
+"""Files above this size are copied in parts, a few files at a time: a shard of a gigabyte is never in memory."""
 PROGRESS_INTERVAL_S = 2.0
-"""From when on a line says what is being done, and how often."""
+"""Time until the first line about the progress, and between two lines."""
 MIN_STUBS_TO_REPORT = 20_000
-"""Pictures from which on making their placeholders takes so long, 2 … 10 s for 100,000, that it is said."""
+"""Number of placeholders from which on a message announces them: 100,000 take 2 … 10 s."""
 MAX_NAME_BYTES = 255
-"""Bytes of a file name that file systems take."""
+"""Longest file name of common file systems."""
 MIN_FREE_BYTES = 64 << 20
 """Bytes of the disk that a mirror leaves free, for the index."""
-FREE_SPACE_FIX = "make room, or set STOKER_CACHE_DIR to a folder on a disk that has it"
+FREE_SPACE_FIX = "free disk space, or set STOKER_CACHE_DIR to a folder on a disk that has more"
 
 
 class MirrorFile(NamedTuple):
     info: "ObjectInfo"
     size_bytes: int
     mtime_ns: int
-    """The time of change that says which version of the object this is."""
+    """The modification time, which identifies the version of the object."""
 
 
 def plan_mirror(listing: Iterable["ObjectInfo"], uri: StorageUri) -> tuple[dict[str, MirrorFile], list[str]]:
-    """Name, relative to the prefix → what the file has to be; notes on objects that cannot be files."""
+    """The files of the mirror, by name relative to the prefix; notes on objects that cannot be files."""
     files: dict[str, MirrorFile] = {}
     keys_by_reason: dict[str, list[str]] = {}
     prefix = f"{uri.key}/" if uri.key else ""
@@ -59,7 +61,7 @@ def plan_mirror(listing: Iterable["ObjectInfo"], uri: StorageUri) -> tuple[dict[
     folders = {name[:i] for name in files for i, char in enumerate(name) if char == "/"}
     for name in sorted(folders & files.keys()):
         shadowed = files.pop(name)
-        if shadowed.size_bytes:  # else what consoles make for a folder; it is listed without its slash
+        if shadowed.size_bytes:  # an empty one is a folder marker of a web console, listed without its slash
             keys_by_reason.setdefault("it is an object and a folder", []).append(shadowed.info.key)
     notes = [
         f"{len(keys):,} {'object' if len(keys) == 1 else 'objects'} left out: {reason}, e.g. {keys[0]!r}"
@@ -78,33 +80,33 @@ def invalid_name_reason(name: str) -> str | None:
     if any(part in ("", ".", "..") for part in parts):
         return "a part of its name is empty, . or .."
     if "\0" in name or "\\" in name:
-        return "its name has a character that no file has"
+        return "its name has a character that file names cannot have"
     if any(len(part.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES for part in parts):
         return f"its name is longer than {MAX_NAME_BYTES} bytes"
     return None
 
 
 def _version_mtime_ns(info: "ObjectInfo") -> int:
-    """Whole seconds of the object's time, microseconds of its version: S3 lists no fractions of a second."""
+    """The object's time in whole seconds (S3 lists no fractions), plus a hash of its version in the microseconds."""
     version = f"{info.etag}\0{info.modified_s!r}".encode()
     return int(info.modified_s) * 10**9 + int.from_bytes(blake2b(version, digest_size=8).digest()) % 10**6 * 1000
 
 
 def require_distinct_names(files: dict[str, MirrorFile], folder: Path) -> None:
-    """Raises DataError for names that are one on a disk that does not tell upper from lower case."""
+    """Raises DataError for names that differ in case only, on a disk that does not distinguish case."""
     folder.mkdir(exist_ok=True)
     if folder.with_name(folder.name.swapcase()).exists() and folder.name.swapcase() != folder.name:
         for first, second in case_clashes(files):
             raise DataError(
-                "Two objects have names that are one on this disk.",
+                "Two objects have the same file name on this disk.",
                 location=folder,
                 cause=f"{first!r} and {second!r} differ in case only",
-                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that tells upper from lower case",
+                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that distinguishes upper and lower case",
             )
 
 
 def case_clashes(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names that differ from an earlier one in case only, with that one."""
+    """Pairs of names that differ in case only."""
     first: dict[str, str] = {}
     for name in names:
         other = first.setdefault(name.casefold(), name)
@@ -113,7 +115,7 @@ def case_clashes(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def update_mirror(store: "Store", folder: Path, files: dict[str, MirrorFile], uri: StorageUri) -> None:
-    """Makes a folder hold exactly these files. A folder's own time changes when one of its files does."""
+    """Makes a folder have exactly these files. The mtime of a folder changes when one of its files does."""
     present = dict(_walk_files(folder))
     for name in present.keys() - files.keys():
         (folder / name).unlink()
@@ -127,7 +129,7 @@ def update_mirror(store: "Store", folder: Path, files: dict[str, MirrorFile], ur
     copied = [name for name in changed if is_copied(name)]
     _require_free_space(folder, sum(files[name].size_bytes for name in copied), uri)
     if len(changed) - len(copied) >= MIN_STUBS_TO_REPORT:
-        print_status(f"Laying out {uri} in {folder}: a placeholder for each of {len(changed) - len(copied):,} pictures")
+        print_status(f"Mirroring {uri} in {folder}: {len(changed) - len(copied):,} placeholders for its images")
     for name in changed:
         if not is_copied(name):
             create_stub(os.path.join(folder, name), files[name], replaces=name in present)
@@ -135,7 +137,7 @@ def update_mirror(store: "Store", folder: Path, files: dict[str, MirrorFile], ur
 
 
 def _walk_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name, (bytes, time of change)) of every file."""
+    """(name, (size in bytes, mtime in ns)) of every file."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
@@ -151,17 +153,17 @@ def _require_free_space(folder: Path, required_bytes: int, uri: StorageUri) -> N
     free_bytes = shutil.disk_usage(folder).free
     if required_bytes + MIN_FREE_BYTES > free_bytes:
         raise StorageError(
-            f"There is no room for the annotations of {uri}.",
+            f"There is not enough disk space for the annotations of {uri}.",
             location=folder,
-            cause=f"they are {format_bytes(required_bytes)}, and {format_bytes(free_bytes)} are free",
+            cause=f"they have {format_bytes(required_bytes)}, and {format_bytes(free_bytes)} are free",
             fix=FREE_SPACE_FIX,
         )
 
 
 def create_stub(path: str, file: MirrorFile, *, replaces: bool) -> None:
-    """There may be a million of them: system calls, and nothing around them."""
+    """Uses system calls directly, since there may be a million placeholders."""
     if replaces:
-        os.unlink(path)  # rather than changing it: its folder's time must change
+        os.unlink(path)  # the mtime of its folder must change
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.ftruncate(fd, file.size_bytes)
@@ -171,7 +173,7 @@ def create_stub(path: str, file: MirrorFile, *, replaces: bool) -> None:
 
 
 def _copy_files(store: "Store", folder: Path, files: dict[str, MirrorFile], uri: StorageUri) -> None:
-    """Copies objects, many small ones at a time; each appears under its name when it is whole."""
+    """Copies objects, many small ones at a time. A file appears under its name when it is complete."""
     last_message_s, num_done = time.monotonic(), 0
     total_size = format_bytes(sum(file.size_bytes for file in files.values()))
     stop = threading.Event()
@@ -193,15 +195,13 @@ def _copy_files(store: "Store", folder: Path, files: dict[str, MirrorFile], uri:
                         )
                         last_message_s = time.monotonic()
             except BaseException:
-                stop.set()  # the other files need not be waited for
+                stop.set()  # the threads skip the remaining files
                 raise
 
 
 def _copy_file(store: "Store", path: Path, file: MirrorFile) -> None:
     if file.size_bytes > LARGE_FILE_BYTES:
-        from stoker.storage.download import download  # in parts; and all of one version
-
-        download(store, file.info.key, path)
+        download(store, file.info.key, path)  # in parts, all of one version
         os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
         return
     data = store.read(file.info.key)
@@ -209,15 +209,11 @@ def _copy_file(store: "Store", path: Path, file: MirrorFile) -> None:
         raise StorageError(
             "An object changed while it was being copied.",
             location=store.uri.child(file.info.key),
-            fix="try again, when nobody writes to it",
+            fix="try again when it is not being written",
         )
-    temporary = path.with_name(f".{blake2b(path.name.encode(), digest_size=8).hexdigest()}.{os.getpid()}.tmp")
-    try:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(data)
         os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def format_bytes(count: int) -> str:

@@ -1,7 +1,7 @@
-"""From what a source says to what may be trained on: drops boxes that cannot be used and makes the splits.
+"""Cleaning of annotations: drops boxes that cannot be used, makes the splits, checks classes and splits.
 
-Nothing is dropped or divided silently: every kind of bad box is counted with examples, every choice becomes a note;
-what is odd about classes and splits is said, too. Not here: reading (`formats/`), writing the index (`index_cache.py`).
+Nothing is dropped or split silently: every kind of bad box is counted with examples, every choice becomes a note. Not
+here: reading (`formats/`), writing the index (`index_cache.py`).
 """
 
 import unicodedata
@@ -17,18 +17,18 @@ from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
 DROPPED_BOX_KINDS = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
-"""Kinds of boxes that are left out, in the order in which they are looked for."""
+"""Kinds of boxes that are dropped, in the order of the tests."""
 REPORTED_BOX_KINDS = ("reaches-outside", "tiny-box")
-"""Kinds of boxes that stay, in the same way."""
+"""Kinds of boxes that are kept and reported."""
 OUTSIDE_TOLERANCE_PX = 1.0
-"""Pixels that a box may reach outside unsaid: rounding, and the 1-based corners of the original Pascal VOC."""
+"""Pixels that a box may extend outside without a report: rounding, and the 1-based corners of Pascal VOC."""
 MIN_IMAGE_SIDE = 32
-"""Pixels from which on a picture is taken to be too large for all of a box to lie in its first pixel."""
+"""In an image of at least this side, in pixels, a box within the first pixel has relative coordinates instead of pixels."""
 
 
 def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> AnnotationTable:
-    """The data set with these classes only, in this order: boxes of others are left out, their pictures stay. Empty:
-    all. Raises UsageError for a class that the data set does not have, or that is named twice."""
+    """The data set with these classes only, in this order: boxes of others are left out, their images stay. Empty: all.
+    Raises UsageError for a class that the data set does not have, or that is named twice."""
     if not classes:
         return table
     for position, name in enumerate(classes):
@@ -38,10 +38,10 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
                 f"--classes {name}: the data set has no such class"
                 + (f"; did you mean {closest!r}?" if closest else "."),
                 choices=table.class_names[:100],
-                fix="names are compared letter by letter, also their case; one with spaces needs quotes",
+                fix="names are case-sensitive; one with spaces needs quotes",
             )
         if name in classes[:position]:
-            raise UsageError(f"--classes {name}: it is named twice.", fix="name every class once")
+            raise UsageError(f"--classes {name}: named twice.", fix="name every class once")
     label_map = np.array([classes.index(name) if name in classes else -1 for name in table.class_names], np.int32)
     labels = label_map[table.labels]
     keep = labels >= 0
@@ -49,7 +49,7 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
     had_box = np.bincount(table.image_index, minlength=len(table.file_names)) > 0
     note = (
         f"only the classes {', '.join(classes)}: {np.count_nonzero(keep):,} of {keep.size:,} boxes;"
-        f" {np.count_nonzero(had_box & ~has_kept_box):,} pictures that have only others are background"
+        f" {np.count_nonzero(had_box & ~has_kept_box):,} images that have only others are background"
     )
     return replace(
         table,
@@ -66,9 +66,9 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
 
 
 def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) -> AnnotationTable:
-    """Leaves out the boxes that have no area, in float32, none inside the picture, coordinates of 0 … 1 where pixels
-    are meant, or a twin: the same corners and class in the same picture. Others stay as drawn, also those that reach
-    over the edge. Fills in the area, width × height, where the source has none."""
+    """Drops boxes without area (in float32), without area inside the image, with coordinates of 0 … 1 where pixels are
+    expected, and duplicates: the same corners and class in the same image. Others stay as annotated, also where they
+    extend over the edge. Sets the area to width × height where the source has none."""
     with np.errstate(over="ignore", invalid="ignore"):
         xyxy = table.boxes.astype(np.float32)
         x1, y1, x2, y2 = xyxy.T
@@ -109,7 +109,7 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
 def _report_boxes(
     table: AnnotationTable, box_kind: NDArray[np.int64], kind_names: tuple[str, ...], problems: ProblemCollector
 ) -> None:
-    """Counts the boxes [K] of each kind, -1 for none, and describes as many as are kept as examples."""
+    """box_kind: [K], index into `kind_names`, -1 for none. Counts each kind and describes as many as are kept."""
     for kind_index, name in enumerate(kind_names):
         boxes = np.flatnonzero(box_kind == kind_index).tolist()
         num_described = min(len(boxes), max(1, problems.remaining_examples(name)))
@@ -120,11 +120,11 @@ def _report_boxes(
 
 
 def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[K], whether an equal box, of the same picture and class, comes before this one.
+    """[K], whether an equal box of the same image and class comes before this one.
 
-    Hashes find the few that may be; COCO's 860,001 boxes take 0.1 s, a sort by all six columns ten times that.
+    Hashes find the few candidates: 0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that.
     """
-    bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # adding makes -0 a 0
+    bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # turns -0 into 0
     multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
     hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
     hashes = hashes * np.uint64(2) + table.crowd + table.image_index.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
@@ -147,10 +147,10 @@ def _describe_box(table: AnnotationTable, box: int) -> str:
 
 
 def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool) -> AnnotationTable:
-    """Gives every picture a split. Those of the source stay; where it has no validation split, part of the rest becomes
-    it, decided by a hash of each file's name, so that a picture stays where it is when others are added.
+    """Assigns every image to a split. Splits of the source stay. Without a validation split, a part of the training
+    images becomes it, by a hash of the file name: an image keeps its split when others are added.
 
-    asked: the fraction was set by the user, who is to be told when the source's own split makes it moot.
+    user_set: the user set `val_fraction`; a note then tells that it is not used when the source has its own split.
     """
     notes = list(table.notes)
     split = table.split.copy()
@@ -165,11 +165,11 @@ def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool
         if is_val.any():
             missing_split = "no splits" if UNASSIGNED in present_splits else "no validation split"
             notes.append(
-                f"{missing_split}: {val_fraction:.3g} of the pictures, {is_val.sum()} of {is_val.size}, held back"
-                " as validation by a hash of the file name"
+                f"{missing_split}: {val_fraction:.3g} of the images, {is_val.sum()} of {is_val.size}, held out"
+                " for validation by a hash of the file name"
             )
         else:
-            notes.append("no validation split, and a single picture cannot be divided")
+            notes.append("no validation split, and a single image cannot be split")
     elif TRAIN not in present_splits:
         notes.append(
             f"no training split: the data set has only {' and '.join(SPLITS[k] for k in sorted(present_splits))}"
@@ -180,8 +180,8 @@ def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool
 
 
 def _choose_val_images(names: list[str], fraction: float, has_boxes: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[N], which file names are held back; at least one and not all, of the pictures with boxes where there are two of
-    those, since a split without boxes is of no use, else of all."""
+    """[N], which images are held out for validation: at least one and not all, counted among the images with boxes if
+    at least two have boxes (a split without boxes is useless), else among all."""
     hash_values = np.array([_hash_to_unit_interval(name) for name in names])
     is_val = hash_values < fraction
     candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(is_val.size)
@@ -194,28 +194,27 @@ def _choose_val_images(names: list[str], fraction: float, has_boxes: NDArray[np.
 
 
 def _hash_to_unit_interval(name: str) -> float:
-    """A number in [0, 1) that depends on the text alone; composed and decomposed Unicode (macOS) are one text."""
+    """A number in [0, 1) that depends on the text alone; composed and decomposed Unicode (macOS) give the same."""
     text = unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 
 def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector) -> None:
-    """Finds what is odd about classes and splits; crowd boxes do not count, since they are neither learned from nor
-    to be found. Raises DataError when nothing can be learned from the training split."""
+    """Finds problems of classes and splits. Crowd boxes do not count: they are neither training targets nor evaluated.
+    Raises DataError when the training split has no boxes."""
     labels, box_split = table.labels[~table.crowd], table.split[table.image_index[~table.crowd]]
     if (table.split == TRAIN).any() and not (box_split == TRAIN).any():
         raise DataError(
             "The training split has no boxes.",
             location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",
             cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.summarize()) or None,
-            fix="check that these are annotations for detection, with boxes",
+            fix="check that these are detection annotations, with boxes",
         )
     for split_index, name in enumerate(SPLITS):
         num_images = int((table.split == split_index).sum())
         if split_index != TEST and not (box_split == split_index).any():
-            problems.add(
-                "empty-split", f"{name}: {f'{_format_image_count(num_images)}, no box' if num_images else 'no picture'}"
-            )
+            counts = f"{_format_image_count(num_images)}, no box" if num_images else "no image"
+            problems.add("empty-split", f"{name}: {counts}")
         elif num_images and not (box_split == split_index).any():
             problems.add("split-without-boxes", f"{name}: {_format_image_count(num_images)}")
     _check_classes(table.class_names, labels, box_split, problems)
@@ -223,11 +222,11 @@ def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector)
 
 
 def _format_image_count(count: int) -> str:
-    return "1 picture" if count == 1 else f"{count:,} pictures"
+    return "1 image" if count == 1 else f"{count:,} images"
 
 
 def _check_splits(table: AnnotationTable, problems: ProblemCollector) -> None:
-    """Finds pictures that are in more than one split."""
+    """Finds images that are in more than one split."""
     keys = list(zip(table.folder_index.tolist(), table.file_names, strict=True))
     if len(set(keys)) == len(keys):
         return
@@ -243,7 +242,7 @@ def _check_splits(table: AnnotationTable, problems: ProblemCollector) -> None:
 def _check_classes(
     class_names: list[str], labels: NDArray[np.int32], box_split: NDArray[np.int8], problems: ProblemCollector
 ) -> None:
-    """labels, split_of_box [K]: of the boxes that count."""
+    """labels, box_split: [K], without crowd boxes."""
     names_by_key: dict[str, list[str]] = {}
     for name in class_names:
         names_by_key.setdefault(" ".join(name.split()).casefold(), []).append(name)
