@@ -349,8 +349,8 @@ def check(config: Config) -> None:
         raise ConfigError("--bg-iou-thresh must not be above --fg-iou-thresh.")
     if run.batch_size is not None and optim.grad_accum_steps is not None and run.batch_size % optim.grad_accum_steps:
         raise ConfigError(
-            f"--batch-size {run.batch_size} cannot be split into {optim.grad_accum_steps} equal micro-batches "
-            "(--grad-accum-steps).",
+            f"--batch-size {run.batch_size} is not a multiple of --grad-accum-steps {optim.grad_accum_steps}.",
+            cause="the batch is split into equal micro-batches",
             choices=[n for n in range(1, run.batch_size + 1) if run.batch_size % n == 0],
         )
     if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:

@@ -75,7 +75,7 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
     [
         (["train"], 2, ["What should be trained on?", "demo"]),
         (["trian", "demo"], 2, ['Did you mean "train"']),
-        (["train", "demo", "--bach", "3"], 2, ["--batch-size"]),
+        (["train", "demo", "--batch-sizes", "3"], 2, ["--batch-size"]),
         (["train", "nowhere"], 4, ["nowhere", "fix:"]),
         (["train", "empty"], 4, ["empty", "COCO JSON", "fix:"]),
         (["train", "demo", "--device", "warp"], 3, ["'warp'", "valid:", "cpu"]),
@@ -128,7 +128,7 @@ def test_an_interrupted_command_says_so(said: str, monkeypatch: pytest.MonkeyPat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt(said)
 
-    monkeypatch.setattr("stoker.report.explain.gather", interrupted)
+    monkeypatch.setattr("stoker.report.explain.explain_run", interrupted)
     assert stoker("why", "run") == (130, f"stoker: interrupted {said}".rstrip() + "\n")
 
 

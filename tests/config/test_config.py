@@ -90,11 +90,11 @@ def test_values_that_cannot_be(fields: dict[str, Any], words: list[str]):
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
-    with pytest.raises(ConfigError, match="did you mean 'batch'"):
-        from_fields({"bach": 3})
+    with pytest.raises(ConfigError, match="did you mean 'batch_size'"):
+        from_fields({"bath_size": 3})
     path = tmp_path / "config.toml"
     for text, words in [
-        ("[run]\nbach = 3\n", "no setting 'bach'"),
+        ("[run]\nbach_size = 3\n", "no setting 'bach_size'"),
         ("[trian]\n", r"no section \[trian\]"),
         ("[run]\nbatch = 'x'\n", "wrong kind"),
         ("[run\n", "not valid TOML"),
@@ -107,9 +107,9 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
 
 def test_rows_say_who_chose():
     config = from_fields({"batch_size": 8, "max_duration": "3ep"})
-    assert settings_table(config, {"batch_size": "fits"}) == [("for", "3ep", None), ("batch", 8, "fits")]
+    assert settings_table(config, {"batch_size": "fits"}) == [("max-duration", "3ep", None), ("batch-size", 8, "fits")]
 
 
 def test_replace_keeps_the_rest():
-    config = Config().replace(batch=3).replace(rate=0.1)
+    config = Config().replace(batch_size=3).replace(lr=0.1)
     assert config.set_fields() == {"batch_size": 3, "lr": 0.1}

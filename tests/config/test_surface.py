@@ -133,7 +133,18 @@ def test_the_command_has_a_flag_for_every_setting():
         a for a in app["train"].assemble_argument_collection(default_parameter=app.default_parameter) if a.parse
     ]
     flags = {name for argument in arguments for name in argument.names}
-    own = {"--run", "--resume", "--trace", "--log", "--help", "-h", "--version", "--compile"}
+    own = {
+        "--run-dir",
+        "--resume",
+        "--trace",
+        "--log-format",
+        "--help",
+        "-h",
+        "--version",
+        "--no-compile",
+        "--no-reduced-tail",
+    }
+    own |= {"--epochs", "--steps", "--max-time"}
     own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(MonitoringOptions)}
     wanted = {"--" + name.replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
@@ -149,10 +160,10 @@ def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: st
     count, kind = next(several for written, several in SEVERAL.items() if written in described()[name][1])
     values = tuple(map(kind, range(1, count + 1)))
     flag = "--" + name.replace("_", "-")
-    _, bound, _ = app.parse_args(["train", "pictures", flag, *map(str, values), "--batch-size", "2"])
+    _, bound, _ = app.parse_args(["train", "images", flag, *map(str, values), "--batch-size", "2"])
     given = bound.arguments["config"]
     assert dict(given.items())[name] == values
-    assert (given.run.batch, bound.arguments["data"]) == (2, "pictures")
+    assert (given.run.batch_size, bound.arguments["data"]) == (2, "images")
 
 
 @pytest.mark.parametrize("name", [name for name, (value, _) in DEFAULTS.items() if isinstance(value, bool)])
@@ -160,13 +171,14 @@ def test_a_choice_of_two_can_be_made_against_its_default(name: str):
     """Also on the command line, where what is usual needs no flag."""
     usual, _ = DEFAULTS[name]
     flag = ("--no-" if usual else "--") + name.replace("_", "-")
-    _, bound, _ = app.parse_args(["train", "pictures", flag])
+    _, bound, _ = app.parse_args(["train", "images", flag])
     assert dict(bound.arguments["config"].items())[name] is not usual
 
 
 def test_the_function_takes_what_the_command_takes():
     command, function = (inspect.signature(f).parameters for f in (app["train"].default_command, stoker.train))
-    assert set(command) - {"config"} == set(function) - {"settings"}
+    lengths = {"epochs", "steps", "max_time"}  # settings of the function, of their own in the command
+    assert set(command) - {"config"} - lengths == set(function) - {"settings"}
     assert function["settings"].kind is inspect.Parameter.VAR_KEYWORD
     for name in set(function) - {"settings"}:
         assert command[name].default == function[name].default
