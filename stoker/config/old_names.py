@@ -133,6 +133,18 @@ _NESTED: dict[str, dict[str, str]] = {
 }
 """Record struct → field (by its name now) → its struct, or that of the items of a list."""
 
+MEASURE_ARGUMENTS = {"price": "price_per_device_hour", "pictures": "num_images", "images": "num_images"}
+"""Argument of `stoker.measure` and `m.step` → its name now."""
+MEASURE_METHODS = {
+    "part_of_step": "micro_step",
+    "count_step": "count_steps",
+    "see": "count_batch",
+    "took": "batch_ready",
+    "charge": "attribute",
+    "picture_count": "image_count",
+}
+"""Method or attribute of the object of `stoker.measure` → its name now."""
+
 EVENT_KINDS = {
     "note": "info",
     "checkpoint": "checkpoint_saved",

@@ -73,7 +73,7 @@ def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pyt
             assert pid is None
             assert run_dir == tmp_path
 
-        def sample(self) -> None:
+        def sample(self, **_: object) -> None:
             raise ZeroDivisionError("no such counter")
 
         def close(self) -> None:
@@ -225,7 +225,7 @@ def test_when_errors_are_not_heard_any_more_that_is_said(driver: Path, tmp_path:
         scene.say("0", fail__nvmlDeviceGetUtilizationRates=15)
         until(tmp_path, lambda _, events: len(events) == 2)
     assert {event.text for event in read_lines(tmp_path, EVENTS, Event)} == {
-        "telemetry: errors of the GPUs are not heard any more: GPU is lost",
+        "telemetry: errors of the GPUs are no longer received: GPU is lost",
         "telemetry: GPU 0 does not answer any more: GPU is lost",
     }
     assert ended == [False, []]

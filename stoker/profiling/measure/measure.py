@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from stoker.config.old_names import MEASURE_ARGUMENTS, MEASURE_METHODS
 from stoker.diagnosis.rules import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
@@ -32,16 +33,6 @@ PHASES = tuple(sorted(HOST_PHASES - {"straggler"}))
 
 Batch = TypeVar("Batch")
 _active: "Measure | None" = None
-_OLD_ARGUMENTS = {"price": "price_per_device_hour", "pictures": "num_images", "images": "num_images"}
-_OLD_METHODS = {
-    "part_of_step": "micro_step",
-    "count_step": "count_steps",
-    "see": "count_batch",
-    "took": "batch_ready",
-    "charge": "attribute",
-    "picture_count": "image_count",
-}
-"""Names before 0.2, and `images`; accepted for one release."""
 _num_entered = 0
 
 
@@ -91,9 +82,9 @@ def measure(
 def _rename_arguments(arguments: dict[str, Any], old_names: dict[str, Any]) -> dict[str, Any]:
     """The arguments with those that were given by an old name. Raises TypeError for any other name."""
     for name, value in old_names.items():
-        if _OLD_ARGUMENTS.get(name) not in arguments:
+        if MEASURE_ARGUMENTS.get(name) not in arguments:
             raise TypeError(f"unexpected argument {name!r}; valid: {', '.join(arguments)}")
-        arguments[_OLD_ARGUMENTS[name]] = value
+        arguments[MEASURE_ARGUMENTS[name]] = value
     return arguments
 
 
@@ -378,9 +369,9 @@ class Measure:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            if name not in _OLD_METHODS:
+            if name not in MEASURE_METHODS:
                 raise AttributeError(f"Measure has no attribute {name!r}")
-            return getattr(self, _OLD_METHODS[name])
+            return getattr(self, MEASURE_METHODS[name])
 
     def _abandon_after_fork(self) -> None:
         self._recording = False

@@ -195,9 +195,7 @@ class RankRecorder:
         path = Path(shared["path"])
         if not path.exists():
             hint = "name a folder on a storage that all ranks share"
-            self.warn(
-                f"the time of rank {self.rank} is not recorded, it does not see {path} of rank 0: {hint}"
-            )
+            self.warn(f"the time of rank {self.rank} is not recorded, it does not see {path} of rank 0: {hint}")
             return
         (path / self._steps_file()).parent.mkdir(parents=True, exist_ok=True)
         self.folder = RunFolder(path, shared["attempt"])

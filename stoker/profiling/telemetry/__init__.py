@@ -1,5 +1,6 @@
-"""Clocks and counters: where a run's time goes (`ledger`), and what driver, kernel and machine say meanwhile.
+"""System telemetry: what the driver, the kernel and the machine report while a run trains.
 
-`ledger` is the first witness. `witness` writes the second one, from `gpu` (NVML) and `host` (/proc, cgroup, PSI), once
-a second; `environment` says once what the run ran on. Explaining what they saw is `diagnose`.
+`sampler` writes a line per second from `gpu` (NVML) and `host` (/proc, cgroup, PSI), in a thread that is independent of
+the training; `environment` describes once what the run ran on. Where the time of the training went is
+`stoker/profiling/ledger.py`; analyzing the records is `stoker/diagnosis/`.
 """

@@ -1,8 +1,8 @@
-"""What a run ran on, written once into environment.json: versions, machine, limits, GPUs, settings from outside.
+"""Describes once what a run ran on, for environment.json: versions, machine, limits, GPUs, environment variables.
 
-A run is explained, compared and repeated from this. It never holds a secret: variables are taken by name, those that
-look like a secret are left out, and passwords in addresses and behind flags are masked. `why` reads it; the doctor
-checks it.
+Runs are explained, compared and repeated from it. It never contains a secret: variables are selected by name, names
+that look like a secret are left out, and passwords in URLs and behind flags are masked. Facts of the machine and its
+storage: `platform_info`; GPUs: `gpu`.
 """
 
 import os
@@ -25,11 +25,11 @@ if os.name == "posix":
     import resource
 
 PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")
-"""Their versions decide speed and results."""
+"""Packages whose versions affect speed and results."""
 
 JOB_PACKAGES = ("torch", "torchvision", "tensorflow", "keras", "jax", "lightning", "pytorch-lightning", "transformers",
                 "ultralytics", "numpy", "protobuf")  # fmt: skip
-"""The same of jobs that others wrote."""
+"""The same for jobs that stoker did not write."""
 
 NO_DIRS: Mapping[str, str | Path] = MappingProxyType({})
 
@@ -43,10 +43,10 @@ _SECRET_FLAG = re.compile(
     r"(?:$|(?=[-_=]))(?:[-_]\w+)*(?P<value>=.*)?",
     re.IGNORECASE | re.DOTALL,
 )
-"""A flag with a secret behind it, in the same word or in the next. Not `--tokenizer`, nor `--max-tokens`."""
+"""A flag whose value is a secret, in the same argument or in the next. Not `--tokenizer`, nor `--max-tokens`."""
 _URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _WEBHOOK_URL = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.|webhook)[^\s/'\"]*/)[^\s'\"]+", re.IGNORECASE)
-"""The address of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…, ….webhook.office.com/…"""
+"""The URL of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…, ….webhook.office.com/…"""
 _SECRET_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 
 
@@ -56,34 +56,19 @@ def describe(
     *,
     dirs: Mapping[str, str | Path] = NO_DIRS,
 ) -> dict[str, Any]:
-    """The environment as JSON can hold it; what the machine does not say is None. Takes some 0.1 s (driver, torch).
-
-    folders: those of which it shall be said on what they lie, by a name (`run`, `data`)."""
-    return {
-        "packages": {name: _version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        **_describe_machine(env, dirs),
-        "torch": _describe_torch(),
-        "variables": _recorded_env(env),
-        "argv": mask_argv(argv),
-    }
+    """The environment of a stoker training, as JSON types; facts that are not available are None. Takes some 0.1 s
+    (driver, torch). dirs: folders whose storage is described, by name (`run`, `data`)."""
+    packages = {name: _version(name) for name in PACKAGES}
+    return _describe(env, argv, dirs, packages, platform.python_version(), _describe_torch())
 
 
 def describe_job(
     argv: list[str], env: Mapping[str, str] = os.environ, *, dirs: Mapping[str, str | Path] = NO_DIRS
 ) -> dict[str, Any]:
-    """The same of a job that stoker did not write. Nothing of it is run: its packages are those that lie beside the
-    program, None where that is no Python environment; what its torch was built for is not known."""
+    """The environment of a watched job. Nothing of the job is run: its packages are those that are installed next to
+    its program (None if that is not in a Python environment); details of its torch are not known."""
     packages, python = _installed_packages(argv[0])
-    return {
-        "packages": packages,
-        "python": python,
-        **_describe_machine(env, dirs),
-        "torch": None,
-        "variables": _recorded_env(env),
-        "argv": mask_argv(argv),
-        "cwd": os.getcwd(),
-    }
+    return _describe(env, argv, dirs, packages, python, None) | {"cwd": os.getcwd()}
 
 
 def describe_loop(
@@ -92,21 +77,33 @@ def describe_loop(
     *,
     dirs: Mapping[str, str | Path] = NO_DIRS,
 ) -> dict[str, Any]:
-    """The same of this process, whose training loop stoker did not write. torch is asked only where it is loaded: to
-    load it takes seconds."""
+    """The environment of this process, with a training loop that stoker did not write. torch is described only if it is
+    loaded: an import takes seconds."""
+    packages = {name: _version(name) for name in ("stoker", *JOB_PACKAGES)}
+    torch = _describe_torch() if "torch" in sys.modules else None
+    return _describe(env, argv, dirs, packages, platform.python_version(), torch) | {"cwd": os.getcwd()}
+
+
+def _describe(
+    env: Mapping[str, str],
+    argv: list[str],
+    dirs: Mapping[str, str | Path],
+    packages: dict[str, str | None],
+    python: str | None,
+    torch: dict[str, Any] | None,
+) -> dict[str, Any]:
     return {
-        "packages": {name: _version(name) for name in ("stoker", *JOB_PACKAGES)},
-        "python": platform.python_version(),
+        "packages": packages,
+        "python": python,
         **_describe_machine(env, dirs),
-        "torch": _describe_torch() if "torch" in sys.modules else None,
-        "variables": _recorded_env(env),
+        "torch": torch,
+        "variables": {name: mask_secrets(env[name]) for name in sorted(env) if _is_recorded_var(name)},
         "argv": mask_argv(argv),
-        "cwd": os.getcwd(),
     }
 
 
 def _installed_packages(program: str) -> tuple[dict[str, str | None], str | None]:
-    """(versions, Python's version) of the environment that a program is in, by where it lies."""
+    """(versions, Python's version) of the Python environment that contains the program."""
     executable = shutil.which(program)
     dirs = sorted(Path(executable).parent.parent.glob("lib/python3*/site-packages")) if executable else []
     if not dirs:
@@ -150,7 +147,7 @@ def _describe_machine(env: Mapping[str, str], dirs: Mapping[str, str | Path]) ->
 
 
 def _max_open_fds() -> int | None:
-    """Open files that a process started here may have (`ulimit -n`); None: no limit."""
+    """Limit of open files of a process (`ulimit -n`); None: no limit."""
     if os.name != "posix":
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,7 +160,7 @@ def mask_secrets(text: str) -> str:
 
 
 def mask_argv(argv: Iterable[str]) -> list[str]:
-    """A command without passwords: each word `masked`, and what stands behind `--token`, `--alert-webhook` …"""
+    """A command without passwords: each argument masked, and the values of `--token`, `--alert-webhook` …"""
     masked_argv: list[str] = []
     hide_next = False
     for arg in argv:
@@ -177,7 +174,7 @@ def mask_argv(argv: Iterable[str]) -> list[str]:
 
 
 def detect_container(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
-    """The kind of container around this process, as far as it shows: kubernetes, singularity, podman, docker."""
+    """The kind of container of this process, if it can be detected: kubernetes, singularity, podman, docker."""
     if "KUBERNETES_SERVICE_HOST" in env:
         return "kubernetes"
     if "SINGULARITY_NAME" in env or "APPTAINER_NAME" in env:
@@ -188,19 +185,15 @@ def detect_container(env: Mapping[str, str] = os.environ, root: Path = Path("/")
 
 
 def detect_machine_type(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
-    """What its cloud calls the machine: STOKER_MACHINE_TYPE, else what the firmware says (DMI; on AWS that is the type,
-    on GCP only "Google Compute Engine"). The metadata server is not asked: that would be a request at every start."""
+    """The cloud's name of the machine type: STOKER_MACHINE_TYPE, else from the firmware (DMI; on AWS the type, on GCP
+    only "Google Compute Engine"). The metadata server is not used: that would be a request at every start."""
     from_env = env.get("STOKER_MACHINE_TYPE", "").strip()
     if from_env:
         return from_env
     try:
         return (root / "sys/class/dmi/id/product_name").read_text(encoding="utf-8", errors="replace").strip() or None
-    except OSError:  # no DMI: not a PC, or hidden in a container
+    except OSError:  # no DMI: not a PC, or hidden by a container
         return None
-
-
-def _recorded_env(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: mask_secrets(env[name]) for name in sorted(env) if _is_recorded_var(name)}
 
 
 def _is_recorded_var(name: str) -> bool:
@@ -217,7 +210,7 @@ def _version(package: str) -> str | None:
 def _os_name() -> str:
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):  # not a Linux, or one that does not say
+    except (OSError, KeyError):  # not Linux, or without a name
         return platform.platform()
 
 
@@ -228,7 +221,7 @@ def _cpu_model() -> str:
 
 
 def _describe_torch() -> dict[str, Any] | None:
-    """What torch was built for, and the cuDNN it loads; None where there is no torch."""
+    """The CUDA or ROCm version that torch was built for, and its cuDNN; None without torch."""
     try:
         import torch
     except ImportError:

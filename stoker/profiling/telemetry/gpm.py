@@ -1,8 +1,8 @@
-"""NVIDIA's GPM counters (Hopper and later): what the parts of a GPU did between two samples, through NVML.
+"""NVIDIA's GPM counters (Hopper and later): how much of a GPU was used between two samples, through NVML.
 
-They say how much of the GPU a busy one uses, which the utilisation does not: that is 1 while a single kernel of one
-thread runs. Older GPUs have none; their PCIe traffic is asked otherwise (`gpu`). Nothing is started or reserved on the
-GPU for it, and profilers keep working beside it. Source: nvml.h, "GPM".
+They measure more than utilization, which is 1 while a single kernel of one thread runs. Older GPUs do not have them;
+their PCIe traffic is read in another way (`gpu`). The counters do not reserve anything on the GPU, and profilers work
+at the same time. Source: nvml.h, "GPM".
 """
 
 import contextlib
@@ -26,22 +26,22 @@ METRICS = {
     "nvlink_sent_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, _MIB_PER_S),
     "nvlink_received_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB_PER_S),
 }
-"""Fields of a `schemas.GpuSample`, NVML's numbers of them, and what their unit is in ours."""
+"""Field of `schemas.GpuSample` → NVML's number of the metric, and the factor to the field's unit."""
 
 
 class GpmCounters:
-    """The counters of one GPU, or of one slice. The first sample has nothing to compare with."""
+    """The counters of one GPU, or of one MIG slice. They are differences, so the first sample is empty."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._unsupported = False
         self._samples: list[Any] = []
-        """The driver's room for the older and for the newer, which change places."""
+        """The driver's buffers of the older and the newer sample; they are swapped."""
         self._num_filled = 0
         self._request = pynvml.c_nvmlGpmMetricsGet_t()
 
     def sample(self) -> dict[str, float]:
-        """Means since the sample before, by field, without those that the GPU does not have. Raises GpuLost."""
+        """Means since the previous sample, by field; counters that the GPU does not have are absent. Raises GpuLost."""
         if self._unsupported or not (self._samples or self._allocate_samples()):
             return {}
         self._samples.reverse()
@@ -60,9 +60,8 @@ class GpmCounters:
         if older is None or newer is None:
             return False
         self._samples = [older, newer]
-        weakref.finalize(
-            self, _free_samples, older, newer
-        ).atexit = False  # a driver that hangs must not hold up the end
+        finalizer = weakref.finalize(self, _free_samples, older, newer)
+        finalizer.atexit = False  # a driver that hangs must not delay process exit
         return True
 
     def _read_sample(self, buffer: Any) -> bool:
@@ -73,7 +72,7 @@ class GpmCounters:
     def _compute_metrics(self) -> dict[str, float]:
         request = self._request
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        request.numMetrics = len(METRICS)  # the array is longer in some versions of the header than in others
+        request.numMetrics = len(METRICS)  # the length of the array depends on the version of the header
         request.sample1, request.sample2 = self._samples
         for i, (metric_id, _) in enumerate(METRICS.values()):
             request.metrics[i].metricId = metric_id
@@ -89,6 +88,6 @@ class GpmCounters:
 
 
 def _free_samples(*samples: Any) -> None:
-    with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and with it what was kept for it
+    with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and its buffers with it
         for sample in samples:
             pynvml.nvmlGpmSampleFree(sample)

@@ -1,13 +1,12 @@
-"""What the NVIDIA driver says about our GPUs, through NVML. With its helpers (`nvml`, `gpm`, `xid`) and `device.py` the
-only place that knows CUDA's names.
+"""Samples the GPUs through NVIDIA's driver library (NVML). Only this module, its helpers (`nvml`, `gpm`, `xid`) and
+`stoker/hardware/device.py` contain CUDA's names.
 
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
-is lost during the run is a sample without numbers and a `reason`. Nothing here raises because of the driver. NVML
-numbers GPUs by their place on the bus; CUDA_VISIBLE_DEVICES numbers them so too where all are alike, and on a mixed
-machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. Of a slice (MIG), memory, processes and GPM counters are its own; power,
-clocks, temperature, PCIe and memory errors are those of the whole GPU, and a utilisation it has none. Who samples, and
-how often: `witness`.
-"""
+is lost during the run is a sample without values, and a `reason`. Errors of the driver never raise. NVML numbers GPUs
+by their position on the PCI bus; CUDA_VISIBLE_DEVICES uses the same numbers if all GPUs are alike, and on a mixed
+machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, processes and GPM counters; power, clocks,
+temperature, PCIe and memory errors are those of the whole GPU, and utilization is not available. Who samples, and how
+often: `sampler`."""
 
 import os
 from collections.abc import Mapping
@@ -23,17 +22,17 @@ from stoker.profiling.telemetry.procfs import read_or_none
 from stoker.runs.schemas import GpuSample
 
 SLOW_SAMPLE_EVERY = 10
-"""Samples between two readings of what changes slowly or costs more: a second's line repeats it."""
+"""Slow or costly values are read in every n-th sample; the samples between repeat them."""
 
 INITIAL_PID_NAMESPACE_INODE = 0xEFFFFFFC
-"""Inode of the first namespace of process numbers (PROC_PID_INIT_INO of linux/proc_ns.h)."""
+"""Inode of the initial PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
 
 
 class GpuSampler:
-    """The GPUs that this process may use, opened once; `environment` is where CUDA_VISIBLE_DEVICES is looked up; `pid`:
-    the root of the run's processes, default this one.
+    """The GPUs that this process may use, opened once. env: with CUDA_VISIBLE_DEVICES; pid: the root of the run's
+    processes, default this one.
 
-    reason: why there is no GPU, or which was lost; None when all is well. gpus: those that there are.
+    reason: why there is no GPU, or which one was lost; None if all work. gpus: the visible ones.
     """
 
     def __init__(self, env: Mapping[str, str] = os.environ, *, pid: int | None = None) -> None:
@@ -49,7 +48,7 @@ class GpuSampler:
         except GpuLost as lost:
             self.reason = str(lost)
         if not self.gpus and self.reason is None:
-            none_visible = f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the driver's GPUs"
+            none_visible = f"CUDA_VISIBLE_DEVICES={visible!r} selects none of the driver's GPUs"
             self.reason = "the driver has no GPU" if visible is None else none_visible
         self._lost = {i for i, gpu in enumerate(self.gpus) if gpu.device is None}
         if self._lost:
@@ -65,7 +64,7 @@ class GpuSampler:
         return [self._sample_gpu(i, gpu, own_pids) for i, gpu in enumerate(self.gpus)]
 
     def describe(self) -> dict[str, Any]:
-        """Driver, the CUDA version it supports, and what the GPUs are, for environment.json."""
+        """The driver, the CUDA version that it supports, and the GPUs, for environment.json."""
         if not self.gpus:
             return {"gpus": [], "reason": self.reason}
         try:
@@ -80,7 +79,7 @@ class GpuSampler:
             return {"gpus": [{"index": gpu.index} for gpu in self.gpus], "reason": f"a GPU does not answer: {lost}"}
 
     def _sample_gpu(self, i: int, gpu: Gpu, own_pids: set[int] | None) -> GpuSample:
-        if i in self._lost:  # not asked again: a driver may take long to say so
+        if i in self._lost:  # not queried again: the driver may take long to fail
             return GpuSample(index=gpu.index)
         try:
             counters: dict[str, Any] = dict(self._gpm_counters[i].sample())
@@ -97,7 +96,7 @@ class GpuSampler:
 
 
 def _fast_readings(gpu: Gpu) -> dict[str, Any]:
-    """What changes from second to second."""
+    """Values that change every second."""
     utilization = None if gpu.mig_device is not None else gpu.query(pynvml.nvmlDeviceGetUtilizationRates)
     memory = gpu.query(pynvml.nvmlDeviceGetMemoryInfo, target=gpu.handle)
     energy_mj = gpu.query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
@@ -119,7 +118,7 @@ def _fast_readings(gpu: Gpu) -> dict[str, Any]:
 
 
 def _slow_readings(gpu: Gpu) -> dict[str, Any]:
-    """What hardly changes, or is asked of a part of the GPU that answers slowly."""
+    """Values that rarely change, or that the GPU returns slowly."""
     limit_mw = gpu.query(pynvml.nvmlDeviceGetEnforcedPowerLimit)
     since_loaded = pynvml.NVML_VOLATILE_ECC
     return {
@@ -151,8 +150,8 @@ def _is_vgpu(gpu: Gpu) -> bool | None:
 
 
 def _pcie_throughput(gpu: Gpu) -> dict[str, float]:
-    """PCIe traffic of GPUs without GPM. The driver counts for 20 ms for each of the two, in which only our thread
-    waits: so a sample of the traffic, and not in every line."""
+    """PCIe traffic of GPUs without GPM. The driver measures each direction for 20 ms, in which only this thread waits:
+    so it is a sample of the traffic, and not in every line."""
     sent_kb = gpu.query(pynvml.nvmlDeviceGetPcieThroughput, pynvml.NVML_PCIE_UTIL_TX_BYTES)
     received_kb = gpu.query(pynvml.nvmlDeviceGetPcieThroughput, pynvml.NVML_PCIE_UTIL_RX_BYTES)
     throughput: dict[str, float] = {}
@@ -162,7 +161,7 @@ def _pcie_throughput(gpu: Gpu) -> dict[str, float]:
 
 
 def _count_other_processes(gpu: Gpu, own_pids: set[int] | None) -> int | None:
-    """Computing processes that are not ours; the server through which several share a GPU (MPS) is nobody's."""
+    """Compute processes that do not belong to the run; the MPS server does not count."""
     if own_pids is None:
         return None
     processes = gpu.query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, target=gpu.handle)
@@ -173,8 +172,8 @@ def _count_other_processes(gpu: Gpu, own_pids: set[int] | None) -> int | None:
 
 
 def _in_host_pid_namespace() -> bool:
-    """Whether the driver's process numbers are ours. They are the machine's: inside a container, whose numbers are its
-    own, no process can be told from another."""
+    """Whether this process uses the PIDs of the host, as the driver does. In a container with its own PID namespace,
+    the driver's PIDs cannot be matched to processes."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == INITIAL_PID_NAMESPACE_INODE
     except OSError:  # not a Linux

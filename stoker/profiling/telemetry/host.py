@@ -1,15 +1,15 @@
-"""What the machine says about itself and about a run's processes, as the host's part of a line of devices.jsonl.
+"""The host's part of a line of devices.jsonl: the machine and the processes of a run.
 
-Rates and shares are differences since the reading before, of counters that `machine`, `processes` and `cgroup` read.
-What a machine does not say (macOS has no /proc, old kernels no pressure) is None. No torch, and cheap: it runs beside
-training once a second (`witness`), at a price that does not grow with the threads of the run; what changes slowly or
-costs more is read every tenth time, and stands in between.
+Rates and fractions are differences since the previous sample, of counters that `machine`, `processes` and `cgroup`
+read. A value that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. No torch, and
+cheap: it runs once a second next to the training (`sampler`), at a cost that does not grow with the run's threads;
+values that change slowly or cost more are read in every tenth sample and repeated in between.
 """
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,49 +18,18 @@ from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
 from stoker.profiling.telemetry.processes import SLOW_SAMPLE_EVERY, ProcessTreeSample, ProcessTreeSampler
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.runs.schemas import DeviceSample, GpuSample
 
 FREE_BYTES_TIMEOUT_S = 0.2
-"""How long a run's folder is waited for to say its free bytes: one on NFS whose server is gone never does."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostSample:
-    """The host's part of a `schemas.DeviceSample`, by the same names. Shares are of the time since the last sample."""
-
-    cpu_core_utilization: list[float]
-    process_cpu: float | None
-    rss_bytes: int | None
-    memory_used_bytes: int | None
-    memory_limit_bytes: int | None
-    psi_cpu: float | None
-    psi_memory: float | None
-    psi_io: float | None
-    throttled_s: float | None
-    cpu_limit_cores: float | None
-    threads: int | None
-    threads_running: float | None
-    page_cache_bytes: int | None
-    swap_used_bytes: int | None
-    read_bytes_s: float | None
-    written_bytes_s: float | None
-    disk_read_bytes_s: float | None
-    disk_written_bytes_s: float | None
-    disk_free_bytes: int | None
-    net_received_bytes_s: float | None
-    net_sent_bytes_s: float | None
-    shm_used_bytes: int | None
-    shm_total_bytes: int | None
-    open_fds: int | None
-    max_fds: int | None
-    oom_kills: int | None
+"""Timeout of the query for free bytes: a folder on NFS whose server is gone never answers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CumulativeCounters:
-    """Everything that only grows, at one moment: seconds and bytes; `cores`: (busy, all) ticks of each core."""
+    """Counters at one moment, in seconds and bytes. cores: (busy, total) of each core."""
 
     time_s: float
-    core_ticks: list[tuple[float, float]]
+    cores_s: list[tuple[float, float]]
     process_cpu_s: float | None
     psi_s: dict[str, float | None]
     throttled_s: float | None
@@ -72,7 +41,7 @@ class _CumulativeCounters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Memory:
-    """Of the cgroup where its limit is the tighter one, else of the machine; page cache is not used."""
+    """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
 
     limit_bytes: int
     used_bytes: int
@@ -81,11 +50,11 @@ class _Memory:
 
 
 class HostSampler:
-    """Reads the host. The first sample covers the time since this was made.
+    """Samples the host. The first sample covers the time since the creation of this object.
 
-    pid: whose processor time, memory, threads and files: of this process, or of another one and all below it, seen with
-    that one's cgroup, network and /dev/shm; folder: where free bytes are asked for; proc: where the kernel's process
-    files are; now: a monotonic clock in seconds.
+    pid: root of the process tree whose CPU time, memory, threads and files are read, with its cgroup, network and
+    /dev/shm; default: this process. run_dir: where free bytes are queried; proc: folder of the kernel's process files;
+    now: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -112,8 +81,9 @@ class HostSampler:
         self._free_bytes: int | None = None
         self._previous = self._read_counters()
 
-    def sample(self) -> HostSample:
-        """Raises nothing that a machine could cause."""
+    def sample(self, *, attempt: int = 0, gpus: Sequence[GpuSample] = ()) -> DeviceSample:
+        """A line of devices.jsonl. Errors of the machine never raise."""
+        unix_time = time.time()
         before, after = self._previous, self._read_counters()
         self._previous = after
         duration_s = after.time_s - before.time_s
@@ -131,8 +101,11 @@ class HostSampler:
         disk_read, disk_written = _per_second_pair(before.disk_bytes, after.disk_bytes, duration_s)
         received, sent = _per_second_pair(before.network_bytes, after.network_bytes, duration_s)
         oom_kills = _increase(before.oom_kills, after.oom_kills)
-        return HostSample(
-            cpu_core_utilization=_core_utilization(before.core_ticks, after.core_ticks),
+        return DeviceSample(
+            t=unix_time,
+            attempt=attempt,
+            gpus=list(gpus),
+            cpu_core_utilization=_core_utilization(before.cores_s, after.cores_s),
             process_cpu=_per_second(before.process_cpu_s, after.process_cpu_s, duration_s),
             rss_bytes=tree.rss_bytes,
             memory_used_bytes=memory.used_bytes,
@@ -161,7 +134,7 @@ class HostSampler:
         )
 
     def close(self) -> None:
-        """Ends the thread that asks the folder, if it does not hang in it."""
+        """Ends the thread that queries the folder, unless it hangs."""
         if self._free_bytes_worker is not None:
             self._free_bytes_worker.stop()
 
@@ -170,7 +143,7 @@ class HostSampler:
         tree = self._processes.sample(time_s)
         return _CumulativeCounters(
             time_s=time_s,
-            core_ticks=machine.core_ticks(self._proc),
+            cores_s=machine.core_times(),
             process_cpu_s=time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s,
             psi_s={
                 resource: machine.pressure_s(self._proc / "pressure" / resource) for resource in ("cpu", "memory", "io")
@@ -210,7 +183,7 @@ class HostSampler:
 
 
 def _core_utilization(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> list[float]:
-    """Busy share of each core; empty when no time passed or a core came or went."""
+    """Busy fraction of each core; empty if no time passed or the number of cores changed."""
     pairs = list(zip(before, after, strict=False))
     if len(before) != len(after) or any(new[1] <= old[1] for old, new in pairs):
         return []
@@ -240,6 +213,6 @@ def _fraction_of_time(before: float | None, after: float | None, duration_s: flo
 
 
 def process_start_s() -> float:
-    """The moment of `time.perf_counter` at which this process began; not after now, whatever the clocks say."""
+    """The time of `time.perf_counter` at which this process started; never in the future."""
     age_s = time.time() - psutil.Process().create_time()
     return time.perf_counter() - max(0.0, age_s)

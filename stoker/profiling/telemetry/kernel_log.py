@@ -1,9 +1,8 @@
-"""What the kernel wrote about a death: lines of its log on memory kills, GPU errors, crashes, and broken storage.
+"""Lines of the kernel log about a failure: out-of-memory kills, GPU errors, crashes, broken storage.
 
-Read once, after a run or a watched job has ended, for the post-mortem. The log holds all of the machine, so a line is
-evidence only together with the process's number or the time; who judges is `diagnose`. Ordinary users and most
-containers may not read it. Counters that anybody may read: `cgroup.Cgroup.oom_kills`; the driver's own reports of GPU
-errors while a run lives: `xid`.
+Read once, after a run or a watched job has ended, for the postmortem. The log covers the whole machine, so a line is
+evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users and most containers may not
+read it. Counters that every user may read: `Cgroup.oom_kills`; GPU errors during a run: `xid`.
 """
 
 import dataclasses
@@ -21,17 +20,17 @@ KERNEL_PATTERNS = {
     r"|Remounting filesystem read-only",
     "hardware": r"\[Hardware Error\]|mce: |EDAC .* [CU]E|thermal throttl",
 }  # fmt: skip
-"""Words of the kernel (mm/oom_kill.c, kernel/hung_task.c, arch/x86/kernel/traps.c, fs/ext4, fs/xfs) and of NVIDIA's
-module, by what they tell."""
+"""Kind → patterns of messages of the kernel (mm/oom_kill.c, kernel/hung_task.c, arch/x86/kernel/traps.c, fs/ext4,
+fs/xfs) and of NVIDIA's module."""
 
 _COMPILED_PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in KERNEL_PATTERNS.items()]
 _RECORD_BYTES = 8192
-"""The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer gets an error."""
+"""The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer is an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelLine:
-    """at_s: seconds since boot, on the clock of `time.monotonic`, within seconds; kind: a key of TELLING."""
+    """monotonic_s: seconds since boot, `time.monotonic` to within seconds; kind: a key of KERNEL_PATTERNS."""
 
     monotonic_s: float
     kind: str
@@ -39,11 +38,11 @@ class KernelLine:
 
 
 def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
-    """The telling lines that the kernel wrote at `since_boot_s` or later, the oldest first; None where it lets us read
-    none. It keeps the newest few thousand lines of all kinds, so a flood may have pushed out what is asked for."""
+    """The lines that match KERNEL_PATTERNS, written at `start_s` or later, the oldest first; None if the log may not be
+    read. The kernel keeps the newest few thousand lines of all kinds, so a flood of lines may have displaced them."""
     try:
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # dmesg_restrict, a container, not a Linux
+    except OSError:  # dmesg_restrict, a container, not Linux
         return None
     lines: list[KernelLine] = []
     try:
@@ -51,7 +50,7 @@ def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) ->
             line = parse_record(record)
             if line is not None and line.monotonic_s >= start_s:
                 lines.append(line)
-    except PermissionError:  # some kernels refuse only the reading
+    except PermissionError:  # some kernels refuse only the read
         return None
     finally:
         os.close(fd)
@@ -59,9 +58,9 @@ def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) ->
 
 
 def parse_record(record: bytes) -> KernelLine | None:
-    """A record of /dev/kmsg, `priority,number,microseconds,flags;text`; None where it tells nothing."""
+    """A record of /dev/kmsg, `priority,number,microseconds,flags;text`; None if it matches no pattern."""
     head, _, rest = record.decode(errors="replace").partition(";")
-    text = rest.partition("\n")[0]  # properties follow, one a line
+    text = rest.partition("\n")[0]  # lines with properties follow
     fields = head.split(",")
     if len(fields) < 3 or not fields[2].isdecimal():
         return None
@@ -72,12 +71,12 @@ def parse_record(record: bytes) -> KernelLine | None:
 
 
 def _next_record(fd: int) -> bytes:
-    """The record after the last one read; empty at the end."""
+    """The next record; empty at the end."""
     while True:
         try:
             return os.read(fd, _RECORD_BYTES)
         except BlockingIOError:
             return b""
         except OSError as error:
-            if error.errno != errno.EPIPE:  # EPIPE: overwritten before it was read; the next one is whole again
+            if error.errno != errno.EPIPE:  # EPIPE: overwritten before it was read; the next one is complete
                 raise

@@ -1,48 +1,36 @@
-"""The machine around a run, as the kernel counts it: cores, pressure, memory, disks, network, /dev/shm.
+"""Counters of the machine: CPU cores, pressure (PSI), memory, disks, network, /dev/shm.
 
-Functions over files, without a memory of what they said before: `host` makes rates of them. Whatever this kernel does
-not say is None. The processes of the run: `processes`; limits of the container: `stoker.hardware.cgroup`.
+Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
+provide is None. The processes of the run: `processes`; limits of the container: `stoker/hardware/cgroup.py`.
 """
 
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from stoker.profiling.telemetry.procfs import parse_number, read_or_none
 
 SECTOR_BYTES = 512
-"""Of /proc/diskstats, whatever the disk's own are (kernel documentation: admin-guide/iostats)."""
+"""Unit of /proc/diskstats, for all disks (kernel documentation: admin-guide/iostats)."""
 
 _VIRTUAL_DEVICES = re.compile(r"loop|ram|zram|dm-|md|sr|fd|nvme\d+c\d+n\d+$")
-"""Block devices that lie on others, whose bytes would count twice, or that are no storage."""
+"""Block devices on top of others, whose bytes would count twice, or that are not storage."""
 
 
-def core_ticks(proc: Path) -> list[tuple[float, float]]:
-    """(busy, all) time of each core since boot; the unit is of no matter. Time of guests is in `user` already."""
-    text = read_or_none(f"{proc}/stat")
-    if text is None:
-        return [_psutil_ticks(times) for times in psutil.cpu_times(percpu=True)]
-    cores: list[tuple[float, float]] = []
-    for line in text.splitlines()[1:]:
-        if not line.startswith(b"cpu"):
-            break
-        ticks = [float(field) for field in line.split()[1:9]]  # user nice system idle iowait irq softirq steal
-        total = sum(ticks)
-        cores.append((total - ticks[3] - ticks[4], total))
-    return cores
-
-
-def _psutil_ticks(times: Any) -> tuple[float, float]:
-    fields = times._asdict()
-    total = sum(fields.values())
-    return total - fields["idle"], total
+def core_times() -> list[tuple[float, float]]:
+    """(busy, total) seconds of each core since boot. `user` includes the time of guests, so only the first eight
+    fields are added: user nice system idle iowait irq softirq steal (macOS: the first four)."""
+    times = psutil.cpu_times(percpu=True)
+    totals = [sum(core[:8]) for core in times]
+    return [
+        (total - core.idle - getattr(core, "iowait", 0.0), total) for core, total in zip(times, totals, strict=True)
+    ]
 
 
 def pressure_s(path: Path) -> float | None:
-    """Seconds since boot in which some task waited, of a pressure file (kernel documentation: accounting/psi)."""
+    """Seconds since boot in which some task waited, from a pressure file (kernel documentation: accounting/psi)."""
     text = read_or_none(str(path))  # absent, or pressure accounting is off (EOPNOTSUPP)
     if text is None:
         return None
@@ -62,12 +50,12 @@ def read_meminfo(proc: Path) -> dict[str, int]:
 
 
 def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int] | None:
-    """(read, written) bytes since boot of all disks; partitions are of their disk, and what lies on other disks
-    (device mapper, RAID, loop) is theirs."""
+    """(read, written) bytes since boot of all disks. Partitions and devices on top of disks (device mapper, RAID, loop)
+    do not count."""
     text = read_or_none(f"{proc}/diskstats")
     try:
         disks = {name for name in os.listdir(blocks) if not _VIRTUAL_DEVICES.match(name)}
-    except OSError:  # no sysfs: a partition cannot be told from a disk
+    except OSError:  # no sysfs: partitions cannot be distinguished from disks
         return None
     if text is None:
         return None
@@ -80,9 +68,9 @@ def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int]
 
 
 def network_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/net")) -> tuple[int, int] | None:
-    """(received, sent) bytes since boot, as the process whose folder of /proc is given sees the network. Real
-    interfaces where there are any, since bridges and their ends carry the same bytes; else all but loopback. What goes
-    past the kernel (RDMA) is not in it."""
+    """(received, sent) bytes since boot in the network namespace of a process. proc_dir: its folder in /proc. Physical
+    interfaces if there are any, because bridges and veth pairs carry the same bytes; else all but loopback. Traffic
+    that bypasses the kernel (RDMA) is not included."""
     text = read_or_none(f"{proc_dir}/net/dev")
     if text is None:
         return None
@@ -98,7 +86,7 @@ def network_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/net")) -> t
 
 
 def disk_usage(path: str) -> tuple[int, int] | None:
-    """(used, all) bytes of a file system; None where it is absent. May hang with a storage that went away."""
+    """(used, total) bytes of a file system; None if it does not exist. May hang on a storage that is gone."""
     try:
         stats = os.statvfs(path)
     except OSError:
@@ -107,7 +95,7 @@ def disk_usage(path: str) -> tuple[int, int] | None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """That an ordinary user may still write there. May hang as above."""
+    """Free bytes for ordinary users. May hang as `disk_usage`."""
     try:
         stats = os.statvfs(path)
     except OSError:

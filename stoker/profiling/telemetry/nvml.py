@@ -1,7 +1,7 @@
-"""NVML's manners, for those that ask it (`gpu`, `gpm`, `xid`): which GPUs are ours, what "no answer" means.
+"""Helpers around NVML for `gpu`, `gpm` and `xid`: which GPUs are visible, and what a missing value means.
 
-A question that a GPU does not support, or that we may not ask, is not asked again for a while: a driver may take
-milliseconds to say no. One that says that the GPU or the driver itself is gone raises `GpuLost`.
+A query that a GPU does not support or permit is not repeated for a while: a driver may take milliseconds to refuse. An
+error which means that the GPU or the driver is gone raises `GpuLost`.
 """
 
 import ctypes
@@ -14,48 +14,48 @@ import pynvml
 Value = TypeVar("Value")
 
 RETRY_AFTER_SAMPLES = 600
-"""Samples, so ten minutes: a setting (ECC, MIG) may change meanwhile."""
+"""Ten minutes of samples: a setting (ECC, MIG) may change."""
 
 MAX_MIG_DEVICES = 8
-"""Of one GPU; seven are the most so far."""
+"""Of one GPU; current GPUs have at most seven."""
 
 _LOST_ERRORS = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_UNINITIALIZED}
-"""The GPU, or the driver under it, answers nothing any more: it is not asked again."""
+"""The GPU or the driver is gone: it is not queried again."""
 
 _PERMANENT_ERRORS = {
     pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 }  # fmt: skip
-"""The answer will be the same in a second."""
+"""The next query would have the same result."""
 
 
 class GpuLost(Exception):
-    """The driver says that a GPU, or the driver itself, is gone."""
+    """The driver reports that a GPU, or the driver itself, is gone."""
 
 
 @dataclasses.dataclass
 class Gpu:
-    """A GPU, or a slice of one (MIG), that CUDA may use."""
+    """A GPU, or a MIG slice of one, that CUDA may use."""
 
     index: int
-    """The driver's number of the whole GPU."""
+    """The driver's index of the whole GPU."""
     device: Any
-    """NVML's handle of it; None: it was lost before we came."""
+    """NVML's handle; None: the GPU was lost before it was opened."""
     mig_device: Any = None
-    """NVML's handle of the slice."""
+    """NVML's handle of the MIG slice."""
     gpu_instance_id: int | None = None
-    """Number of the slice's GPU instance."""
+    """GPU instance of the slice."""
     unsupported_until: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Questions without an answer, and the sample in which they are asked again."""
+    """Unsupported queries, and the sample in which they are repeated."""
     sample_index: int = 0
 
     @property
     def handle(self) -> Any:
-        """What our own share is asked of: memory, processes."""
+        """The handle for memory and processes: the slice if there is one."""
         return self.device if self.mig_device is None else self.mig_device
 
     def query(self, function: Callable[..., Value], *arguments: Any, target: Any = None) -> Value | None:
-        """What the whole GPU, or `of`, says; None when it has no answer. Raises GpuLost."""
+        """The result for the whole GPU, or for `target`; None if it has none. Raises GpuLost."""
         name = function.__name__ + "".join(f" {argument}" for argument in arguments if isinstance(argument, int))
         if self.unsupported_until.get(name, 0) > self.sample_index:
             return None
@@ -70,7 +70,7 @@ class Gpu:
 
 
 def query(function: Callable[..., Value], *arguments: Any) -> Value | None:
-    """The answer, or None when this GPU or driver has none. Raises GpuLost."""
+    """The result, or None if this GPU or driver has none. Raises GpuLost."""
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
@@ -80,27 +80,27 @@ def query(function: Callable[..., Value], *arguments: Any) -> Value | None:
 
 
 def handle_pointer(handle: Any) -> int:
-    """What tells two handles apart: the driver's own pointer."""
+    """The driver's pointer, which identifies a handle."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 def visible_gpus(visible: str | None) -> list[Gpu]:
-    """GPUs in CUDA's order, of CUDA_VISIBLE_DEVICES. As in CUDA, the first name that fits no GPU hides itself and all
-    after it, and of a GPU that is cut into slices the first slice is used."""
+    """GPUs in CUDA's order, as in CUDA_VISIBLE_DEVICES. As in CUDA, the first name that matches no GPU hides itself and
+    all names after it, and of a GPU in MIG mode the first slice is used."""
     all_gpus = [_open_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
     if visible is None:
         return [_first_mig_device(gpu) for gpu in all_gpus]
     selected: list[Gpu] = []
-    for name in (part.strip() for part in visible.split(",")):
+    for name in map(str.strip, visible.split(",")):
         matches: list[Gpu] = []
         if name.isdecimal():
             matches = [_first_mig_device(gpu) for gpu in all_gpus if gpu.index == int(name)]
         elif name.startswith("GPU-"):
             matches = [_first_mig_device(gpu) for gpu in all_gpus if _uuid(gpu.device).startswith(name)]
-        elif name.startswith("MIG-") and (part := query(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
-            parent = query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, part)
+        elif name.startswith("MIG-") and (mig_device := query(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
+            parent = query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, mig_device)
             matches = [
-                _make_mig_gpu(gpu, part)
+                _make_mig_gpu(gpu, mig_device)
                 for gpu in all_gpus
                 if parent is not None and _is_same_device(gpu.device, parent)
             ]

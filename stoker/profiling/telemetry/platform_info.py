@@ -1,7 +1,7 @@
-"""Where a run runs: whose machine it is, how its processors are laid out, and on what its folders lie.
+"""The platform of a run: cloud, CPU layout, and the storage of its folders.
 
-From files of /sys and /proc, once at the start (`environment`); nobody is asked over the network. What is not said is
-None: containers often hide it.
+Read once at the start from files in /sys and /proc (`environment`); no network requests. A fact that is not available
+is None: containers often hide it.
 """
 
 import os
@@ -28,19 +28,19 @@ CLOUDS = (
     ("sys_vendor", r"OpenStack", "openstack"),
     ("product_name", r"OpenStack", "openstack"),
 )
-"""File of the firmware's table, how its text begins, whose machine that is; as in cloud-init's ds-identify."""
+"""File of the DMI table, pattern at the start of its text, cloud; as in cloud-init's ds-identify."""
 
 NETWORK_FILESYSTEMS = re.compile(
     r"nfs|cifs|smb|9p$|virtiofs$|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse\.(?!fuse-overlayfs)|gcsfuse"
 )
-"""File systems whose bytes come over a network, or through a program that may fetch them from one."""
+"""File systems that read over a network, or through a program that may do so."""
 
 QUERY_TIMEOUT_S = 20.0
-"""How long a start waits for one of these questions: a driver or a storage may hang."""
+"""Timeout of one query at the start: a driver or a storage may hang."""
 
 
 def detect_cloud(root: Path = Path("/")) -> str | None:
-    """Whose machine this is, by what its firmware says."""
+    """The cloud of this machine, by its firmware."""
     for name, pattern, provider in CLOUDS:
         if re.match(pattern, read_text_or_none(f"{root}/sys/class/dmi/id/{name}") or ""):
             return provider
@@ -48,13 +48,13 @@ def detect_cloud(root: Path = Path("/")) -> str | None:
 
 
 def system_vendor(root: Path = Path("/")) -> str | None:
-    """Maker and model, as the firmware says them."""
+    """Vendor and model, by the firmware."""
     parts = [read_text_or_none(f"{root}/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
     return " ".join(part for part in parts if part) or None
 
 
 def count_cpu_sockets(root: Path = Path("/")) -> int | None:
-    """Processors in the sense of chips."""
+    """The number of CPU chips."""
     packages = {path.read_text() for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/physical_package_id")}
     return len(packages) or None
 
@@ -64,14 +64,14 @@ def count_numa_nodes(root: Path = Path("/")) -> int | None:
 
 
 def huge_page_mode(root: Path = Path("/")) -> str | None:
-    """When the kernel gives processes huge pages: always, madvise, never."""
+    """The mode of transparent huge pages: always, madvise, never."""
     match = re.search(r"\[(\w+)\]", read_text_or_none(f"{root}/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return match[1] if match else None
 
 
 def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, Any]:
-    """On what a folder, or an address in a bucket, lies. kind: of file system, or the store; network: bytes come over
-    one; rotational: of a disk with platters, None where no disk shows."""
+    """The storage of a folder or bucket URI. kind: file system or object store; network: whether bytes come over a
+    network; rotational: whether it is a hard disk, None if no disk is visible."""
     if "://" in str(location):
         return {"kind": str(location).partition("://")[0], "network": True, "rotational": None}
     mount = query_with_timeout(lambda: _find_mount(os.path.realpath(location), root), None)
@@ -86,7 +86,7 @@ def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, 
 
 
 def query_with_timeout(query: Callable[[], Any], default: Any) -> Any:
-    """What it says, or `otherwise` when it says nothing for ANSWER_WITHIN_S."""
+    """The result, or `default` if there is none within QUERY_TIMEOUT_S."""
     worker = TimeoutWorker(lambda: query, name="environment")
     answer = worker.call(QUERY_TIMEOUT_S)
     worker.stop()
@@ -94,14 +94,14 @@ def query_with_timeout(query: Callable[[], Any], default: Any) -> Any:
 
 
 def _find_mount(path: str, root: Path) -> tuple[str, str] | None:
-    """(major:minor, kind) of the file system that holds a folder (proc_pid_mountinfo(5))."""
+    """(major:minor, kind) of the file system that contains a folder (proc_pid_mountinfo(5))."""
     best, best_length = None, 0
     for line in (read_text_or_none(f"{root}/proc/self/mountinfo") or "").splitlines():
         mount, _, source = line.partition(" - ")
         fields = mount.split()
         mount_point = fields[4].replace("\\040", " ")
         contains = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
-        if contains and len(mount_point) >= best_length:  # of two on one point, the later one is seen
+        if contains and len(mount_point) >= best_length:  # of two mounts on one point, the later one is visible
             best, best_length = (fields[2], source.split()[0]), len(mount_point)
     return best
 

@@ -1,8 +1,8 @@
-"""A process and all below it, as the kernel counts them: time, memory, threads, storage, open files.
+"""Counters of a process tree from /proc: CPU time, memory, threads, storage, open files.
 
-Read from /proc at a bounded price: what costs a system call for each thread is done less often the more threads there
-are, what costs one for each open file every tenth time; in between the last value stands. The numbers of the machine
-around: `machine`; what becomes of both: `host`. Without /proc (macOS) only the memory is known, by psutil.
+The cost is bounded: files of threads are read less often the more threads there are, and open files are counted in
+every tenth sample; in between the last value is repeated. Counters of the machine: `machine`; rates: `host`. Without
+/proc (macOS) only the memory is known, from psutil.
 """
 
 import contextlib
@@ -17,33 +17,33 @@ import psutil
 from stoker.profiling.telemetry.procfs import parse_number, read, read_or_none
 
 THREADS_PER_SAMPLE = 64
-"""Threads whose files are read in a sample, on average: some 15 µs each, so a millisecond."""
+"""Average number of threads whose files are read in a sample: some 15 µs each, so a millisecond."""
 
 SLOW_SAMPLE_EVERY = 10
-"""Samples between two counts of open files: listing the folder costs by the file on kernels before 6.2."""
+"""Samples between two counts of open files: on kernels before 6.2 the cost grows with their number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessTreeSample:
-    """A process and all below it at one moment. None: the kernel does not say."""
+    """A process tree at one moment. None: not available."""
 
     cpu_s: float | None = None
-    """Processor seconds so far, of those that ended and were waited for too."""
+    """CPU-seconds so far, including children that ended and were waited for."""
     rss_bytes: int | None = None
-    """What they share counts for each."""
+    """Shared memory counts in each process."""
     threads: int | None = None
     threads_running: float | None = None
-    """Mean number that ran or waited for a processor, between the last two times that all threads were read."""
+    """Mean number that ran or waited for a CPU, between the last two times that all threads were read."""
     read_bytes: int | None = None
     written_bytes: int | None = None
-    """From and to storage so far, of those that ended and were waited for too."""
+    """From and to storage so far, including children that ended and were waited for."""
     open_fds: int | None = None
     max_fds: int | None = None
-    """Of the process that has most files open."""
+    """Of the process that has the most open files."""
 
 
 class ProcessTreeSampler:
-    """Reads the tree below `pid` again and again."""
+    """Samples the tree of `pid` repeatedly."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid = pid
@@ -56,7 +56,7 @@ class ProcessTreeSampler:
         self._open_fds: tuple[int | None, int | None] = (None, None)
 
     def sample(self, now_s: float) -> ProcessTreeSample:
-        """now_s: of a monotonic clock."""
+        """now_s: from a monotonic clock."""
         if not os.path.exists(f"{self._proc}/{self.pid}/stat"):
             return ProcessTreeSample(
                 rss_bytes=tree_rss_by_psutil(self.pid) if not os.path.exists(f"{self._proc}/stat") else None
@@ -83,13 +83,13 @@ class ProcessTreeSampler:
         )
 
     def _walk(self, now_s: float) -> None:
-        """Finds the processes anew, and how long each thread ran or waited for a processor meanwhile.
+        """Lists the processes again, and how long each thread ran or waited for a CPU.
 
-        A new child is so seen at once where there are few threads, and within a minute where there are thousands.
+        So a new child is found at once if there are few threads, and within a minute if there are thousands.
         """
         busy_ns: dict[str, int] = {}
         pids = [self.pid]
-        for pid in pids:  # grows while it is walked
+        for pid in pids:  # grows during the loop
             task_dir = f"{self._proc}/{pid}/task"
             with contextlib.suppress(OSError):  # it ended meanwhile
                 for thread in os.listdir(task_dir):
@@ -99,7 +99,7 @@ class ProcessTreeSampler:
                         ran_ns, waited_ns, *_ = map(int, times.split())
                         busy_ns[f"{pid}/{thread}"] = ran_ns + waited_ns
         previous = self._previous_busy
-        # all 0: this kernel does not keep these times (documentation: scheduler/sched-stats)
+        # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
         self._previous_busy = (now_s, busy_ns) if any(busy_ns.values()) else None
         if previous is None or self._previous_busy is None or now_s <= previous[0]:
             self._threads_running = None
@@ -110,17 +110,17 @@ class ProcessTreeSampler:
         self._next_walk = self._sample_count + math.ceil(max(1, len(busy_ns)) / THREADS_PER_SAMPLE)
 
     def _stat(self, pid: int) -> list[int] | None:
-        """The fields of /proc/PID/stat from the third on (proc_pid_stat(5)), the state as 0; None: it ended."""
+        """Fields of /proc/PID/stat from the third on (proc_pid_stat(5)), the state as 0; None: it ended."""
         text = read_or_none(f"{self._proc}/{pid}/stat")
         if text is None:
             return None
-        return [0, *map(int, text.rpartition(b")")[2].split()[1:])]  # a name may hold blanks and brackets
+        return [0, *map(int, text.rpartition(b")")[2].split()[1:])]  # a name may contain blanks and brackets
 
     def _storage_bytes(self) -> tuple[int | None, int | None]:
-        """(read, written) bytes; the kernel adds those of a child to its parent's when that has waited for it."""
+        """(read, written) bytes; the kernel adds a child's bytes to its parent when that has waited for it."""
         read_bytes = written_bytes = None
         for pid in self._pids:
-            text = read_or_none(f"{self._proc}/{pid}/io")  # refused where the process is another user's
+            text = read_or_none(f"{self._proc}/{pid}/io")  # refused for a process of another user
             if text is not None:
                 read_bytes = (read_bytes or 0) + parse_number(text, b"read_bytes:")
                 dropped = parse_number(text, b"cancelled_write_bytes:")
@@ -130,9 +130,9 @@ class ProcessTreeSampler:
     def _max_open_fds(self) -> tuple[int | None, int | None]:
         open_fds, max_pid = None, self.pid
         for pid in self._pids:
-            with contextlib.suppress(OSError):  # it ended, or is another user's
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
                 fd_dir = f"{self._proc}/{pid}/fd"
-                count = os.stat(fd_dir).st_size or len(os.listdir(fd_dir))  # kernels from 6.2 on say it as the size
+                count = os.stat(fd_dir).st_size or len(os.listdir(fd_dir))  # since Linux 6.2 the size is the number
                 if open_fds is None or count > open_fds:
                     open_fds, max_pid = count, pid
         if open_fds is None:
@@ -143,15 +143,17 @@ class ProcessTreeSampler:
         return open_fds, int(match[1]) if match else None
 
 
-def list_process_tree(pid: int, proc: Path = Path("/proc")) -> list[int]:
-    """A process and all below it, from the kernel's own lists: looking at all processes takes tens of milliseconds on a
-    big machine."""
+def list_process_tree(pid: int, proc: Path = Path("/proc"), *, limit: int | None = None) -> list[int]:
+    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children:
+    reading all processes takes tens of milliseconds on a large machine."""
     pids = [pid]
-    for member in pids:  # grows while it is walked
+    for member in pids:  # grows during the loop
         with contextlib.suppress(OSError):  # it ended meanwhile
             for thread in os.listdir(f"{proc}/{member}/task"):
                 with contextlib.suppress(OSError):  # the thread ended
                     pids += map(int, read(f"{proc}/{member}/task/{thread}/children").split())
+        if limit is not None and len(pids) >= limit:
+            return pids[:limit]
     return pids
 
 

@@ -1,16 +1,16 @@
-"""Small files of /proc and /sys, read at a third of pathlib's price: a sample of the witness reads hundreds of them."""
+"""Reads small files of /proc and /sys in a third of pathlib's time: a telemetry sample reads hundreds of them."""
 
 import os
 
 _CHUNK_BYTES = 2048
-"""A first piece that is shorter is all: the kernel fills a page as far as whole records of a list go, and none is half
+"""A shorter first chunk is the whole file: the kernel fills a page with whole records of a list, and no record is half
 a page long (fs/seq_file.c)."""
 
 
 def read(path: str) -> bytes:
     """The whole file. Raises OSError.
 
-    The kernel gives a page of most at a time, however much is asked for: a list that is longer comes in pieces.
+    The kernel returns most files a page at a time, whatever the size of the buffer: a longer list comes in chunks.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -26,7 +26,7 @@ def read(path: str) -> bytes:
 
 
 def read_or_none(path: str) -> bytes | None:
-    """None where the file is absent, hidden from us, or not answered."""
+    """None if the file does not exist or cannot be read."""
     try:
         return read(path)
     except OSError:
@@ -34,13 +34,13 @@ def read_or_none(path: str) -> bytes | None:
 
 
 def read_text_or_none(path: str) -> str | None:
-    """Without the blanks around it; None where there is nothing."""
+    """The text without surrounding whitespace; None if it is empty or cannot be read."""
     data = read_or_none(path)
     return None if data is None else data.decode(errors="replace").strip() or None
 
 
 def parse_number(text: bytes, key: bytes) -> int:
-    """The number behind `key`; 0 where it is absent."""
+    """The number after `key`; 0 if the key is absent."""
     _, _, rest = text.partition(key)
     fields = rest.split(maxsplit=1)
     return int(fields[0]) if fields else 0

@@ -1,9 +1,8 @@
-"""The second witness: a thread that writes down, once a second, what driver and kernel say of GPUs and host.
+"""System telemetry in a thread: one line of devices.jsonl per second with values of GPUs and host.
 
-It knows nothing of the training and takes no part in it: where its devices.jsonl and the ledger disagree, that is a
-finding. What it cannot read is absent from the line; when it fails itself it says so in an event and stops. A driver
-that hangs costs the GPUs' numbers only: it is asked in a thread of its own (`beside`), and its errors are heard in
-another (`xid`).
+It is independent of the training: where devices.jsonl and the ledger disagree, that is a finding. A value that cannot
+be read is absent from the line; if the sampler itself fails, it writes an event and stops. A driver that hangs costs
+only the GPU values: it is queried in its own thread (`timeouts`), and another thread receives its errors (`xid`).
 """
 
 import contextlib
@@ -22,18 +21,17 @@ from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 DRIVER_TIMEOUT_S = 0.5
-"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 where PCIe traffic is sampled."""
+"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 ms if PCIe traffic is sampled."""
 
 DRIVER_HANG_S = 10.0
-"""A driver that has not answered for so long is said to hang: opening one that nobody keeps loaded takes seconds."""
+"""A driver that has not answered for this time hangs: opening one that is not loaded takes seconds."""
 
 
 class TelemetrySampler:
-    """Samples from `start` to `stop`, or inside a `with` block. `last`: the newest sample, for the screen.
+    """Samples from `start` to `stop`, or inside a `with` block. `last`: the newest sample, for the display.
 
-    pid: the root of the processes that are looked at, of a job that is watched; default: this process. interval_s: from
-    line to line; lines keep to multiples of it since the start, however long a sample takes.
-    """
+    pid: the root process of a watched job; default: this process. interval_s: between lines; they are at multiples of
+    it since the start, however long a sample takes."""
 
     def __init__(self, run: RunFolder, *, pid: int | None = None, interval_s: float = 1.0) -> None:
         self.last: DeviceSample | None = None
@@ -41,13 +39,13 @@ class TelemetrySampler:
         self._pid = pid
         self._interval_s = interval_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._thread_main, name="witness", daemon=True)
+        self._thread = threading.Thread(target=self._thread_main, name="telemetry", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread; one that hangs in the driver is left behind (it is a daemon) after `timeout_s`."""
+        """Ends the thread; after `timeout_s`, a thread that hangs is abandoned (it is a daemon)."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -63,7 +61,7 @@ class TelemetrySampler:
     def _thread_main(self) -> None:
         try:
             self._sample_until_stopped()
-        except Exception as error:  # noqa: BLE001 (training goes on without its second witness, and the run says so)
+        except Exception as error:  # noqa: BLE001 (training goes on without telemetry, and an event says so)
             self._run.event("warning", f"devices.jsonl ends here: {type(error).__name__}: {error}")
 
     def _sample_until_stopped(self) -> None:
@@ -77,13 +75,13 @@ class TelemetrySampler:
                 if self._stop.wait(due_s - time.monotonic()):
                     return
                 gpus = driver.sample()
-                sample = DeviceSample(t=time.time(), attempt=self._run.attempt, gpus=gpus, **vars(host.sample()))
+                sample = host.sample(attempt=self._run.attempt, gpus=gpus)
                 self._run.append(DEVICES, sample)
                 self.last = sample
 
 
 class DriverSampler:
-    """The GPUs of a run and their errors, asked so that a driver that hangs holds up nobody. pid: as of Witness."""
+    """The GPUs of a run and their errors, queried with a timeout. pid: as in `TelemetrySampler`."""
 
     def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
         self._run = run
@@ -94,12 +92,12 @@ class DriverSampler:
         self._reason: str | None = None
         self._indices: list[int] = []
         self._query_start_s: float | None = None
-        """When the question was asked that is still open."""
+        """Start of the query that is not answered yet."""
         self._is_hanging = False
         self._worker = TimeoutWorker(self._open, name="driver")
 
     def sample(self) -> list[GpuSample]:
-        """Of each GPU; without numbers where the driver does not answer in time."""
+        """A sample of each GPU; without values if the driver does not answer in time."""
         if self._query_start_s is None:
             self._query_start_s = time.monotonic()
         answer = self._worker.call(DRIVER_TIMEOUT_S)
@@ -120,7 +118,7 @@ class DriverSampler:
         return samples
 
     def close(self) -> None:
-        """Leaves behind what hangs."""
+        """Stops the threads; a thread that hangs is abandoned."""
         with self._lock:
             self._closed = True
             listener = self._xid_listener
@@ -133,7 +131,7 @@ class DriverSampler:
         with self._lock:
             if not self._closed:
                 self._xid_listener = XidListener(gpus.gpus, self._record_xid, self._record_listener_failure)
-        self._reason = gpus.reason  # without a driver it stays the same from the start: environment.json has it
+        self._reason = gpus.reason  # of a machine without a driver: environment.json has it
         self._indices = [gpu.index for gpu in gpus.gpus]
 
         def sample() -> tuple[list[GpuSample], str | None]:
@@ -153,5 +151,5 @@ class DriverSampler:
 
 
 def next_due(due_s: float, now_s: float, interval_s: float) -> float:
-    """The first moment after `now_s` that is a whole number of intervals, at least one, after `due_s`."""
+    """The first time after `now_s` that is a whole number of intervals, at least one, after `due_s`."""
     return due_s + interval_s * max(1, math.floor((now_s - due_s) / interval_s) + 1)

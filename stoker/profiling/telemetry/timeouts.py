@@ -1,6 +1,6 @@
-"""Questions that may never be answered (a driver that hangs, a storage that went away), asked in a thread of their own.
+"""Queries that may hang (a driver, a storage that is gone), run in a thread with a timeout.
 
-Who asks waits for so long and goes on without; the thread is a daemon, so it holds up no end of the process either.
+The caller continues without an answer when the time is over. The thread is a daemon, so it does not delay process exit.
 """
 
 import threading
@@ -11,8 +11,8 @@ Answer = TypeVar("Answer")
 
 
 class TimeoutWorker(Generic[Answer]):
-    """A question that is asked again and again. `make` gives it: called once, in the thread too, since opening may
-    hang as well. A question that is still open is not asked twice."""
+    """Repeats a query in a thread. make_query: returns the query; called once, also in the thread, because opening may
+    hang too. A query that is not answered yet is not started again."""
 
     def __init__(self, make_query: Callable[[], Callable[[], Answer]], *, name: str) -> None:
         self._make_query = make_query
@@ -25,8 +25,8 @@ class TimeoutWorker(Generic[Answer]):
         self._thread.start()
 
     def call(self, timeout_s: float) -> Answer | None:
-        """The answer to a question that is asked now; None where it does not come in time: what comes later is
-        dropped. Raises what the question raised."""
+        """The answer of a query that starts now; None if it does not come in time: a late answer is dropped. Raises the
+        exception of the query."""
         with self._wake:
             if self._num_answers == self._num_requests:
                 self._num_requests += 1
@@ -38,7 +38,7 @@ class TimeoutWorker(Generic[Answer]):
             return self._answer if self._num_answers == self._num_requests else None
 
     def stop(self, timeout_s: float = 0.2) -> bool:
-        """Lets the thread end; whether it did in time. One that hangs is left behind."""
+        """Ends the thread; whether it ended in time. A thread that hangs is abandoned."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
@@ -56,7 +56,7 @@ class TimeoutWorker(Generic[Answer]):
             try:
                 query = query or self._make_query()
                 answer = query()
-            except Exception as exception:  # noqa: BLE001 (it travels to the thread that asks)
+            except Exception as exception:  # noqa: BLE001 (raised in the calling thread)
                 error = exception
             with self._wake:
                 self._answer, self._error, self._num_answers = answer, error, self._num_requests

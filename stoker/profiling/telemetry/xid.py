@@ -1,8 +1,8 @@
-"""Errors that the driver reports of a GPU (Xids) while a run lives, heard in a thread of their own.
+"""Errors that the driver reports for a GPU (Xids) while a run is running, received in a separate thread.
 
-The driver tells who waits for them when they happen; nobody can ask later. An event `gpu_fault` is written at once,
-since what follows may be a driver that answers nothing; the numbers go into the next line of devices.jsonl too. What a
-number means is the diagnosis's (`diagnose`). After the fact, the kernel's log has them as well: `kernel`.
+The driver delivers them only to a process that waits for them; they cannot be queried later. An event `gpu_fault` is
+written at once, because the driver may hang afterwards; the numbers are also in the next line of devices.jsonl. What a
+number means is in `stoker/diagnosis/`. After a run, the kernel log has them too: `kernel_log`.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.nvml import Gpu, handle_pointer
 
 POLL_TIMEOUT_MS = 200
-"""The driver cannot be called away from its wait: so long does an end take."""
+"""A wait in the driver cannot be interrupted: stopping takes this long."""
 
 REPEAT_INTERVAL_S = 60.0
-"""A GPU that reports the same number over and over is written down once in so long."""
+"""If a GPU repeats a number, it is written at most once in this time."""
 
 MAX_XIDS_PER_SAMPLE = 16
-"""Numbers of a GPU that one line of devices.jsonl holds."""
+"""Maximum numbers of a GPU in one line of devices.jsonl."""
 
 _EVENT_TYPES = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class XidEvent:
-    """gpu: the driver's number; xid: NVIDIA's number, None of an uncorrected memory error without one; count: of the
-    same since the last one that was told; kernel: what the kernel's log says of it, where it may be read."""
+    """gpu: the driver's index; xid: NVIDIA's number, None for an uncorrected memory error without one; count: how often
+    it came since the last one that was written; kernel: its line of the kernel log, if that can be read."""
 
     gpu: int
     xid: int | None
@@ -46,8 +46,9 @@ class XidEvent:
 
 
 class XidListener:
-    """Listens to the GPUs from now until `end`. say: gets each fault, in the listening thread; lost: gets the reason
-    when no more can be heard. A driver that reports none (vGPU, WSL, very old GPUs) has nobody listening."""
+    """Receives errors of the GPUs until `stop`. on_event: is called with each error, in the listening thread;
+    on_failure: is called with the reason when listening fails. For a driver without these events (vGPU, WSL, very old
+    GPUs) there is no thread."""
 
     def __init__(
         self, gpus: Sequence[Gpu], on_event: Callable[[XidEvent], None], on_failure: Callable[[str], None]
@@ -56,7 +57,7 @@ class XidListener:
         self._lock = threading.Lock()
         self._pending_xids: dict[int, list[int]] = {}
         self._reported: dict[tuple[int, int | None], tuple[float, int]] = {}
-        """When this number of this GPU was told, and how often it came since."""
+        """(GPU, number) → when it was written, and how often it came since."""
         self._stop = threading.Event()
         self._index_by_handle = {handle_pointer(gpu.device): gpu.index for gpu in gpus if gpu.device is not None}
         self._events = _register_events([gpu.device for gpu in gpus if gpu.device is not None])
@@ -65,12 +66,12 @@ class XidListener:
             self._thread.start()
 
     def pop_xids(self, index: int) -> list[int]:
-        """The numbers that a GPU has reported since this was asked before, at most MOST."""
+        """The numbers that a GPU reported since the last call, at most MAX_XIDS_PER_SAMPLE."""
         with self._lock:
             return self._pending_xids.pop(index, [])
 
     def stop(self, timeout_s: float = 5 * POLL_TIMEOUT_MS / 1e3) -> bool:
-        """Stops listening; whether the thread ended in time. One that hangs in the driver is left behind."""
+        """Stops listening; whether the thread ended in time. A thread that hangs in the driver is abandoned."""
         self._stop.set()
         if self._events is not None:
             self._thread.join(timeout_s)
@@ -81,7 +82,7 @@ class XidListener:
             while not self._stop.is_set():
                 self._wait_for_event()
         except pynvml.NVMLError as error:
-            self._on_failure(f"errors of the GPUs are not heard any more: {error}")
+            self._on_failure(f"errors of the GPUs are no longer received: {error}")
         else:
             pynvml.nvmlEventSetFree(self._events)
 
@@ -93,7 +94,7 @@ class XidListener:
                 return
             raise
         index = self._index_by_handle.get(handle_pointer(event.device))
-        if index is None:  # a GPU of somebody else
+        if index is None:  # not a GPU of this run
             return
         xid = int(event.eventData) if event.eventType == pynvml.nvmlEventTypeXidCriticalError else None
         if xid is not None:
@@ -113,11 +114,11 @@ class XidListener:
 
 
 def _register_events(handles: list[Any]) -> Any:
-    """NVML's set of events; None where no GPU reports any."""
+    """NVML's event set; None if no GPU reports errors."""
     events, any_registered = None, False
     try:
         events = pynvml.nvmlEventSetCreate() if handles else None
-    except pynvml.NVMLError:  # this driver has none
+    except pynvml.NVMLError:  # not supported by this driver
         return None
     for handle in handles:
         try:
@@ -125,7 +126,7 @@ def _register_events(handles: list[Any]) -> Any:
             if types:
                 pynvml.nvmlDeviceRegisterEvents(handle, types, events)
                 any_registered = True
-        except pynvml.NVMLError:  # this GPU reports none; the others are heard
+        except pynvml.NVMLError:  # not supported by this GPU
             continue
     if not any_registered and events is not None:
         pynvml.nvmlEventSetFree(events)
@@ -133,7 +134,7 @@ def _register_events(handles: list[Any]) -> Any:
 
 
 def _find_kernel_message(xid: int | None, now_s: float) -> str | None:
-    """The newest line of the kernel's log about this number; the driver writes it before it reports the error."""
+    """The newest line of the kernel log with this number; the driver writes it before it reports the error."""
     if xid is None:
         return None
     lines = read_kernel_lines(now_s - 10.0) or []
