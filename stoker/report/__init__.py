@@ -1,4 +1,4 @@
-"""Shows a run to people: on the terminal (`terminal.py`), in TensorBoard (`tensorboard.py`).
+"""Shows runs, datasets and models on the terminal (`*_terminal.py`), as HTML (`html.py`), in TensorBoard (`tensorboard.py`).
 
-Readers of records and metrics, no more: nothing here trains or imports torch, so a run can be shown on any machine.
+Nothing here trains or imports torch, so a run can be shown on any machine.
 """

@@ -1,7 +1,7 @@
-"""What to do next about a run, the most urgent first, from what the records prove. `facts.py` calls it.
+"""What to do next about a run, the most urgent first, based on its records. Called by `run_report.py`.
 
-The causes of lost time and their fixes are the diagnosis' (`diagnose/`); here come the run's end before them, the
-model's mistakes behind them, and last the size of the machine (`sizing.py`). Where nothing is proved, nothing is said.
+The causes of lost time and their fixes come from `stoker/diagnosis/`. This module adds how the run ended (first), the
+error types of the model, and the size of the machine (`sizing.py`, last). Without evidence there is no advice.
 """
 
 from typing import Literal
@@ -17,43 +17,43 @@ from stoker.runs.records import CHECKPOINTS, CONFIG
 from stoker.runs.schemas import Event
 
 MIN_ERROR_FRACTION = 0.15
-"""Share of the true boxes that a kind of mistake must reach to be worth a word. Our judgment."""
+"""Number of errors of one type, relative to the ground truth boxes, that makes the type worth mentioning. Heuristic."""
 
 ERROR_TYPE_ADVICE: dict[str, tuple[str, str]] = {
-    "localisation": (
-        "the right class, but the box is off",
-        "look at whether the true boxes are drawn alike; a larger --image-size where objects are small",
+    "localization": (
+        "correct class, inaccurate box",
+        "check whether ground truth boxes are drawn consistently; a larger --image-size if objects are small",
     ),
     "class": (
-        "the right place, but another class",
-        "look at the confused pairs: labels that are mixed up, or classes that need more pictures",
+        "accurate box, wrong class",
+        "check the confused classes: wrong labels, or classes that need more images",
     ),
-    "both": ("another class, and the box is off", "look at the worst pictures; it is seldom the first thing to mend"),
+    "both": ("wrong class and inaccurate box", "check the worst images; rarely the first problem to fix"),
     "duplicate": (
-        "a second box on an object that has one",
-        "a lower IoU for suppressing doubles: `stoker predict --iou 0.4`",
+        "a second box on a detected object",
+        "a lower IoU threshold of NMS: `stoker predict --iou 0.4`",
     ),
     "background": (
-        "a box where nothing is labelled",
-        "look at the worst pictures: objects that nobody labelled, or pictures without objects that training lacks",
+        "a box without a ground truth object",
+        "check the worst images: unlabeled objects, or too few training images without objects",
     ),
     "missed": (
-        "an object that nothing is found about",
-        "look at the worst pictures: small objects want a larger --image-size, rare ones more pictures",
+        "an object without a detection",
+        "check the worst images: small objects need a larger --image-size, rare ones more images",
     ),
 }
-"""Mistake → what it is, and what to look at."""
+"""TIDE error type → its meaning, and what to check."""
 
 
 REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
-"""Findings that know no more of a run's end than its last event, which comes first."""
+"""Findings that repeat the last event of the run, which this module reports first."""
 
 
 Severity = Literal["critical", "warning", "info"]
 
 
 class Advice(msgspec.Struct, kw_only=True):
-    """Something to do."""
+    """A recommended action."""
 
     severity: Severity
     title: str
@@ -68,7 +68,7 @@ _SEVERITIES: dict[str, Severity] = {"critical": "critical", "warning": "warning"
 def advise(
     explanation: RunExplanation, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]
 ) -> list[Advice]:
-    """aps: AP of each evaluation, by step."""
+    """aps: AP of each evaluation, in order of steps."""
     advice = _termination_advice(explanation, events)
     advice += [
         Advice(
@@ -94,7 +94,7 @@ def advise(
 
 
 def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Advice]:
-    """What an unfinished run needs."""
+    """For a run that did not finish."""
     resume = f"stoker train --resume {explanation.run}"
     if explanation.state == "failed":
         message = next((event.text for event in reversed(events) if event.kind == "failed"), "")
@@ -107,17 +107,17 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
                 severity="critical",
                 title=f"The run failed: {first_line}",
                 reason=reason,
-                fix=fix or "set right what the message names, then continue it",
+                fix=fix or "fix the reported problem, then resume the run",
                 command=resume,
             )
         ]
-    if explanation.state == "dead":
+    if explanation.state == "killed":
         return [
             Advice(
                 severity="critical",
-                title="The run died without a word",
+                title="The run was killed",
                 reason=explanation.state_text,
-                fix="continue it from its last checkpoint"
+                fix="resume it from its last checkpoint"
                 if CHECKPOINTS in explanation.evidence_paths
                 else "start it again",
                 command=resume if CONFIG in explanation.evidence_paths else None,
@@ -128,8 +128,8 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
             Advice(
                 severity="warning",
                 title="The run was stopped by a signal",
-                reason="its state is saved",
-                fix="continue it exactly where it was",
+                reason="its state was saved",
+                fix="resume it exactly where it stopped",
                 command=resume,
             )
         ]
@@ -137,19 +137,19 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
 
 
 def _error_type_advice(evaluation: Evaluation) -> list[Advice]:
-    """The most frequent kind of mistake, where it is frequent."""
+    """The most frequent error type, if it is frequent."""
     counts = sum_error_types(evaluation)
     boxes = evaluation.metrics.boxes
     error_type = max(counts, key=lambda name: counts[name], default=None)
     if error_type is None or not boxes or counts[error_type] < MIN_ERROR_FRACTION * boxes:
         return []
     meaning, fix = ERROR_TYPE_ADVICE[error_type]
-    reason = f"{counts[error_type]:,} of them, at {boxes:,} true boxes: {meaning}"
-    return [Advice(severity="info", title=f"The most frequent mistake: {error_type}", reason=reason, fix=fix)]
+    reason = f"{counts[error_type]:,}, with {boxes:,} ground truth boxes: {meaning}"
+    return [Advice(severity="info", title=f"The most frequent error type: {error_type}", reason=reason, fix=fix)]
 
 
 def sum_error_types(evaluation: Evaluation) -> dict[str, int]:
-    """Kind → count over all classes, of the kinds that occur."""
+    """Error type → count over all classes, without zeros."""
     counts: dict[str, int] = {}
     for class_eval in evaluation.classes:
         for error_type, count in class_eval.error_types.items():
@@ -158,20 +158,20 @@ def sum_error_types(evaluation: Evaluation) -> dict[str, int]:
 
 
 MIN_AP_GAIN = 0.01
-"""Gain of AP between the last two evaluations from which on more training is worth a try. Our judgment."""
+"""Minimum AP gain between the last two evaluations that suggests longer training. Heuristic."""
 
 
 def _rising_ap_advice(aps: list[float | None]) -> list[Advice]:
     known = [value for value in aps if value is not None]
     if len(known) < 2 or known[-1] - known[-2] < MIN_AP_GAIN:
         return []
-    reason = f"AP went from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
+    reason = f"AP rose from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
     return [
         Advice(
             severity="info",
             title="AP was still rising at the end",
             reason=reason,
-            fix="a new run that is longer",
-            command="--max-duration",
+            fix="train longer",
+            command="--epochs",
         )
     ]

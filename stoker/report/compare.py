@@ -1,30 +1,26 @@
-"""`stoker why A --compare B`: what changed from one run to another, as data: settings, machine, time, findings, AP.
+"""`stoker why A --compare B` as data: differences in settings, machine, time, findings and AP.
 
-`compare` reads both as `stoker why` does; `compare_terminal.py` prints it. Which change caused which is not said: two
-runs prove no cause. The statement names the largest difference first."""
+`compare` reads both runs as `stoker why` does; `compare_terminal.py` prints the result. It names no causes: two runs do
+not prove which change caused which."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stoker.report import format as fmt
-from stoker.report.explain import RunExplanation, explain_run, open_records, read_environment
+from stoker.report.environment import comparable, read_environment
+from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
 from stoker.runs import records
 from stoker.runs.schemas import Event
 
 SAME_TOLERANCE = 0.01
-"""Difference of a time, share of the whole, below which it is called the same. Our judgment: repeated runs differ by
-more than this, so what is below says nothing."""
-NOT_COMPARED = frozenset({"argv", "cwd"})
-PER_RUN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "SLURM_JOB_ID"})
-"""Variables that are others in every run."""
+"""Relative difference of times below which they count as equal. Heuristic: repeated runs differ by more than this."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that differs. None: it is not recorded there."""
+    """A value that differs. None: not recorded in that run."""
 
     name: str
     before: str | None
@@ -32,7 +28,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase in both runs, in seconds per `Comparison.per`, and as share of all device time."""
+    """A phase in both runs: seconds per `Comparison.unit`, and fraction of all device time."""
 
     phase: str
     before_s: float
@@ -42,42 +38,42 @@ class PhaseChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What changed from `before` to `after`."""
+    """The differences between the runs `before` and `after`."""
 
     before: str
     after: str
     statement: list[str]
     """Sentences, the largest difference first."""
     unit: str
-    """`step`: seconds of each device per optimizer step; `1,000 pictures`, where the batch differs: device-seconds."""
+    """`step`: seconds of each device per optimizer step; if the batch size differs, `1,000 images`: device-seconds."""
     total_s: tuple[float | None, float | None]
-    """Of all phases, per the same. None: no step was done."""
+    """All phases together, per unit. None: no step was done."""
     phases: list[PhaseChange]
-    """The largest difference first; of runs that both did a step."""
+    """The largest difference first; empty if a run did no step."""
     img_per_s: tuple[float | None, float | None]
-    """Over all of the time."""
+    """Average over the run."""
     ap: tuple[float | None, float | None]
-    """Of the last evaluation."""
+    """AP of the last evaluation."""
     settings: list[Change]
-    """Where both have some: jobs of others have none."""
+    """Empty if a run has no settings: external jobs have none."""
     environment: list[Change]
     removed_causes: list[str]
-    """Causes of findings that only the first has."""
+    """Causes of findings that only the first run has."""
     added_causes: list[str]
-    """Causes of findings that only the second has."""
+    """Causes of findings that only the second run has."""
     states: tuple[str, str]
     costs: tuple[float | None, float | None]
-    """Money that all of it took, where a price is known."""
+    """Cost of each run, if its price is known."""
 
 
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:
-    """Reads both runs. price: as for `why.gather`, for both. Raises UsageError where one is no run."""
+    """Reads both runs. price_per_device_hour: as for `explain_run`. Raises UsageError if one is not a run."""
     first, second = explain_run(before, price_per_device_hour), explain_run(after, price_per_device_hour)
     folders = open_records(before), open_records(after)
     unit, totals_s, phases = _times(first, second)
     both = [_settings(folder) for folder in folders]
-    settings = _changes(*both) if all(both) else []  # of one alone, that there are none is said
-    environment = _changes(*(flatten_environment(read_environment(folder)) for folder in folders))
+    settings = _changes(*both) if all(both) else []
+    environment = _changes(*(comparable(read_environment(folder)) for folder in folders))
     causes = [[finding.cause for finding in explanation.findings] for explanation in (first, second)]
     aps = _last_ap(folders[0]), _last_ap(folders[1])
     return Comparison(
@@ -110,7 +106,7 @@ def _total_cost(explanation: RunExplanation) -> float | None:
 def _times(
     first: RunExplanation, second: RunExplanation
 ) -> tuple[str, tuple[float | None, float | None], list[PhaseChange]]:
-    """(unit, all of the time per unit, the phases per unit)."""
+    """(unit, total time per unit, phases per unit)."""
     batches = [
         explanation.num_images / _executed_steps(explanation)
         if _executed_steps(explanation) and explanation.num_images
@@ -141,9 +137,9 @@ def _times(
                     after_fraction=rows[1].fraction if rows[1] else 0.0,
                 )
             )
-    # of two that differ alike, the loss: it is what can be changed
+    # of equal differences, `compute` last: lost time is what can be changed
     ordered = sorted(changes, key=lambda row: (-round(abs(row.after_s - row.before_s), 9), row.phase == "compute"))
-    return "1,000 pictures" if by_images else "step", (totals_s[0], totals_s[1]), ordered
+    return "1,000 images" if by_images else "step", (totals_s[0], totals_s[1]), ordered
 
 
 def _executed_steps(explanation: RunExplanation) -> int:
@@ -162,38 +158,8 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change
     ]
 
 
-def flatten_environment(environment: Mapping[str, Any]) -> dict[str, str]:
-    """environment.json as name → text, without what is another in every run: `packages.torch` → `2.15.0`."""
-    flattened: dict[str, str] = {}
-    for name, value in environment.items():
-        if name in NOT_COMPARED or value is None:
-            continue
-        if name == "gpu" and isinstance(value, dict):
-            flattened |= _flatten_gpu(value)
-        elif isinstance(value, dict):
-            inner = flatten_environment(
-                {key: inner_value for key, inner_value in value.items() if key not in PER_RUN_VARIABLES}
-            )
-            flattened |= {f"{name}.{key}": inner_value for key, inner_value in inner.items()}
-        elif name.endswith("_bytes") and isinstance(value, int):
-            flattened[name] = fmt.size(value)
-        else:
-            flattened[name] = str(value)
-    return flattened
-
-
-def _flatten_gpu(gpu: Mapping[str, Any]) -> dict[str, str]:
-    """Which and how many, not the single ones: another machine has other serial numbers."""
-    flattened = {f"gpu.{key}": str(value) for key, value in gpu.items() if key != "gpus" and value is not None}
-    gpus = gpu.get("gpus")
-    if isinstance(gpus, list) and gpus:
-        names = [str(entry.get("name") or "unnamed") if isinstance(entry, dict) else "unnamed" for entry in gpus]
-        flattened["gpu"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    return flattened
-
-
 def _last_ap(folder: Path) -> float | None:
-    """AP of the last evaluation that the events tell."""
+    """AP of the last evaluation in events.jsonl."""
     last = None
     for event in records.read_lines(folder, records.EVENTS, Event):
         metrics = event.data.get("metrics") if event.kind == "evaluated" else None
@@ -213,29 +179,25 @@ def _statement(
     causes: list[list[str]],
     aps: tuple[float | None, float | None],
 ) -> list[str]:
-    """Sentences. How long it took comes first, unless it took the same."""
+    """Sentences about the differences. Time comes first, unless it is equal."""
     sentences, unchanged = [], []
     before_s, after_s = totals_s
     if before_s and after_s:
         if abs(after_s - before_s) > SAME_TOLERANCE * before_s:
             change = after_s / before_s
             relative = f"{fmt.percentage(1 - change)} less" if change < 1 else f"{fmt.number(change)} times as much"
-            sentences.append(
-                f"The second took {relative} time per {unit}: {_format_seconds(before_s)} → {_format_seconds(after_s)}."
-            )
+            sentences.append(f"The second took {relative} time per {unit}: {_seconds(before_s)} → {_seconds(after_s)}.")
         elif phases and abs(phases[0].after_s - phases[0].before_s) > SAME_TOLERANCE * before_s:
-            sentences.append(f"Both took the same time per {unit}, {_format_seconds(before_s)}, spent differently.")
+            sentences.append(f"Both took the same time per {unit}, {_seconds(before_s)}, but in different phases.")
         elif (first.device_s, first.steps) != (second.device_s, second.steps):
-            unchanged.append(
-                f"Both took the same time per {unit}, within {fmt.percentage(SAME_TOLERANCE)}: {_format_seconds(after_s)}."
-            )
+            tolerance = fmt.percentage(SAME_TOLERANCE)
+            unchanged.append(f"Both took the same time per {unit}, within {tolerance}: {_seconds(after_s)}.")
         if sentences:
             largest = phases[0]
-            sentences.append(
-                f"The largest difference is {largest.phase}: {_format_seconds(largest.before_s)} → {_format_seconds(largest.after_s)} per {unit}."
-            )
+            change_text = f"{_seconds(largest.before_s)} → {_seconds(largest.after_s)} per {unit}"
+            sentences.append(f"The largest difference is {largest.phase}: {change_text}.")
     elif before_s or after_s:
-        sentences.append(f"Only the {'first' if before_s else 'second'} did a step, so times cannot be compared.")
+        sentences.append(f"Only the {'first' if before_s else 'second'} did a step; times cannot be compared.")
     if aps[0] != aps[1]:
         sentences.append(f"AP {fmt.metric(aps[0])} → {fmt.metric(aps[1])}.")
     if first.state != second.state:
@@ -243,22 +205,20 @@ def _statement(
     if causes[0] != causes[1]:
         removed, added = (sorted(set(a) - set(b)) for a, b in (causes, reversed(causes)))
         finding_changes = [
-            f"Findings that are {label}: {', '.join(names)}."
-            for label, names in (("gone", removed), ("new", added))
-            if names
+            f"{label} findings: {', '.join(names)}." for label, names in (("Removed", removed), ("New", added)) if names
         ]
-        sentences += finding_changes or ["Findings are the same in another order."]
-    for label, changes in (("settings", settings), ("machine and versions", environment)):
+        sentences += finding_changes or ["The findings are the same, in a different order."]
+    for label, changes in (("Settings", settings), ("Machine and versions", environment)):
         if changes:
-            sentences.append(f"Of {label}, {fmt.plural(len(changes), 'value')} changed: {_names(changes)}.")
-    return [*sentences, *unchanged] or ["Nothing that is recorded differs."]
+            sentences.append(f"{label}: {fmt.plural(len(changes), 'value')} changed: {_names(changes)}.")
+    return [*sentences, *unchanged] or ["The records do not differ."]
 
 
 def _missing_settings_note(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """A sentence where only one of them has settings."""
+    """A sentence if only one of the runs has settings."""
     if bool(first) == bool(second):
         return []
-    return [f"The {'second' if first else 'first'} has no settings of stoker's: they are not compared."]
+    return [f"The {'second' if first else 'first'} has no settings; they are not compared."]
 
 
 def _names(changes: list[Change]) -> str:
@@ -266,5 +226,5 @@ def _names(changes: list[Change]) -> str:
     return ", ".join(change.name for change in changes[:5]) + more
 
 
-def _format_seconds(seconds: float) -> str:
+def _seconds(seconds: float) -> str:
     return f"{fmt.number(seconds)} s"

@@ -1,4 +1,4 @@
-"""What `stoker why A --compare B` prints. What it says is `compare.py`'s."""
+"""Prints `stoker why A --compare B`. The data comes from `compare.py`."""
 
 from collections.abc import Iterator
 from typing import TextIO
@@ -12,7 +12,7 @@ from stoker.report.console import plain_text, print_renderables, table
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """The statement, then tables of the times, the settings, and what they ran on."""
+    """Prints the statement, then tables of times, settings, machine and versions."""
     head = table("", "", header=False)
     head.add_row("first", plain_text(comparison.before))
     head.add_row("second", plain_text(comparison.after))
@@ -29,8 +29,8 @@ def _times(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.phases:
         return
     yield ""
-    unit = "s per step" if comparison.unit == "step" else "device-seconds per 1,000 pictures"
-    rendered = table("phase", "first", "second", "change", "share, first", "second", right=(1, 2, 3, 4, 5))
+    unit = "s per step" if comparison.unit == "step" else "device-seconds per 1,000 images"
+    rendered = table("phase", "first", "second", "change", "fraction, first", "second", right=(1, 2, 3, 4, 5))
     for row in comparison.phases:
         change = row.after_s - row.before_s
         fractions = fmt.percentage(row.before_fraction), fmt.percentage(row.after_fraction)

@@ -1,6 +1,6 @@
-"""How text and tables reach a terminal, a file or a pipe. What they say is `terminal.py`'s.
+"""Prints text and tables to a terminal, a file or a pipe. Used by all `*_terminal.py` modules.
 
-A file or a pipe gets whole lines without control characters, without colours, without wrapping.
+A file or a pipe gets complete lines without control characters, colors or wrapping.
 """
 
 import io
@@ -14,18 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 UNBOUNDED_WIDTH = 10_000
-"""Columns of a page that nobody wraps."""
+"""Width that disables wrapping."""
 
 
 def supports_cursor(file: TextIO) -> bool:
-    """Whether `file` is a terminal whose cursor can be moved."""
+    """Whether `file` is a terminal with cursor movement."""
     return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> Console:
-    """A rich console that prints texts as they are: no markup, no emoji, no guessed colours. It honours NO_COLOR.
+    """A rich console without markup, emoji and highlighting. It respects NO_COLOR.
 
-    A character that the stream's encoding lacks becomes `?`: a container's locale must not end a training.
+    A character that the encoding of the stream lacks becomes `?`: the locale of a container must not end a training.
     """
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
@@ -42,7 +42,7 @@ def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> C
 
 
 def render_plain(renderable: RenderableType, width: int | None = None) -> str:
-    """Lines without colours and without the spaces that fill a table's lines."""
+    """Lines without colors and trailing spaces."""
     text = io.StringIO()
     make_console(text, terminal=False, width=width).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
@@ -51,7 +51,7 @@ def render_plain(renderable: RenderableType, width: int | None = None) -> str:
 def print_renderables(
     renderables: Iterable[RenderableType], file: TextIO | None = None, *, width: int | None = None
 ) -> None:
-    """Prints texts and tables one under the other."""
+    """Prints texts and tables one after the other."""
     stream = sys.stdout if file is None else file
     terminal = supports_cursor(stream)
     console = make_console(stream, terminal=terminal, width=width)
@@ -63,7 +63,7 @@ def print_renderables(
 
 
 def table(*columns: str, right: Iterable[int] = (), header: bool = True) -> Table:
-    """A table without lines. right: positions of the columns of numbers."""
+    """A table without borders. right: indices of right-aligned columns."""
     result = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
     for index, name in enumerate(columns):
         justify: Any = "right" if index in right else "left"
@@ -72,5 +72,5 @@ def table(*columns: str, right: Iterable[int] = (), header: bool = True) -> Tabl
 
 
 def plain_text(text: object, style: str = "") -> Text:
-    """A text without control characters: the name of a class or a file must not steer the reader's terminal."""
+    """A text without control characters: a class or file name must not control the terminal."""
     return Text("".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in str(text)), style)

@@ -1,15 +1,16 @@
-"""What `stoker data convert` did, in lines: what was read and written, and everything that is not in the new data set.
-Not here: converting (`stoker/data/convert/`)."""
+"""Prints the result of `stoker data convert`: what was read, written and left out. The conversion itself is in
+`stoker/data/convert/`."""
 
 from typing import TextIO
 
 from stoker.data.convert.writing import ConversionResult
 from stoker.data.index import Index
 from stoker.data.validation.problems import PROBLEM_KINDS
+from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables
 
 MAX_EXAMPLES = 5
-"""Examples of what was left out."""
+"""Examples of images that were left out."""
 
 
 def print_converted(index: Index, converted: ConversionResult, file: TextIO | None = None) -> None:
@@ -21,12 +22,12 @@ def print_converted(index: Index, converted: ConversionResult, file: TextIO | No
     splits = ", ".join(f"{split} {count:,}" for split, count in converted.num_images.items())
     lines += converted.notes
     if converted.skipped:
-        lines.append(f"{len(converted.skipped):,} pictures are left out:")
+        lines.append(f"{fmt.plural(len(converted.skipped), 'image')} left out:")
         lines += [f"  {path}: {reason}" for path, reason in converted.skipped[:MAX_EXAMPLES]]
         if len(converted.skipped) > MAX_EXAMPLES:
             lines.append(f"  and {len(converted.skipped) - MAX_EXAMPLES:,} more")
     lines.append(
-        f"{sum(converted.num_images.values()):,} pictures ({splits}), {converted.num_boxes:,} boxes,"
+        f"{sum(converted.num_images.values()):,} images ({splits}), {converted.num_boxes:,} boxes,"
         f" {len(index.class_names)} classes"
     )
     lines.append(f"written: {converted.folder}")

@@ -1,5 +1,4 @@
-"""How the report of `stoker data check` looks on a terminal or in a file. What it says is
-`stoker/data/validation/check.py`'s."""
+"""Prints the report of `stoker data check`. The checks are in `stoker/data/validation/check.py`."""
 
 from typing import TextIO
 
@@ -11,15 +10,15 @@ from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.format import count, plural
 
 MAX_EXAMPLES = 3
-"""Places of a kind that the table shows; `--json` has all."""
+"""Locations per kind of problem; `--json` has all."""
 STYLES = {"refused": "bold red", "skipped": "yellow", "fixed": "cyan", "kept": "dim"}
 UNREADABLE = "unreadable-set"
-"""The kind whose place is the error itself, printed as it is."""
+"""The kind of problem whose location is the error message."""
 PLURALS = {"box": "boxes", "class": "classes"}
 
 
 def print_check(report: CheckReport, file: TextIO | None = None) -> None:
-    """Prints the table of what was found and the verdict."""
+    """Prints the problems and the conclusion."""
     print_renderables(_renderables(report), file)
 
 
@@ -32,19 +31,19 @@ def _renderables(report: CheckReport) -> list[RenderableType]:
         if items:
             renderables += [Text(""), _table(action, items)]
     if not report.items:
-        renderables += [Text(""), Text("nothing is wrong", style="green")]
+        renderables += [Text(""), Text("no problems found", style="green")]
     return [*renderables, *([Text("")] if renderables else []), *_verdict(report)]
 
 
 def _header_lines(report: CheckReport) -> list[str]:
     splits = ", ".join(f"{name} {count(split.num_images)}" for name, split in report.splits.items())
     lines = [
-        f"{report.data}: {plural(report.num_images, 'picture')} ({splits}), {plural(report.num_boxes, 'box', 'boxes')},"
+        f"{report.data}: {plural(report.num_images, 'image')} ({splits}), {plural(report.num_boxes, 'box', 'boxes')},"
         f" {plural(len(report.classes), 'class', 'classes')}",
         *report.notes,
     ]
     if not report.decoded:
-        lines.append("the pictures were not opened (--annotations-only)")
+        lines.append("images were not decoded (--annotations-only)")
     return lines
 
 
@@ -61,7 +60,7 @@ def _table(action: str, items: list[CheckItem]) -> RenderableType:
             Text("\n").join(
                 [
                     *locations,
-                    Text(f"→ {item.effect}; to mend: {item.fix}" if item.fix != "nothing" else f"→ {item.effect}"),
+                    Text(f"→ {item.effect}; fix: {item.fix}" if item.fix != "nothing" else f"→ {item.effect}"),
                 ]
             ),
         )
@@ -71,12 +70,12 @@ def _table(action: str, items: list[CheckItem]) -> RenderableType:
 def _verdict(report: CheckReport) -> list[Text]:
     unreadable = [location for item in report.items if item.kind == UNREADABLE for location in item.locations]
     if unreadable:
-        return [Text("training would refuse this data set:", style="bold red"), *map(plain_text, unreadable)]
+        return [Text("training would refuse this dataset:", style="bold red"), *map(plain_text, unreadable)]
     used = (
-        f"{count(report.num_usable_images)} of {plural(report.num_images, 'picture')},"
+        f"{count(report.num_usable_images)} of {plural(report.num_images, 'image')},"
         f" {count(report.num_usable_boxes)} of {plural(report.num_boxes, 'box', 'boxes')}"
     )
     if not report.refusals:
         return [Text(f"training would use {used}", style="bold green")]
-    refused = plain_text(f"training would refuse this data set: {'; '.join(report.refusals)}", "bold red")
+    refused = plain_text(f"training would refuse this dataset: {'; '.join(report.refusals)}", "bold red")
     return [Text(f"usable: {used}"), refused]

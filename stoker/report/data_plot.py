@@ -1,7 +1,7 @@
-"""What is in a data set (`data/validation/stats.py`), as one picture for `stoker data stats --out`. Pillow, no browser.
+"""Draws the statistics of a dataset (`stoker/data/validation/stats.py`) as one image, for `stoker data stats --out`.
 
-Nine panels: classes, pictures by split, sizes of pictures, boxes per picture, sizes of boxes before and after the
-resize, their aspects, where they lie, how anchors fit them, and the landmarks as text.
+Uses Pillow only. Nine panels: classes, images by split, image sizes, boxes per image, box sizes before and after
+resizing, aspect ratios, positions of boxes, fit of the anchors, and key values as text.
 """
 
 import math
@@ -26,14 +26,14 @@ from stoker.report.format import count, number, percentage
 
 WIDTH, HEIGHT = 1680, 1260
 SUPERSAMPLING = 2
-"""Drawn at twice the size and made smaller, for smooth edges."""
+"""The drawing is downscaled by this factor, for smooth edges."""
 MAX_CLASSES = 18
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 _INK, _FAINT, _LINE, _PAPER = (31, 41, 55), (107, 114, 128), (226, 232, 240), (255, 255, 255)
 _BLUE, _ORANGE, _TEAL = (37, 99, 235), (234, 88, 12), (13, 148, 136)
 _HEATMAP_COLORS = ((247, 250, 252), (147, 197, 253), (37, 99, 235), (30, 27, 75))
-"""Colours of the map of places, from none to the most."""
+"""Colors of the heatmap, from 0 to the maximum."""
 
 _MARGIN, _GAP, _TOP = 28, 22, 74
 
@@ -41,43 +41,39 @@ Rectangle = tuple[float, float, float, float]
 
 
 def check_output_path(out: Path, index: Index) -> None:
-    """Raises UsageError for a file that cannot be written as a picture, or that is one of the user's own."""
+    """Raises UsageError for a file that is not an image format, or that belongs to the dataset."""
     if out.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--out {out} has no ending of a picture.", choices=SUFFIXES, fix=f"--out {out.stem}.png")
+        raise UsageError(
+            f"--out {out} has no suffix of an image format.", choices=SUFFIXES, fix=f"--out {out.stem}.png"
+        )
     if out.exists() and index.contains_file(out):
         raise UsageError(
-            f"--out {out} exists, in the folder of the data set.",
-            cause="it may be one of the pictures",
-            fix="name a file that is not there yet, or outside of it",
+            f"--out {out} exists, in the folder of the dataset.",
+            cause="it may be one of its images",
+            fix="choose a new file, or one outside of the dataset",
         )
 
 
 def save_image(image: Image.Image, out: Path) -> None:
-    """Writes a picture, making its folder where that is not there. Raises StorageError where it cannot be written."""
+    """Writes an image and creates its folder. Raises StorageError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         image.save(out, quality=90)
     except OSError as error:
-        fix = "name another place with --out"
         cause = error.strerror or str(error)
-        raise StorageError("The picture cannot be written.", location=out, cause=cause, fix=fix) from error
+        fix = "choose another file with --out"
+        raise StorageError("The image cannot be written.", location=out, cause=cause, fix=fix) from error
 
 
 def draw_stats(stats: DatasetStats) -> Image.Image:
-    """The picture, WIDTH × HEIGHT."""
+    """The drawing, WIDTH × HEIGHT."""
     image = Image.new("RGB", (WIDTH * SUPERSAMPLING, HEIGHT * SUPERSAMPLING), (248, 250, 252))
     page = _Page(ImageDraw.Draw(image))
-    num_images, num_boxes = (
-        sum(split.num_images for split in stats.splits),
-        sum(split.num_boxes for split in stats.splits),
-    )
+    num_images = sum(split.num_images for split in stats.splits)
+    num_boxes = sum(split.num_boxes for split in stats.splits)
+    sizes = f"{count(num_images)} images · {count(num_boxes)} boxes · {count(len(stats.classes))} classes"
     page.text((_MARGIN, 18), stats.data, size=26, bold=True)
-    page.text(
-        (_MARGIN, 50),
-        f"{count(num_images)} pictures · {count(num_boxes)} boxes · {count(len(stats.classes))} classes · {stats.format}",
-        size=15,
-        fill=_FAINT,
-    )
+    page.text((_MARGIN, 50), f"{sizes} · {stats.format}", size=15, fill=_FAINT)
     panels = [
         _classes, _splits, _box_positions,
         _box_sizes, _aspect_ratios, _boxes_per_image,
@@ -93,7 +89,7 @@ def draw_stats(stats: DatasetStats) -> Image.Image:
 
 
 class _Page:
-    """A pen in pixels of the result."""
+    """Draws in pixel coordinates of the result."""
 
     def __init__(self, pen: ImageDraw.ImageDraw) -> None:
         self._pen = pen
@@ -126,20 +122,19 @@ class _Page:
         bold: bool = False,
         max_width: float | None = None,
     ) -> None:
-        """anchor: Pillow's. room: pixels after which the text is cut."""
+        """anchor: as in Pillow. max_width: pixels after which the text is cut."""
         text = "".join(c if c.isprintable() else "\ufffd" for c in text)
         font = self._font(size)
         if max_width is not None and font.getlength(text) > max_width * SUPERSAMPLING:
             while text and font.getlength(text + "…") > max_width * SUPERSAMPLING:
                 text = text[:-1]
             text += "…"
-        self._pen.text(
-            (xy[0] * SUPERSAMPLING, xy[1] * SUPERSAMPLING), text, font=font, fill=fill, anchor=anchor, stroke_width=1 if bold else 0,
-            stroke_fill=fill,
-        )  # fmt: skip
+        position = xy[0] * SUPERSAMPLING, xy[1] * SUPERSAMPLING
+        stroke_width = 1 if bold else 0
+        self._pen.text(position, text, font=font, fill=fill, anchor=anchor, stroke_width=stroke_width, stroke_fill=fill)
 
     def title(self, rect: Rectangle, title: str, note: str = "") -> Rectangle:
-        """Writes them; returns the room below."""
+        """Draws title and note; returns the rectangle below."""
         x0, y0, x1, y1 = rect
         self.text((x0, y0), title, size=16, bold=True)
         self.text((x0, y0 + 22), note, size=12, fill=_FAINT, max_width=x1 - x0)
@@ -149,7 +144,7 @@ class _Page:
 def _classes(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     ordered = sorted(stats.classes, key=lambda class_stats: -class_stats.num_boxes)
     shown = ordered[:MAX_CLASSES]
-    note = f"the {MAX_CLASSES} most common of {len(ordered)}" if len(ordered) > MAX_CLASSES else "share of boxes"
+    note = f"the {MAX_CLASSES} most frequent of {len(ordered)}" if len(ordered) > MAX_CLASSES else "fraction of boxes"
     x0, y0, x1, y1 = page.title(rect, "Classes", note)
     max_fraction = max((class_stats.box_fraction for class_stats in shown), default=0) or 1
     step = min(26.0, (y1 - y0) / max(1, len(shown)))
@@ -169,14 +164,15 @@ def _classes(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
 
 
 def _splits(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
-    x0, y0, x1, y1 = page.title(rect, "Pictures by split", "blue: with boxes; orange: without")
+    x0, y0, x1, y1 = page.title(rect, "Images by split", "blue: with boxes; orange: without")
     max_images = max((split.num_images for split in stats.splits), default=0) or 1
     step = min(84.0, (y1 - y0) / max(1, len(stats.splits)))
     for n, split in enumerate(stats.splits):
         y = y0 + n * step
         page.text((x0, y), split.split, size=14, bold=True)
         crowd = f" · {count(split.num_crowd_boxes)} crowd" if split.num_crowd_boxes else ""
-        summary = f"{count(split.num_images)} pictures · {count(split.num_boxes)} boxes{crowd} · {count(split.num_images_without_boxes)} without"
+        sizes = f"{count(split.num_images)} images · {count(split.num_boxes)} boxes{crowd}"
+        summary = f"{sizes} · {count(split.num_images_without_boxes)} without"
         page.text((x0 + 52, y + 2), summary, size=12, fill=_FAINT)
         width = (x1 - x0) / max_images
         with_boxes = x0 + width * (split.num_images - split.num_images_without_boxes)
@@ -186,11 +182,11 @@ def _splits(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
 
 def _box_positions(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     max_fraction = max(max(row) for row in stats.box_heatmap)
-    note = f"the darkest part of the picture is covered by {percentage(max_fraction)} of the boxes"
-    x0, y0, x1, y1 = page.title(rect, "Where boxes lie", note)
+    note = f"{percentage(max_fraction)} of the boxes cover the darkest cell"
+    x0, y0, x1, y1 = page.title(rect, "Positions of boxes", note)
     side = min(x1 - x0, y1 - y0)
     left, y0 = round((x0 + x1 - side) / 2), round(y0)
-    # To whole pixels of the drawing, each edge once: no seams.
+    # Edges at whole pixels, each computed once: no seams between cells.
     edges = [round(n * side / GRID_SIZE * SUPERSAMPLING) / SUPERSAMPLING for n in range(GRID_SIZE + 1)]
     for values, (top, bottom) in zip(stats.box_heatmap, pairwise(edges), strict=True):
         for value, (start, end) in zip(values, pairwise(edges), strict=True):
@@ -212,29 +208,27 @@ def _heatmap_color(value: float) -> tuple[int, int, int]:
 
 def _image_sizes(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     common = ", ".join(f"{size.width}x{size.height}" for size in stats.image_sizes[:3])
-    plot_rect = page.title(rect, "Size of pictures", f"root of the area, pixels; most common: {common or 'unknown'}")
+    plot_rect = page.title(rect, "Image sizes", f"√area, pixels; most frequent: {common or 'unknown'}")
     _histogram(page, plot_rect, [(stats.sqrt_image_area, _BLUE, "")])
 
 
 def _boxes_per_image(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     distribution = stats.boxes_per_image
     plot_rect = page.title(
-        rect, "Boxes per picture", f"median {number(distribution.median)}, most {number(distribution.max)}"
+        rect, "Boxes per image", f"median {number(distribution.median)}, maximum {number(distribution.max)}"
     )
     _histogram(page, plot_rect, [(distribution, _TEAL, "")], is_integer=True)
 
 
 def _box_sizes(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     height, width = stats.image_size
-    plot_rect = page.title(
-        rect, "Size of boxes", f"root of the area, pixels; canvas {width}x{height}; COCO's limits dashed"
-    )
-    series = [(stats.sqrt_box_area, _BLUE, "in the picture"), (stats.sqrt_box_area_resized, _ORANGE, "on the canvas")]
+    plot_rect = page.title(rect, "Box sizes", f"√area, pixels; image size {width}x{height}; dashed: COCO size limits")
+    series = [(stats.sqrt_box_area, _BLUE, "original"), (stats.sqrt_box_area_resized, _ORANGE, "after resizing")]
     _histogram(page, plot_rect, series, marks=(SMALL, LARGE))
 
 
 def _aspect_ratios(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
-    plot_rect = page.title(rect, "Aspect of boxes", "height over width; below 1 is wide, above 1 is high")
+    plot_rect = page.title(rect, "Aspect ratios of boxes", "height / width; below 1: wide, above 1: tall")
     _histogram(page, plot_rect, [(stats.aspect_ratios, _TEAL, "")], marks=(1.0,))
 
 
@@ -246,12 +240,12 @@ def _histogram(
     marks: Sequence[float] = (),
     is_integer: bool = False,
 ) -> None:
-    """Bars of the first, an outline of the second, over one axis: of whole numbers, or logarithmic in whole octaves."""
+    """Bars of the first series and outlines of the others, on an integer axis or on a log2 axis of whole octaves."""
     x0, y0, x1, y1 = rect
     bottom = y1 - 22
     series = [entry for entry in series if entry[0].count]
     if not series:
-        page.text(((x0 + x1) / 2, (y0 + y1) / 2), "nothing to count", fill=_FAINT, anchor="mm")
+        page.text(((x0 + x1) / 2, (y0 + y1) / 2), "no data", fill=_FAINT, anchor="mm")
         return
     low, high = (
         min(distribution.edges[0] for distribution, _, _ in series),
@@ -269,7 +263,7 @@ def _histogram(
     )
 
     def bars(distribution: Distribution) -> list[tuple[float, float, float]]:
-        """Left, right and top of each."""
+        """(left, right, top) of each bar."""
         tops = (
             bottom - (bottom - y0 - 18) * bin_count / distribution.count / max_fraction
             for bin_count in distribution.counts
@@ -285,7 +279,7 @@ def _histogram(
         for y in range(int(y0) + 18, int(bottom), 8):
             page.line([(to_x(mark), y), (to_x(mark), y + 4)], _FAINT)
     page.line([(x0, bottom), (x1, bottom)], _FAINT)
-    page.text((x0, y0 - 2), f"highest {percentage(max_fraction)}", size=11, fill=_FAINT)
+    page.text((x0, y0 - 2), f"maximum {percentage(max_fraction)}", size=11, fill=_FAINT)
     if is_integer:
         tick_step = -(-int(high - low) // 9)
         ticks = [float(value) for value in range(math.ceil(low), math.ceil(high), tick_step)]
@@ -302,8 +296,8 @@ def _histogram(
 def _anchors(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     x0, y0, x1, y1 = page.title(
         rect,
-        "How anchors fit",
-        f"share of boxes whose best anchor reaches an IoU of {IOU_THRESHOLDS[0]:g} (pale: {IOU_THRESHOLDS[1]:g}), on the canvas",
+        "Fit of the anchors",
+        f"fraction of boxes whose best anchor has IoU ≥ {IOU_THRESHOLDS[0]:g} (light: {IOU_THRESHOLDS[1]:g})",
     )
     groups = [
         "all",
@@ -337,12 +331,12 @@ def _lighten(color: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def _key_values(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     height, width = stats.image_size
-    x0, y0, x1, _ = page.title(rect, "In short", "")
+    x0, y0, x1, _ = page.title(rect, "Key values", "")
     boxes = stats.sqrt_box_area_resized
     lines = [
-        ("canvas", f"{width}x{height}, {stats.resize}"),
+        ("image size", f"{width}x{height}, {stats.resize}"),
         ("", stats.image_size_reason),
-        ("boxes on it", f"median {number(boxes.median)} px, 80 % in {number(boxes.p10)} … {number(boxes.p90)}"),
+        ("resized boxes", f"median {number(boxes.median)} px, 80 % in {number(boxes.p10)} … {number(boxes.p90)}"),
         ("", ", ".join(f"{name} {percentage(stats.fraction_by_area_resized[name])}" for name in AREA_RANGES)),
     ]
     for anchor_stats in stats.anchors:
@@ -351,7 +345,7 @@ def _key_values(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
             (f"anchors, {anchor_stats.name}", ""),
             ("", " ".join(f"{s:g}" for s in anchor_stats.sizes) + f": {reached}"),
         ]
-    lines += [("to change", stats.flags or "nothing")]
+    lines += [("recommended", stats.flags or "the defaults")]
     y = y0 - 20
     for name, value in lines:
         page.text((x0, y), name, size=13, bold=True)
@@ -369,7 +363,7 @@ def _key_values(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
 
 
 def _wrap(text: str, max_chars: int) -> list[str]:
-    """A text in lines of at most so many letters, cut between words."""
+    """Splits a text between words into lines of at most max_chars characters."""
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > max_chars:

@@ -1,5 +1,5 @@
-"""What is in a data set (`data/validation/stats.py`), as text for `stoker data stats`. The drawing is
-`data_plot.py`."""
+"""Prints `stoker data stats`: the statistics of a dataset from `stoker/data/validation/stats.py`. `data_plot.py` draws
+them."""
 
 import shlex
 from collections.abc import Iterator
@@ -18,18 +18,18 @@ from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.format import count, number, percentage, plural
 
 MAX_CLASSES = 30
-"""Classes that are listed; the JSON has them all."""
+"""Classes that are listed; the JSON has all."""
 BAR_WIDTH = 24
 """Characters of the longest bar."""
 
 
 def print_stats(stats: DatasetStats) -> None:
-    """Prints everything, a table for each question."""
+    """Prints the statistics as tables."""
     print_renderables(stats_renderables(stats))
 
 
 def stats_renderables(stats: DatasetStats) -> Iterator[RenderableType]:
-    """Texts and tables, one under the other."""
+    """Texts and tables, in order."""
     yield plain_text(f"{stats.data} ({stats.format})\n", "bold")
     yield _splits(stats)
     yield plain_text(f"\nclasses: {len(stats.classes)}", "bold")
@@ -40,24 +40,24 @@ def stats_renderables(stats: DatasetStats) -> Iterator[RenderableType]:
     common = ", ".join(f"{s.width}x{s.height} ({count(s.num_images)})" for s in stats.image_sizes[:5])
     if common:
         more = f", and {count(stats.num_image_sizes - 5)} other sizes" if stats.num_image_sizes > 5 else ""
-        yield plain_text(f"pictures: {common}{more}")
+        yield plain_text(f"images: {common}{more}")
     if stats.num_unknown_sizes:
         yield plain_text(
-            f"{plural(stats.num_unknown_sizes, 'picture')} could not be read (`stoker data check`)", "yellow"
+            f"{plural(stats.num_unknown_sizes, 'image')} could not be read (`stoker data check`)", "yellow"
         )
     height, width = stats.image_size
-    yield plain_text(f"\ncanvas {width}x{height}, {stats.resize}: {stats.image_size_reason}", "bold")
-    yield plain_text("\nanchors: share of the boxes that one can match", "bold")
+    yield plain_text(f"\nimage size {width}x{height}, {stats.resize}: {stats.image_size_reason}", "bold")
+    yield plain_text("\nanchors: fraction of the boxes that an anchor matches", "bold")
     yield _anchors(stats)
     yield plain_text(stats.anchors_note, "dim")
     for anchor_stats in stats.anchors[1:]:
         yield plain_text(f"{anchor_stats.name}: {anchor_stats.reason}")
     command = f"stoker train {shlex.quote(stats.data)} {stats.flags}"
-    yield plain_text(f"\nto train so: {command}" if stats.flags else "\nnothing needs to be changed", "bold")
+    yield plain_text(f"\nrecommended: {command}" if stats.flags else "\nthe defaults fit this dataset", "bold")
 
 
 def _splits(stats: DatasetStats) -> RenderableType:
-    rendered = table("split", "pictures", "without boxes", "boxes", "per picture", "crowd", right=range(1, 6))
+    rendered = table("split", "images", "without boxes", "boxes", "per image", "crowd", right=range(1, 6))
     for split in stats.splits:
         boxes_per_image = split.num_boxes / split.num_images if split.num_images else None
         rendered.add_row(
@@ -73,7 +73,7 @@ def _splits(stats: DatasetStats) -> RenderableType:
 
 def _classes(stats: DatasetStats) -> Iterator[RenderableType]:
     names = [entry.split for entry in stats.splits]
-    rendered = table("class", "boxes", "share", "", "pictures", *names, right=(1, 2, *range(4, 5 + len(names))))
+    rendered = table("class", "boxes", "fraction", "", "images", *names, right=(1, 2, *range(4, 5 + len(names))))
     ordered = sorted(stats.classes, key=lambda entry: -entry.num_boxes)
     max_count = max((entry.num_boxes for entry in ordered), default=0)
     for entry in ordered[:MAX_CLASSES]:
@@ -95,13 +95,13 @@ def _classes(stats: DatasetStats) -> Iterator[RenderableType]:
 
 
 def _sizes(stats: DatasetStats) -> RenderableType:
-    rendered = table("", "least", "10 %", "median", "90 %", "most", right=range(1, 6))
+    rendered = table("", "min", "10 %", "median", "90 %", "max", right=range(1, 6))
     rows: list[tuple[str, Distribution]] = [
-        ("pictures, root of the area, px", stats.sqrt_image_area),
-        ("boxes, root of the area, px", stats.sqrt_box_area),
-        ("the same on the canvas", stats.sqrt_box_area_resized),
-        ("boxes, height over width", stats.aspect_ratios),
-        ("boxes per picture", stats.boxes_per_image),
+        ("images, √area, px", stats.sqrt_image_area),
+        ("boxes, √area, px", stats.sqrt_box_area),
+        ("boxes after resizing, √area, px", stats.sqrt_box_area_resized),
+        ("boxes, height / width", stats.aspect_ratios),
+        ("boxes per image", stats.boxes_per_image),
     ]
     for name, distribution in rows:
         rendered.add_row(
@@ -119,7 +119,8 @@ def _bands(stats: DatasetStats) -> str:
         return ", ".join(f"{name} {percentage(fractions[name])}" for name in AREA_RANGES)
 
     limits = f"(small: below {SMALL}x{SMALL} px, large: from {LARGE}x{LARGE})"
-    return f"boxes: {format_fractions(stats.fraction_by_area)}; on the canvas {format_fractions(stats.fraction_by_area_resized)} {limits}"
+    resized = format_fractions(stats.fraction_by_area_resized)
+    return f"boxes: {format_fractions(stats.fraction_by_area)}; after resizing: {resized} {limits}"
 
 
 def _anchors(stats: DatasetStats) -> RenderableType:

@@ -1,9 +1,8 @@
-"""What `stoker why RUN` says, as data: where the time of a run went, what that cost, what to change, what is known.
+"""`stoker why RUN` as data: where the time of a run went, what it cost, the findings, and advice.
 
-`gather` reads a run, live, dead or finished; `explain_terminal.py` prints it; `why_as_dict` is its JSON. Two runs are
-compared in `compare.py`, many are added up in `fleet.py`; a log that is no run is `foreign_log.py`."""
+`explain_run` reads a run in any state; `explain_terminal.py` prints the result; `explanation_as_dict` is its JSON.
+`compare.py` compares two runs, `runs_summary.py` adds up many, and `foreign_log.py` reads a log without a run."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from stoker.config import old_names
 from stoker.diagnosis import rules
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
+from stoker.report import format as fmt
+from stoker.report.environment import read_environment
 from stoker.report.idle_estimate import DeviceIdleEstimate, estimate_idle
 from stoker.report.sizing import SizingAdvice, advise_sizing, read_resource_usage
 from stoker.runs import records
@@ -24,33 +24,33 @@ from stoker.runs.totals import Totals
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import is_uri
 
-State = Literal["live", "finished", "preempted", "failed", "dead", "unknown"]
+State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
 
 PHASE_MEANINGS = {
-    "compute": "the device worked on optimizer steps",
-    "startup": "imports, weights, index, choice of the batch, until the first step",
-    "compile": "kernels were compiled or chosen",
-    "input_wait": "the device waited for pictures",
-    "h2d": "the device waited for copies from the host",
-    "host": "the device waited for the host to issue work",
-    "sync": "the host waited for the device by name",
-    "comm": "devices exchanged gradients",
+    "compute": "the device ran optimizer steps",
+    "startup": "imports, weights, index, auto batch, until the first step",
+    "compile": "compilation and autotuning of kernels",
+    "input_wait": "the device waited for input",
+    "h2d": "the device waited for host-to-device copies",
+    "host": "the device waited for the host to launch kernels",
+    "sync": "explicit synchronization: the host waited for the device",
+    "comm": "gradient all-reduce",
     "straggler": "devices waited for the slowest one",
     "eval": "evaluation",
-    "checkpoint": "training stood still for a checkpoint",
-    "recovery": "steps that a restart lost were done again",
-    "idle": "nothing was asked of the device",
-    "unattributed": "no clock saw it",
+    "checkpoint": "training was paused to save a checkpoint",
+    "recovery": "steps that a restart lost were repeated",
+    "idle": "the device had no work to do",
+    "unattributed": "time that was not attributed to any phase",
 }
-"""A phase in a few words; docs/run-folder.md has more."""
+"""Phase → its meaning in short; docs/run-folder.md has the details."""
 
 STAGE_MEANINGS = {
-    "fetch": "for their bytes, from the disk or the bucket",
-    "decode": "for decoding and resizing",
-    "copy": "for copies to the device",
-    "queue": "for the batch to be handed over",
+    "fetch": "reading bytes from the disk or the bucket",
+    "decode": "decoding and resizing",
+    "copy": "host-to-device copies",
+    "queue": "handing over the batch",
 }
-"""A stage of `input_wait` in a few words."""
+"""Stage of `input_wait` → its meaning in short."""
 
 
 EVIDENCE_FILES = (
@@ -58,11 +58,11 @@ EVIDENCE_FILES = (
     records.QUARANTINE, records.CONFIG, records.ENVIRONMENT, records.CHECKPOINTS, records.BEST, records.FINAL,
     records.OUTPUT,
 )  # fmt: skip
-"""Records that the answer may rest on."""
+"""Files of a run folder that are listed as evidence."""
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table. share: of all device time, 0 … 1; money: None without a price."""
+    """A row of the table. fraction: of all device time, 0 … 1; cost: None without a price."""
 
     phase: str
     device_s: float
@@ -70,11 +70,11 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     cost: float | None
     meaning: str
     stages: list["PhaseTime"] = []
-    """Of `input_wait`: its stages, the largest first; their shares are of all device time too."""
+    """The stages of `input_wait`, the largest first; their fractions are of all device time too."""
 
 
 class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The result."""
 
     run: str
     state: State
@@ -88,53 +88,56 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     device_s: float
     attempts: int
     steps: int
-    """Of the newest state."""
+    """Optimizer steps of the newest state."""
     lost_steps: int
-    """Done, lost by a restart and done again."""
+    """Steps that a restart lost and that were repeated."""
     num_images: int
     img_per_s: float | None
     price_per_device_hour: float
-    """Money per device-hour; 0: unknown, or only a range is known."""
+    """0: unknown, or only a range is known."""
     price_range: Price | None = None
-    """What a device-hour costs and who says so; a range where only the kind of GPU is known."""
+    """Price of a device-hour and its source; a range if only the GPU model is known."""
     phases: list[PhaseTime]
     """The largest first."""
     productive_fraction: float | None
     largest_loss: PhaseTime | None
     findings: list[Finding]
     evidence_paths: dict[str, str]
-    """Record → path, of those that are there."""
+    """File of the run folder → its path, for those that exist."""
     coverage: dict[str, str] = {}
-    """Of a job that stoker did not write: what could be recorded of it, and what not, and why. Else empty."""
+    """For an external job: data source → what was recorded, or why it was not. Else empty."""
     idle_estimate: DeviceIdleEstimate | None = None
-    """Estimate of how long the device stood still inside `compute`; part of no sum."""
+    """Estimate of the time inside `compute` in which the device was idle; not added to any sum."""
     sizing_advice: list[SizingAdvice] = []
-    """Whether the machine has the right size."""
+    """Advice on the size of the machine."""
     probes: list[Probe] = []
-    """Experiments that were made with the run."""
+    """Experiments done with the run."""
 
     def rows(self) -> Iterator[tuple[str, PhaseTime]]:
-        """The rows of a table: each phase, and indented below it its parts, and of `compute` the estimate."""
+        """Rows of a table: each phase, and indented below it its stages or, for `compute`, the idle estimate."""
         for row in self.phases:
             yield row.phase, row
             if row.phase == "compute" and self.idle_estimate is not None:
-                yield "  stood still, estimated", self._idle_row(self.idle_estimate)
+                yield "  idle, estimated", self._idle_row(self.idle_estimate)
             for stage in row.stages:
                 yield f"  {stage.phase}", stage
 
     def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
-        meaning = f"an estimate from {idle.windows:,} profiler windows, {idle.steps:,} steps; part of no sum"
-        money = idle.device_s * self.price_per_device_hour / 3600 if self.price_per_device_hour > 0 else None
-        return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=money, meaning=meaning)
+        windows, steps = fmt.plural(idle.windows, "profiler window"), fmt.plural(idle.steps, "step")
+        meaning = f"idle inside steps, estimated from {windows}, {steps}; not added to any sum"
+        cost = _exact_cost(idle.device_s, self.price_per_device_hour)
+        return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=cost, meaning=meaning)
 
     def cost(self, device_s: float | None) -> tuple[float, float] | None:
-        """Least and most money for so many device-seconds; None where no price is known."""
+        """Minimum and maximum cost of a time; None without a price."""
         return None if self.price_range is None or device_s is None else self.price_range.cost(device_s)
 
 
 def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> RunExplanation:
-    """Reads a run. price: money per device-hour; None: the run's own, else the list price of its machine. Raises
-    UsageError when there is no such run, or when another version of stoker wrote it."""
+    """Reads a run. price_per_device_hour: None means the setting of the run, else the list price of its machine.
+
+    Raises UsageError if the run does not exist or cannot be read by this version.
+    """
     path = open_records(run)
     settings = records.read_settings(path) or {}
     environment = read_environment(path)
@@ -173,7 +176,9 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
         steps=totals.step,
         lost_steps=max(0, totals.steps - totals.step),
         num_images=totals.num_images,
-        img_per_s=totals.num_images / totals.wall_s if totals.wall_s > 0 and (totals.num_images or not coverage) else None,
+        img_per_s=totals.num_images / totals.wall_s
+        if totals.wall_s > 0 and (totals.num_images or not coverage)
+        else None,
         price_per_device_hour=exact_price,
         price_range=price_range,
         phases=phases,
@@ -189,24 +194,15 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
 
 
 def open_records(run: str | Path) -> Path:
-    """The folder of a run to look at, also of one that was killed before its first event. Raises UsageError."""
+    """The folder of a run, also of one that was killed before its first event. Raises UsageError."""
     folder = Path(run)
     if any((folder / name).is_file() for name in (records.STEPS, records.DEVICES, records.ENVIRONMENT)):
         return folder
     return records.open_run(run)
 
 
-def read_environment(path: Path) -> dict[str, Any]:
-    """environment.json of a run; empty where it is not there or damaged: nothing that is decided rests on it."""
-    try:
-        environment = json.loads((path / records.ENVIRONMENT).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return old_names.environment(environment) if isinstance(environment, dict) else {}
-
-
 def resolve_price(run: Path, price_per_device_hour: float | None, environment: Mapping[str, Any]) -> Price | None:
-    """What a device-hour costs: as asked (0: unknown), else as the run was told, else by the list."""
+    """Price of a device-hour: the given one (0: unknown), else the setting of the run, else the list price."""
     if price_per_device_hour is not None:
         return prices.user_price(price_per_device_hour, "--price-per-device-hour")
     return prices.user_price(records.recorded_price(run), "the run's own setting") or prices.price_from_environment(
@@ -215,19 +211,19 @@ def resolve_price(run: Path, price_per_device_hour: float | None, environment: M
 
 
 def is_external_job(events: Sequence[Event]) -> bool:
-    """Whether the run is a job that stoker did not write."""
+    """Whether the run is a job that `stoker watch` recorded."""
     return any("coverage" in event.data for event in events)
 
 
 def compute_productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
-    """Share of `compute`; None without a window, and for a watched job whose steps nobody timed from inside."""
+    """Fraction of `compute`; None without a window, and for an external job without timing from inside."""
     if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
         return None
     return totals.phases.get("compute", 0.0) / totals.device_s
 
 
 def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
-    """The answer in plain values, for JSON."""
+    """The result in plain values, for JSON."""
     built: dict[str, Any] = msgspec.to_builtins(explanation)
     return built
 
@@ -238,7 +234,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
             phase=name,
             device_s=seconds,
             fraction=seconds / totals.device_s,
-            cost=seconds * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
+            cost=_exact_cost(seconds, price_per_device_hour),
             meaning=meaning,
             stages=stages,
         )
@@ -262,45 +258,52 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
     )
 
 
+def _exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
+    return device_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None
+
+
 def last_record_time(path: Path) -> float | None:
-    times = [(path / name).stat().st_mtime for name in (records.EVENTS, records.STEPS, records.DEVICES)
-             if (path / name).exists()]  # fmt: skip
-    return max(times, default=None)
+    """Unix time of the newest change of a record; None without records."""
+    files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 
 _EXTERNAL_STATES: dict[State, str] = {
-    "live": "live: the job runs",
-    "dead": "dead: `stoker watch` was killed or the machine went down, and nobody saw how the job ended",
+    "running": "running: the job is running",
+    "killed": "killed: `stoker watch` was killed or the machine went down; how the job ended is not known",
 }
 _END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
 def read_run_state(path: Path, events: list[Event], last_record_t: float | None) -> tuple[State, str]:
-    """Live when a process holds the run, of one in a bucket when its lease is fresh; else what the newest attempt wrote
-    last; dead when it wrote no end."""
+    """(state, the state in a sentence).
+
+    A run is running if a process holds its lock or, in a bucket, a lease that is valid. Else the last event of the
+    newest attempt decides; without a final event the run was killed.
+    """
     lock_held = is_held(path)
     if lock_held:
-        return "live", "live: a process is training it"
+        return "running", "running: a process holds the run"
     holder = lease_holder(path)
     if holder is not None:
-        return "live", f"live: {holder} trains it, or did {holder.age_s():.0f} s ago"
+        return "running", f"running: {holder} holds the lease, renewed {holder.age_s():.0f} s ago"
     attempt = max((event.attempt for event in events), default=0)
     end_event = next(
         (event for event in reversed(events) if event.attempt == attempt and event.kind in _END_STATES), None
     )
     if end_event is not None:
         message = end_event.text.partition("\n")[0]
-        descriptions = {"preempted": f"stopped by a signal, everything saved{_resume_hint(path)}"}
+        descriptions = {"preempted": f"stopped by a signal, state saved{_resume_hint(path)}"}
         return _END_STATES[end_event.kind], f"{end_event.kind}: {descriptions.get(end_event.kind, message)}"
     if lock_held is None:
-        return "unknown", "no end is recorded, and its lock cannot be asked from here"
+        return "unknown", "unknown: no end is recorded, and the lock cannot be checked from here"
     last_seen = (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t)) if last_record_t is not None else "never"
     )
-    text = f"dead: the process ended without a word (killed?); its last sign was at {last_seen}{_resume_hint(path)}"
-    return "dead", text
+    text = f"killed: the process ended without a final event; last record: {last_seen}{_resume_hint(path)}"
+    return "killed", text
 
 
 def _resume_hint(path: Path) -> str:
-    """How a training goes on, behind a sentence; nothing for jobs of others."""
+    """How to resume a training, as the end of a sentence; empty for external jobs."""
     return f"; `stoker train --resume {display_path(path)}` continues it" if (path / records.CONFIG).exists() else ""

@@ -1,7 +1,6 @@
-"""What `stoker why RUN` prints: where the time went, what that cost, at most five findings, advice, experiments.
+"""Prints `stoker why RUN`: the time by phase, its cost, at most five findings, advice, experiments.
 
-What it says is `explain.py`'s; two runs and many are `compare_terminal.py` and `runs_summary_terminal.py`. `cost` is
-the one place where money gets its text.
+The data comes from `explain.py`. Neighbors: `compare_terminal.py` prints two runs, `runs_summary_terminal.py` many.
 """
 
 from collections.abc import Iterator
@@ -18,20 +17,20 @@ from stoker.report.sizing import SizingAdvice
 from stoker.runs.schemas import Evidence, Finding, Probe
 
 MAX_FINDINGS = 5
-"""The rest is counted."""
+"""Findings that are printed; `--json` has all."""
 PROBE_LABELS = {
     "cached_batch": "one batch, kept on the device",
-    "double_batch": "twice the batch",
-    "no_allreduce": "no exchange of gradients",
+    "double_batch": "twice the batch size",
+    "no_allreduce": "no gradient all-reduce",
     "compiled": "compiled",
     "fewer_workers": "fewer workers",
     "more_workers": "more workers",
 }
-"""What an experiment changes, in a few words."""
+"""Kind of experiment → what it changes."""
 
 
 def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Where the time of a run went, in seconds, percent and money; the largest loss; what to change."""
+    """Prints to `file`, default stdout."""
     trailing: list[RenderableType] = [
         *_findings(explanation),
         *_advice(explanation.sizing_advice),
@@ -40,10 +39,8 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
         _sources_line(explanation),
     ]
     if not explanation.phases:
-        message = "No time is recorded yet: the run did not come to its first step."
-        has_more = bool(
-            explanation.findings or explanation.sizing_advice or explanation.probes
-        )  # what ended it, above all
+        message = "No time is recorded yet: the run has not reached its first step."
+        has_more = bool(explanation.findings or explanation.sizing_advice or explanation.probes)
         print_renderables([_facts(explanation), "", message, *(trailing if has_more else [])], file, width=width)
         return
     print_renderables(
@@ -52,7 +49,7 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
 
 
 def format_cost(cost_range: tuple[float, float] | None) -> str:
-    """1.20, or from the least to the most, 1.20–3.40; `n/a` where no price is known."""
+    """1.20, or a range, 1.20–3.40; `n/a` without a price."""
     if cost_range is None:
         return fmt.MISSING
     low, high = map(fmt.cost, cost_range)
@@ -63,13 +60,15 @@ def _facts(explanation: RunExplanation) -> RenderableType:
     facts = table("", "", header=False)
     facts.add_row("run", plain_text(explanation.run))
     facts.add_row("state", plain_text(explanation.state_text))
-    lost = f", {fmt.plural(explanation.lost_steps, 'step')} done again" if explanation.lost_steps else ""
+    lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
     facts.add_row("time", f"{fmt.duration(explanation.wall_s)} on {fmt.plural(explanation.devices, 'device')}, "
                   f"{fmt.plural(max(0, explanation.attempts - 1), 'restart')}{lost}")  # fmt: skip
-    speed = f", {fmt.plural(explanation.num_images, 'picture')}, {fmt.number(explanation.img_per_s)} img/s over all of the time"
+    speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
     unknown = explanation.coverage and not explanation.num_images
-    facts.add_row("work", f"{fmt.plural(explanation.steps, 'step')}{' that its output tells' if unknown else speed}")
-    if explanation.price_range is not None and explanation.price_range.currency:  # who gave a price knows it
+    facts.add_row("work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}")
+    if (
+        explanation.price_range is not None and explanation.price_range.currency
+    ):  # a list price; the user knows a price that they set
         price_text = format_cost((explanation.price_range.low, explanation.price_range.high))
         facts.add_row(
             "price",
@@ -78,13 +77,13 @@ def _facts(explanation: RunExplanation) -> RenderableType:
             ),
         )
     for tier, status in explanation.coverage.items():
-        facts.add_row("seen", plain_text(f"{tier}: {status}"))
+        facts.add_row("recorded", plain_text(f"{tier}: {status}"))
     return facts
 
 
 def _phases(explanation: RunExplanation) -> RenderableType:
     has_price = explanation.price_range is not None
-    numbers = ("device time", "share", *(["cost"] if has_price else []))
+    numbers = ("device time", "fraction", *(["cost"] if has_price else []))
     rendered = table("phase", *numbers, "", right=range(1, 1 + len(numbers)))
     for name, row in explanation.rows():
         cost_cell = [format_cost(explanation.cost(row.device_s))] if has_price else []
@@ -98,7 +97,7 @@ def _phases(explanation: RunExplanation) -> RenderableType:
 
 def _verdict(explanation: RunExplanation) -> Iterator[str]:
     if explanation.productive_fraction is None:
-        yield "How much of the time the device trained is not known: no clock was inside the job."
+        yield "The fraction of time that the device trained is not known: the job was not timed from inside."
         return
     productive = f"The device trained {fmt.percentage(explanation.productive_fraction)} of the time."
     loss = explanation.largest_loss
@@ -106,13 +105,13 @@ def _verdict(explanation: RunExplanation) -> Iterator[str]:
         yield productive
         return
     cost_text = f", cost {format_cost(explanation.cost(loss.device_s))}" if explanation.price_range is not None else ""
-    yield (f"{productive} The largest loss is {loss.phase}: {fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}"
-           f"{cost_text} ({loss.meaning}).")  # fmt: skip
+    lost = f"{fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{cost_text}"
+    yield f"{productive} Most time was lost in {loss.phase}: {lost} ({loss.meaning})."
 
 
 def _findings(explanation: RunExplanation) -> Iterator[RenderableType]:
     if not explanation.findings:
-        yield "No rule of the diagnosis found more than that."
+        yield "The diagnosis found nothing else."
         return
     for finding in explanation.findings[:MAX_FINDINGS]:
         yield ""
@@ -124,7 +123,7 @@ def _findings(explanation: RunExplanation) -> Iterator[RenderableType]:
 
 
 def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:
-    """A finding: what, what it cost, each number with its place, the fix, how sure it is."""
+    """A finding: title, cost, evidence with its sources, fix, confidence."""
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     lost = f" ({fmt.duration(finding.lost_device_s)} lost{cost_text})" if finding.lost_device_s is not None else ""
     style = "bold red" if finding.severity == "critical" else "bold yellow" if finding.severity == "warning" else "bold"
@@ -139,12 +138,12 @@ def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = Non
 
 
 def extra_command(finding: Finding) -> str | None:
-    """The command of a finding, where the words of its fix do not have it already."""
+    """The command of a finding, unless the text of its fix contains it."""
     return finding.command if finding.command and finding.command not in finding.fix else None
 
 
 def indented(text: str) -> RenderableType:
-    """A text below the one before, also where it is wrapped."""
+    """A text with indentation, also of its wrapped lines."""
     return Padding(plain_text(text), (0, 0, 0, 2), expand=False)
 
 
@@ -155,7 +154,7 @@ def _evidence_line(evidence: Evidence) -> RenderableType:
 def _advice(advice: list[SizingAdvice]) -> Iterator[RenderableType]:
     if advice:
         yield ""
-        yield Text("Advice on the machine", "bold")
+        yield Text("Advice on the size of the machine", "bold")
     for sizing in advice:
         yield plain_text(f"{sizing.title}: {sizing.fix}")
         yield from map(_evidence_line, sizing.evidence)
@@ -173,7 +172,7 @@ def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:
 
 
 def probe_rows(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
-    """Rows: what was changed, pictures/s before and after, their ratio, its interval or why there is none."""
+    """Rows: the change, img/s before and after, their ratio, its interval or the reason why there is none."""
     for probe in probes:
         label = PROBE_LABELS.get(probe.probe, probe.probe)
         if probe.reason:
@@ -182,7 +181,7 @@ def probe_rows(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
         unclear = " (unclear)" if probe.ratio_low < 1 < probe.ratio_high else ""
         interval = f"{probe.ratio_low:.2f} … {probe.ratio_high:.2f}{unclear}, {fmt.plural(probe.steps, 'step')} each"
         yield (label, fmt.number(probe.before_img_per_s), fmt.number(probe.after_img_per_s), f"{probe.ratio:.2f}",
-               interval + (", by itself" if probe.automatic else ""))  # fmt: skip
+               interval + (", automatic" if probe.automatic else ""))  # fmt: skip
 
 
 def _sources_line(explanation: RunExplanation) -> RenderableType:

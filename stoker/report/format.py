@@ -1,13 +1,10 @@
-"""Numbers as people read them. Every text on the terminal and in reports gets its numbers from here.
-
-Missing is not zero: None becomes "n/a" everywhere.
-"""
+"""Formatting of numbers for the terminal and for reports. Missing is not zero: None becomes "n/a"."""
 
 MISSING = "n/a"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, thousands apart: 0.00213, 1.23, 45.6, 12,345."""
+    """Three significant digits, with thousands separators: 0.00213, 1.23, 45.6, 12,345."""
     if value is None:
         return MISSING
     if value != value or value in (float("inf"), float("-inf")):
@@ -18,17 +15,18 @@ def number(value: float | None) -> str:
 
 
 def count(value: int | None) -> str:
-    """A whole number, thousands apart: 118,287."""
+    """An integer with thousands separators: 118,287."""
     return MISSING if value is None else f"{value:,}"
 
 
 def metric(value: float | None) -> str:
-    """A COCO number: 0.831."""
+    """A COCO metric: 0.831."""
     return MISSING if value is None else f"{value:.3f}"
 
 
 def percentage(value: float | None) -> str:
-    """A share of 0 … 1 in percent: 61 %, 4.2 %, 0.03 %; what is there is never shown as 0 %, nor a part as 100 %."""
+    """A fraction in percent: 61 %, 4.2 %, 0.03 %. A positive value is never shown as 0 %, one below 1 never as 100
+    %."""
     if value is None:
         return MISSING
     percent = value * 100
@@ -80,7 +78,7 @@ def memory(used_bytes: float, total_bytes: float) -> str:
 
 
 def cost(value: float | None) -> str:
-    """In the currency of the price: 12.30, 0.0042; of a few seconds <0.0001."""
+    """In the currency of the price: 12.30, 0.0042, <0.0001."""
     if value is None:
         return MISSING
     if 0 < value < 0.0001:
@@ -88,6 +86,17 @@ def cost(value: float | None) -> str:
     return f"{value:,.2f}" if value >= 0.095 or value <= 0 else f"{value:.2g}"
 
 
+def setting(value: object) -> str:
+    """A setting: yes, 0.001, 320 320."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple | list):
+        return " ".join(map(setting, value))
+    return str(value)
+
+
 def plural(value: int, noun: str, plural_form: str | None = None) -> str:
-    """1 step, 2 steps, 3 boxes (where `many` says so)."""
+    """1 step, 2 steps, 3 boxes (with plural_form)."""
     return f"{value:,} {noun if value == 1 else plural_form or noun + 's'}"

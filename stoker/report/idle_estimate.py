@@ -1,9 +1,9 @@
-"""How long the device stood still inside steps: an estimate from profiler windows, shown below `compute`, added to
-nothing.
+"""Estimates how long the device was idle inside steps, from profiler windows. Shown below `compute`, not added to any
+sum.
 
-Events around a step say when its work began and ended, not whether the device worked all of that time. A profiler
-window (traces.jsonl) does, for a few steps, and slows the host meanwhile. So this is a sample, and rather too large
-than too small. Where there is none, nothing is said."""
+CUDA events around a step give the start and end of its work, not whether the device was busy in between. A profiler
+window (traces.jsonl) does, for a few steps, and slows down the host meanwhile. So this is a sample, and biased upwards.
+Without a profiler window there is no estimate."""
 
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from stoker.runs.schemas import StepWindow, TraceWindow
 from stoker.runs.totals import Totals
 
 STEP_PHASES = ("compute", "input_wait", "h2d", "host", "sync", "comm", "straggler")
-"""Phases that the time of traced steps can be in; the others are between steps."""
+"""Phases inside steps; the others are between steps."""
 
 
 class DeviceIdleEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimate. device_s: of `compute`; share: of all device time; of_compute: of `compute`; windows, steps: of the
-    sample; worked: share of the traced time in which the device ran a kernel or a copy, collectives not counted."""
+    """The estimate. device_s: idle time inside `compute`; fraction: of all device time; compute_fraction: of `compute`;
+    windows, steps: size of the sample; busy_fraction: of the traced time, with kernels or copies, without
+    collectives."""
 
     device_s: float
     fraction: float
@@ -30,10 +31,10 @@ class DeviceIdleEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
-    """None without a trace, or where nothing was computed.
+    """The estimate; None without a trace or without `compute`.
 
-    A traced step also waits for input and the like, which the ledger has charged already. So what the trace says is
-    compared with the share of `compute` in those lines of steps.jsonl that the traces fall into.
+    A traced step also contains waits for input and others, which the ledger attributes to other phases. So the busy
+    fraction is compared with the fraction of `compute` in the lines of steps.jsonl that overlap with the traces.
     """
     compute_s = totals.phases.get("compute", 0.0)
     wall_s, busy_s, window_compute_s, window_step_s = 0.0, 0.0, 0.0, 0.0
@@ -49,7 +50,7 @@ def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
         for window in _overlapping_windows(folder, sorted(spans)):
             window_compute_s += window.phases.get("compute", 0.0)
             window_step_s += sum(window.phases.get(phase, 0.0) for phase in STEP_PHASES)
-    if window_compute_s <= 0:  # a run that was killed before the line of its trace
+    if window_compute_s <= 0:  # the run was killed before it wrote the overlapping line
         window_compute_s, window_step_s = compute_s, sum(totals.phases.get(phase, 0.0) for phase in STEP_PHASES)
     if not windows or compute_s <= 0 or window_compute_s <= 0:
         return None
@@ -66,7 +67,7 @@ def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
 
 
 def _overlapping_windows(folder: Path, spans: list[tuple[float, float]]) -> list[StepWindow]:
-    """The lines of steps.jsonl that any of the spans falls into; both ascend in time."""
+    """Lines of steps.jsonl that overlap with any of the spans; both are in order of time."""
     overlapping = []
     k = 0
     for window in read_lines(folder, STEPS, StepWindow) if spans else ():

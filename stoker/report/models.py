@@ -1,7 +1,7 @@
-"""`stoker models`: what there is to choose from, and one architecture in full.
+"""`stoker models`: lists the architectures, and shows one in detail.
 
-It reads models.json, which is written from the table of architectures (`stoker/models/table.py`) by
-`python -m tests.test_models_command`, so that the command needs no torch and starts at once.
+It reads models.json, which `python -m tests.cli.test_models_command` writes from the table of architectures
+(`stoker/models/table.py`). So the command needs no torch and starts fast.
 """
 
 from pathlib import Path
@@ -17,23 +17,23 @@ FILE = Path(__file__).with_name("models.json")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of MODELS, as data."""
+    """An architecture."""
 
     name: str
     use_case: str
     parameters: int
     image_size: tuple[int, int]
-    """Height and width of which the following three are; the canvas of a run follows its data."""
+    """Height and width for which GFLOP and memory are given; the image size of a run depends on its data."""
     gflop: float
     training_gflop: float
     memory_gib: float
     recipe: str
     batch_size: int
-    """Of the recipe."""
+    """Batch size of the recipe."""
     weights: dict[str, str]
-    """Pretrained weights and their addresses: coco, imagenet."""
+    """Pretrained weights → URL; keys are coco, imagenet."""
     settings: dict[str, tuple[Any, str]]
-    """The settings that belong to it: default and its reason."""
+    """Settings specific to the architecture: default and its reason."""
 
 
 def read_models() -> list[ModelInfo]:
@@ -41,25 +41,25 @@ def read_models() -> list[ModelInfo]:
 
 
 def find_model(name: str) -> ModelInfo:
-    """Raises ConfigError with the valid names."""
+    """Raises ConfigError that lists the valid names."""
     models = {model.name: model for model in read_models()}
     if name not in models:
         near = nearest(name, models)
         raise ConfigError(
-            f"There is no model called {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=models
+            f"There is no model {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=models
         )
     return models[name]
 
 
 def as_json(name: str | None) -> str:
-    """All models, or the one called `name`."""
+    """All models, or the one with this name."""
     return msgspec.json.encode(read_models() if name is None else find_model(name)).decode()
 
 
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:
-    """A line for each, the one with the least work first."""
+    """Prints one line per model, ascending in GFLOP."""
     rendered = table(
-        "model", "params", "canvas", "GFLOP", "training", "memory", "weights", "for", right=(1, 2, 3, 4, 5)
+        "model", "params", "image size", "GFLOP", "training", "memory", "weights", "use case", right=(1, 2, 3, 4, 5)
     )
     for model in sorted(read_models(), key=lambda m: m.gflop):
         rendered.add_row(
@@ -76,43 +76,41 @@ def print_models(file: TextIO | None = None, *, width: int | None = None) -> Non
 
 
 LEGEND = """
-GFLOP: of a picture, found in and trained on. memory: predicted peak of a training step with that many pictures, bf16.
-`stoker models NAME` shows one in full; `stoker train DATA --model NAME` trains it."""
+GFLOP: per image, in inference and in training. memory: predicted peak of a training step with this batch size, bf16.
+`stoker models NAME` shows details; `stoker train DATA --model NAME` trains it."""
 
 
 def format_memory(model: ModelInfo) -> str:
-    """4.2 GiB / 16."""
+    """Memory / batch size: 4.2 GiB / 16."""
     return f"{model.memory_gib:.2g} GiB / {model.batch_size}"
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """One in full: what it costs, its settings with their reasons, where its weights come from."""
+    """Prints one model: cost, settings with their reasons, weights."""
     model = find_model(name)
     facts = table("", "", header=False)
+    size = f"{model.image_size[1]}x{model.image_size[0]}"
+    gflop = f"{fmt.number(model.gflop)} GFLOP per image of {size}; {fmt.number(model.training_gflop)} in training"
+    memory = f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch_size} such images in bf16"
     for label, value in (
-        ("for", model.use_case),
+        ("use case", model.use_case),
         ("parameters", f"{fmt.count(model.parameters)} with 80 classes"),
-        ("operations", f"{fmt.number(model.gflop)} GFLOP a picture of {_format_size(model)}; "
-                       f"{fmt.number(model.training_gflop)} in training"),
-        ("memory", f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch_size} such pictures in bf16"),
-        ("recipe", f"{model.recipe}, a batch of {model.batch_size}"),
+        ("compute", gflop),
+        ("memory", memory),
+        ("recipe", f"{model.recipe}, batch size {model.batch_size}"),
         *((f"{kind} weights", uri) for kind, uri in model.weights.items()),
-    ):  # fmt: skip
+    ):
         facts.add_row(label, value)
     if not model.weights:
-        facts.add_row("weights", "none: it is trained from scratch")
-    settings_table = table("setting", "default", "why")
+        facts.add_row("weights", "none: trained from scratch")
+    settings_table = table("setting", "default", "reason")
     for setting, (value, reason) in model.settings.items():
         settings_table.add_row("--" + setting.replace("_", "-"), format_default(value), reason)
     print_renderables([plain_text(model.name, "bold"), facts, plain_text(""), settings_table], file, width=width)
 
 
-def _format_size(model: ModelInfo) -> str:
-    return f"{model.image_size[1]}x{model.image_size[0]}"
-
-
 def format_default(value: object) -> str:
-    """A default as it is written on the command line."""
+    """A default as on the command line."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(format_default, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,8 @@
-"""`stoker why RUN --probe`: has experiments done on a run that has ended, by a program that knows how to train.
+"""`stoker why RUN --probe`: runs experiments on a run that has ended.
 
-The program is `training/probe.py`, a process of its own, so that nothing here imports torch; what it prints becomes
-lines of probes.jsonl, which the diagnosis reads. The experiment that a run does by itself is `training/input_probe.py`.
+A separate process (`stoker/training/probe.py`) does the experiments, so nothing here imports torch. Its output becomes
+lines of probes.jsonl, which the diagnosis reads. Runs do one experiment automatically:
+`stoker/training/input_probe.py`.
 """
 
 import subprocess
@@ -22,20 +23,22 @@ from stoker.storage.uri import is_uri
 
 
 def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
-    """Does all experiments and adds them to the run's records; note: gets a line when each is done.
+    """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
 
-    Raises UsageError for a run that lives, is in a bucket, or was not trained by stoker, and StokerError with the
-    program's own message where it fails.
+    Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
+    with the message of the process if it fails.
     """
     if is_uri(run):
-        raise UsageError("Experiments need the run's folder.", location=run, fix="copy the run here, and name the copy")
+        raise UsageError(
+            "Experiments need a local run folder.", location=run, fix="copy the run to a local folder first"
+        )
     path = records.open_run(run)
     if not (path / records.CONFIG).exists():
-        cause = f"it has no {records.CONFIG}: stoker watched or measured it, and cannot repeat its steps"
-        raise UsageError("Experiments are for runs of `stoker train`.", location=path, cause=cause)
+        cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
+        raise UsageError("Experiments need a run of `stoker train`.", location=path, cause=cause)
     if is_held(path) or lease_holder(path) is not None:
-        fix = "wait for its end; a run that waits for pictures does one experiment by itself"
-        raise UsageError("The run is live: experiments would take its device.", location=path, fix=fix)
+        fix = "wait for its end; an input-bound run does one experiment automatically"
+        raise UsageError("The run is still running: experiments would use its device.", location=path, fix=fix)
     folder = RunFolder(path, records.last_attempt(path))
     try:
         for result in _run_experiments(path):
@@ -46,18 +49,18 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
 
 
 def describe_probe(result: Probe) -> str:
-    """An experiment in a sentence."""
+    """An experiment in one line."""
     label = PROBE_LABELS.get(result.probe, result.probe)
     if result.reason:
-        return f"{label}: not tried: {result.reason}"
+        return f"{label}: not measured: {result.reason}"
     return (
         f"{label}: {result.ratio:.2f} × as fast ({result.ratio_low:.2f} to {result.ratio_high:.2f}), "
-        f"{result.after_img_per_s:,.1f} instead of {result.before_img_per_s:,.1f} img/s, {result.steps} steps each"
+        f"{result.before_img_per_s:,.1f} → {result.after_img_per_s:,.1f} img/s, {result.steps} steps each"
     )
 
 
 def _run_experiments(path: Path) -> Iterator[Probe]:
-    """Each as soon as it is done."""
+    """Yields each experiment as soon as it is done."""
     command = [sys.executable, "-m", "stoker.training.probe", str(path)]
     with (
         tempfile.TemporaryFile() as stderr_file,
@@ -68,10 +71,10 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
             yield msgspec.json.decode(line, type=Probe)
         if process.wait() != 0:
             stderr_file.seek(0)
-            last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
             raise StokerError(
-                "The experiments could not be done.",
+                "The experiments failed.",
                 location=path,
                 cause=f"exit code {process.returncode}: {last_line[0]}",
-                fix=f"see all it says: {sys.executable} -m stoker.training.probe {path}",
+                fix=f"see the full output: {sys.executable} -m stoker.training.probe {path}",
             )

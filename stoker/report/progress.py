@@ -1,4 +1,4 @@
-"""How far a long command is, on a terminal; nothing in a file or a pipe. What it does is the caller's."""
+"""Progress bar of a long command, on a terminal only."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ from stoker.report.console import make_console, supports_cursor
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on stderr while the block runs. Gives a function of (done, of how many)."""
+    """Shows a bar on stderr while the block runs. Yields a function of (done, total)."""
     if not supports_cursor(sys.stderr):
         yield lambda _done, _all: None
         return

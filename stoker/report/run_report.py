@@ -1,11 +1,11 @@
-"""Everything that is known of a run, as data: what `stoker report` shows as a page and prints as JSON.
+"""All data of a run report: `stoker report` renders it as a page or prints it as JSON.
 
-`collect` reads a run, live, dead, finished or old; what it lacks is said in `missing`. Time, money and findings are
-those of `explain.py`, the scores those of evaluation.json. How it looks: `html.py` and `page/`.
+`collect` reads a run in any state and lists in `missing` what is not available. Time, cost and findings come from
+`explain.py`, metrics from events.jsonl and evaluation.json. The page is made by `html.py` and `page/`.
 """
 
-import json
 import re
+import statistics
 import time
 from importlib import metadata
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation, read_evaluation
 from stoker.evaluation.metrics import Metrics
+from stoker.report import format as fmt
 from stoker.report.advice import Advice, advise
+from stoker.report.environment import read_environment
 from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.report.series import Bins, FractionBins, FractionSeries, Series
 from stoker.report.timeline import TimelineMark, collect_marks
@@ -26,10 +27,10 @@ from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.storage.run_uri import display_path
 
 MAX_EVENTS, MAX_QUARANTINED = 300, 100
-"""Of long lists, the first and the last half of so many are kept; how many there were is said."""
-Kept = TypeVar("Kept")
+"""Longer lists are truncated in the middle; the number of omitted items is kept."""
+Item = TypeVar("Item")
 MAX_SAMPLE_GAP_S = 10.0
-"""Samples further apart are not joined by a line: nobody looked in between."""
+"""A curve has a gap where samples are further apart."""
 
 
 class Setting(msgspec.Struct, kw_only=True):
@@ -39,7 +40,7 @@ class Setting(msgspec.Struct, kw_only=True):
     name: str
     value: str
     reason: str | None
-    """Why stoker chose it; None: the user set it."""
+    """Why stoker chose the value; None: the user set it."""
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -55,41 +56,41 @@ class Restart(msgspec.Struct, kw_only=True):
 
     attempt: int
     step: int
-    """From which it went on."""
+    """Step at which it resumed."""
     t: float
     after_s: float
-    """Seconds since the beginning of the run."""
+    """Seconds since the start of the run."""
     previous_end: str
-    """How the attempt before ended: preempted, failed, or killed."""
+    """How the previous attempt ended: preempted, failed, or killed."""
 
 
 class RunReport(msgspec.Struct, kw_only=True):
-    """All of it. Times in `machine` and `phases` are seconds since `start_t`, places in `curves` are steps."""
+    """The report. x is seconds since `start_t` in `machine` and `phases`, and steps in `curves`."""
 
     stoker_version: str
-    """Version that made this report."""
+    """Version that generated this report."""
     generated_t: float
     run: str
     is_native_run: bool
-    """A training of stoker's own; else a job that it watched or a loop that it measured: nothing is scored there."""
+    """A run of `stoker train`; otherwise a job of `stoker watch` or `stoker.measure`, without evaluation."""
     model: str | None
     data: str | None
     start_t: float | None
     explanation: RunExplanation
     missing: list[str]
-    """What this report lacks and why, in sentences."""
+    """Sentences: what is missing in this report, and why."""
     advice: list[Advice]
     """What to do next, the most urgent first."""
     eval_history: list[EvalResult]
     evaluation: Evaluation | None
     restarts: list[Restart]
     curves: dict[str, Series]
-    """Name → by step: `loss/…` for each part of it, `rate`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
+    """By step: `loss/…` for each component, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
     phases: FractionSeries
     marks: list[TimelineMark]
-    """Where on the time line findings and events lie."""
+    """Findings and events on the timeline."""
     machine: dict[str, Series]
-    """Name → by time, as `gpu 0/utilisation`, `cpu/mean`, `memory/process`."""
+    """By time: `gpu 0/utilization`, `cpu/mean`, `memory/process` and so on."""
     settings: list[Setting]
     environment: dict[str, Any]
     events: list[Event]
@@ -99,12 +100,12 @@ class RunReport(msgspec.Struct, kw_only=True):
 
     @property
     def best(self) -> EvalResult | None:
-        """The first evaluation with the highest AP: its weights are what `eval`, `predict` and `export` use."""
+        """The first evaluation with the highest AP: `eval`, `predict` and `export` use its weights."""
         return max(self.eval_history, key=lambda result: result.metrics.ap or 0.0, default=None)
 
 
 def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunReport:
-    """Reads a run. price: as for `why.gather`. Raises UsageError when there is no such run."""
+    """Reads a run. price_per_device_hour: as for `explain_run`. Raises UsageError if it is not a run."""
     path = open_records(run)
     explanation = explain_run(path, price_per_device_hour)
     missing: list[str] = []
@@ -113,17 +114,21 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
     settings = read_settings_rows(path)
     is_native_run = not any("coverage" in event.data or "measured" in event.data for event in events)
     if is_native_run and not (path / records.CONFIG).exists():
-        missing.append(f"The settings are not known: {records.CONFIG} is not there.")
+        missing.append(f"The settings are not known: {records.CONFIG} is missing.")
     values = {entry.name: entry.value for entry in settings}
     eval_history = _read_eval_history(events, path)
     evaluation = _read_final_evaluation(path, missing, bool(eval_history)) if is_native_run else None
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
     curves, phases = _step_curves(path, missing, start_t or 0.0)
     machine = _machine_curves(path, missing, start_t or 0.0)
+    environment = read_environment(path)
+    if not environment:
+        reason = "is damaged" if (path / records.ENVIRONMENT).exists() else "is missing"
+        missing.append(f"Hardware and versions are not known: {records.ENVIRONMENT} {reason}.")
     kept_events = _truncate_middle([event for event in events if event.kind != "evaluated"], MAX_EVENTS)
     kept_quarantined = _truncate_middle(quarantined, MAX_QUARANTINED)
     missing += [
-        f"Of the job, {tier}: {status}." for tier, status in explanation.coverage.items() if status.startswith("not ")
+        f"Not recorded: {tier}, {status}." for tier, status in explanation.coverage.items() if status.startswith("not ")
     ]
     report = RunReport(
         stoker_version=metadata.version("stoker"),
@@ -144,7 +149,7 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
         marks=collect_marks(explanation.findings, events, phases, machine, start_t or 0.0),
         machine=machine,
         settings=settings,
-        environment=_environment(path, missing),
+        environment=environment,
         events=kept_events,
         events_omitted=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
         quarantined=kept_quarantined,
@@ -155,14 +160,14 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
 
 
 def _start_time(path: Path, events: list[Event]) -> float | None:
-    """When the run began, Unix time: the first window reaches back to the start of the process, before any event."""
+    """Unix time of the start: the first window covers the start of the process, before the first event."""
     first_window = next(records.read_lines(path, records.STEPS, StepWindow), None)
     times = [event.t for event in events[:1]] + ([] if first_window is None else [first_window.t - first_window.wall_s])
     return min(times, default=None)
 
 
 def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
-    """Ascending in step: those of steps that a kill lost are replaced when the steps are done again."""
+    """Ascending in step. If steps were lost and repeated, their new evaluations replace the old ones."""
     results: list[EvalResult] = []
     for event in events:
         if event.kind == "evaluated" and "metrics" in event.data:
@@ -178,10 +183,10 @@ def _parse_evaluation(event: Event, path: Path) -> EvalResult:
         metrics = msgspec.convert(event.data["metrics"], Metrics)
     except msgspec.ValidationError as error:
         raise UsageError(
-            "An evaluation of the run is not what this stoker writes.",
+            "An evaluation of the run has an unknown format.",
             location=f"{path / records.EVENTS}: evaluated at step {event.step}",
             cause=str(error),
-            fix=f"read the run with the version of stoker that {records.ENVIRONMENT} beside it names",
+            fix=f"read the run with the stoker version named in its {records.ENVIRONMENT}",
         ) from error
     return EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
 
@@ -190,12 +195,12 @@ def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> E
     try:
         evaluation = read_evaluation(path)
     except UsageError as error:
-        missing.append(f"{error.what} ({error.cause}) Curves, mistakes and pictures are left out.")
+        missing.append(f"{error.what} ({error.cause}) Curves, error types and images are left out.")
         return None
     if evaluation is None:
-        reason = "an older stoker wrote this run" if is_scored else "the model has not been scored yet"
+        reason = "an older version of stoker wrote this run" if is_scored else "the model was not evaluated yet"
         missing.append(
-            f"No precision-recall curves, mistakes and pictures: {records.EVALUATION} is not there, because {reason}."
+            f"No precision-recall curves, error types and images: {records.EVALUATION} is missing, because {reason}."
         )
     return evaluation
 
@@ -208,14 +213,14 @@ def _step_curves(path: Path, missing: list[str], start_t: float) -> tuple[dict[s
         if not window.window_steps:
             continue
         values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
-        values |= {"rate": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
-        if window.wall_s > 0 and window.num_images:  # none: a watched job that does not tell them
+        values |= {"lr": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
+        if window.wall_s > 0 and window.num_images:  # 0 for an external job that does not report them
             values["img_per_s"] = window.num_images / window.wall_s
         for name, value in values.items():
             if value is not None:
                 curves.setdefault(name, Bins()).add(window.step, value)
     if not curves:
-        missing.append("No curves of the training: no optimizer step is recorded.")
+        missing.append("No training curves: no optimizer step is recorded.")
     return {name: bins.series() for name, bins in curves.items()}, phases.fraction_series()
 
 
@@ -226,17 +231,16 @@ def _machine_curves(path: Path, missing: list[str], start_t: float) -> dict[str,
             if value is not None:
                 curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
     if not curves:
-        missing.append(f"Nothing is known of GPUs and host: {records.DEVICES} has no line.")
+        missing.append(f"No telemetry of GPUs and host: {records.DEVICES} has no lines.")
     return {name: bins.series(max_gap=MAX_SAMPLE_GAP_S) for name, bins in curves.items()}
 
 
 def _sample_values(sample: DeviceSample) -> dict[str, float | None]:
-    """What a sample says, by the name of its curve."""
+    """Values of a sample by name of the curve."""
+    cores = sample.cpu_core_utilization
     values: dict[str, float | None] = {
-        "cpu/mean": sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
-        if sample.cpu_core_utilization
-        else None,
-        "cpu/busiest core": max(sample.cpu_core_utilization, default=None),
+        "cpu/mean": statistics.fmean(cores) if cores else None,
+        "cpu/busiest core": max(cores, default=None),
         "cpu/this process, cores": sample.process_cpu,
         "memory/process": sample.rss_bytes,
         "memory/used": sample.memory_used_bytes,
@@ -244,12 +248,12 @@ def _sample_values(sample: DeviceSample) -> dict[str, float | None]:
         "pressure/cpu": sample.psi_cpu,
         "pressure/memory": sample.psi_memory,
         "pressure/io": sample.psi_io,
-        "pressure/held back by the quota, s": sample.throttled_s,
+        "pressure/throttled, s": sample.throttled_s,
     }
     for gpu in sample.gpus:
         name = f"gpu {gpu.index}"
         values |= {
-            f"{name}/utilisation": gpu.utilization,
+            f"{name}/utilization": gpu.utilization,
             f"{name}/SM active": gpu.sm_active,
             f"{name}/memory": gpu.memory_used_bytes,
             f"{name}/memory of the GPU": gpu.memory_total_bytes,
@@ -262,7 +266,7 @@ def _sample_values(sample: DeviceSample) -> dict[str, float | None]:
 
 
 def _restarts(events: list[Event], start_t: float) -> list[Restart]:
-    """The later attempts; their first step is that of their first event that has one, else that of the last save."""
+    """The later attempts. Each resumes at the step of the last checkpoint before it."""
     restarts = []
     last_saved_step = 0
     previous_end = "killed"
@@ -286,41 +290,21 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
 
 
 def read_settings_rows(path: Path) -> list[Setting]:
-    """Of a run; empty where it has none. Read without a schema: a run of another version has its own settings."""
+    """Settings of a run; empty if it has none. Read without a schema: other versions have other settings."""
     sections = records.read_settings(path) or {}
     reasons = sections.pop("reasons", {})
     return [
-        Setting(section=section, name=name, value=_format_value(value), reason=reasons.get(name))
+        Setting(section=section, name=name, value=_mask_credentials(fmt.setting(value)), reason=reasons.get(name))
         for section, values in sections.items()
         if isinstance(values, dict)
         for name, value in values.items()
     ]
 
 
-def _format_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return " ".join(_format_value(item) for item in value)
-    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", str(value))
+def _mask_credentials(text: str) -> str:
+    """Without the user part of a URL."""
+    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", text)
 
 
-def _environment(path: Path, missing: list[str]) -> dict[str, Any]:
-    file = path / records.ENVIRONMENT
-    if not file.exists():
-        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} is not there.")
-        return {}
-    try:
-        environment = json.loads(file.read_bytes())
-    except ValueError as error:
-        environment = error
-    if not isinstance(environment, dict):
-        missing.append(f"What the run ran on is not known: {records.ENVIRONMENT} holds no JSON object ({environment}).")
-        return {}
-    return old_names.environment(environment)
-
-
-def _truncate_middle(items: list[Kept], max_items: int) -> list[Kept]:
+def _truncate_middle(items: list[Item], max_items: int) -> list[Item]:
     return items if len(items) <= max_items else items[: max_items // 2] + items[-(max_items - max_items // 2) :]

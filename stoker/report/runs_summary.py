@@ -1,8 +1,8 @@
-"""`stoker why --all FOLDER`: many runs added up, as data: device time and money by cause, by month, by host; what died.
+"""`stoker why --all FOLDER`: many runs added up, as data: device time and cost by cause, month and host; failures.
 
-One run after the other is read and added; only sums and short lists are kept, and nothing is written. A run that
-cannot be read is named and left out. `runs_summary_terminal.py` prints it, `page/fleet.py` makes a page of it. What a
-run's own causes are: `explain.py`."""
+Runs are read one after the other; only sums and short lists are kept, and nothing is written. A run that cannot be read
+is listed and left out. `runs_summary_tables.py` makes tables of it for the terminal and the page; a single run is
+`explain.py`."""
 
 import heapq
 import os
@@ -16,13 +16,13 @@ from stoker.diagnosis import rules
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
 from stoker.errors import StokerError, UsageError
 from stoker.hardware.prices import Price
+from stoker.report.environment import read_environment
 from stoker.report.explain import (
     PHASE_MEANINGS,
     compute_productive_fraction,
     is_external_job,
     last_record_time,
     open_records,
-    read_environment,
     read_run_state,
     resolve_price,
 )
@@ -34,20 +34,20 @@ from stoker.storage.uri import expand_variables, is_uri, parse_uri
 MAX_WORST_RUNS = 10
 MAX_UNREADABLE = 50
 MAX_EXAMPLES = 3
-"""Runs that are named beside a cause of death."""
+"""Runs that are named for a cause of failure."""
 READ_ERRORS = (StokerError, OSError, ValueError, TypeError, AttributeError, KeyError, msgspec.MsgspecError)
-"""What reading damaged records, or those of another version, raises."""
+"""Errors of reading records that are damaged or of another version."""
 RUN_MARKER_FILES = (records.EVENTS, records.STEPS, records.DEVICES)
-"""A folder that has one of these is a run."""
+"""A folder with one of these files is a run."""
 
 
 class Cost(msgspec.Struct, kw_only=True):
-    """From `low` to `high`: some prices are known by the kind of GPU alone."""
+    """A range: some prices are known only by GPU model."""
 
     low: float = 0.0
     high: float = 0.0
     runs: int = 0
-    """That it is of; the price of the others is not known, so with 0 nothing is."""
+    """Runs that it includes; the price of the others is not known."""
 
     def add(self, price_range: Price | None, device_s: float) -> None:
         if price_range is not None:
@@ -56,13 +56,13 @@ class Cost(msgspec.Struct, kw_only=True):
 
 
 class Aggregate(msgspec.Struct, kw_only=True):
-    """Of a cause, a month or a host. device_s: lost by the cause; of a month or a host: all of it."""
+    """Sums of a cause, a month or a host. device_s: the time lost by a cause; all device time of a month or a host."""
 
     name: str
     meaning: str = ""
     device_s: float = 0.0
     measured_s: float = 0.0
-    """Of it, device-seconds of runs whose compute is known."""
+    """The part of device_s in runs whose compute is known."""
     compute_s: float = 0.0
     runs: int = 0
     cost: Cost = msgspec.field(default_factory=Cost)
@@ -83,11 +83,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost_cost: Cost
     largest_loss: str
     finding: str
-    """Title of its first finding; empty without one."""
+    """Title of its first finding, or empty."""
 
 
 class FailureCount(msgspec.Struct, kw_only=True):
-    """A way in which runs ended before their time."""
+    """A cause for which runs ended early."""
 
     cause: str
     title: str
@@ -103,32 +103,32 @@ class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunsSummary(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The result."""
 
     folder: str
     runs: int = 0
-    """That were read."""
+    """Number of runs that were read."""
     states: dict[str, int] = {}
     device_s: float = 0.0
     measured_s: float = 0.0
-    """Of runs whose compute is known; the others were watched from outside."""
+    """Device time of runs whose compute is known; the others were not timed from inside."""
     compute_s: float = 0.0
     cost: Cost = msgspec.field(default_factory=Cost)
     list_priced_runs: int = 0
-    """Of the runs with a price, those priced by the list."""
+    """Runs with a list price."""
     phases: list[Aggregate] = []
-    """Of the measured runs, the largest first, `compute` among them; they add up to `measured_s`."""
+    """Phases of the runs whose compute is known, the largest first; they add up to `measured_s`."""
     findings: list[Aggregate] = []
-    """By cause, the largest first. They overlap with the phases and each other, so they are no parts of a whole."""
+    """By cause, the largest first. They overlap with the phases and with each other, so they do not add up."""
     months: list[Aggregate] = []
-    """By the time of the work, UTC, the oldest first."""
+    """In UTC, the oldest first."""
     hosts: list[Aggregate] = []
-    """By the machine of a run's newest attempt, the largest first."""
+    """By the host of the newest attempt, the largest first."""
     worst_runs: list[RunSummary] = []
     failures: list[FailureCount] = []
     """The most frequent first."""
     unreadable: list[UnreadableRun] = []
-    """The first DAMAGED_KEPT."""
+    """The first MAX_UNREADABLE."""
     num_unreadable: int = 0
 
     @property
@@ -137,14 +137,14 @@ class RunsSummary(msgspec.Struct, kw_only=True):
 
 
 class _RunData(msgspec.Struct, frozen=True, kw_only=True):
-    """What is added of a run: read as a whole before any of it counts."""
+    """What is added for a run. It is read completely before any of it is added."""
 
     summary: RunSummary
     price_range: Price | None
     measured_s: float
     phases: dict[str, float]
     months: dict[str, tuple[float, float]]
-    """Month → device-seconds, of these compute."""
+    """Month → (device-seconds, compute device-seconds)."""
     findings: list[Finding]
     failure: Finding | None
 
@@ -152,8 +152,11 @@ class _RunData(msgspec.Struct, frozen=True, kw_only=True):
 def summarize_runs(
     folder: str | Path, price_per_device_hour: float | None = None, on_progress: Callable[[int], None] | None = None
 ) -> RunsSummary:
-    """Adds up all runs below a folder or an address. price: as for `why.gather`, for all. progress: told how many runs
-    are read. Raises UsageError when there is no such folder or no run in it, StorageError."""
+    """Adds up all runs below a folder or a bucket URI. on_progress: called with the number of runs read so far.
+
+    price_per_device_hour: as for `explain_run`. Raises UsageError if there is no such folder or no run in it,
+    StorageError.
+    """
     aggregates = _Aggregates()
     runs_summary = RunsSummary(folder=str(folder))
     for number, run in enumerate(find_runs(folder, runs_summary), start=1):
@@ -173,28 +176,28 @@ def summarize_runs(
 
 
 def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
-    """All runs below a folder, at any depth, in the order of their names; hidden folders and links are passed over. A
-    folder that cannot be listed is noted as damaged."""
+    """All runs below a folder, at any depth, by name, without hidden folders and links. A folder that cannot be listed
+    is added to the unreadable runs."""
     text = expand_variables(str(folder))
     if is_uri(text):
         yield from _find_runs_in_bucket(text)
         return
     if not Path(text).is_dir():
-        raise UsageError(f"{text!r} is no folder.", fix="name a folder with runs, or gs://… or s3://…")
+        raise UsageError(f"{text!r} is not a folder.", fix="name a folder with runs, or gs://… or s3://…")
 
     def on_walk_error(error: OSError) -> None:
         _add_unreadable(runs_summary, str(error.filename), error)
 
     for directory, folders, files in os.walk(text, onerror=on_walk_error):
         if any(marker in files for marker in RUN_MARKER_FILES):
-            folders.clear()  # what lies in a run is of that run
+            folders.clear()  # subfolders of a run belong to it
             yield directory
         else:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
 def _find_runs_in_bucket(text: str) -> Iterator[str]:
-    from stoker.storage import download  # loads obstore, which folders do not need
+    from stoker.storage import download  # imports obstore, which local folders do not need
     from stoker.storage.store import open_store
 
     uri = parse_uri(text)
@@ -220,9 +223,7 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     findings = rules.run_rules(run_records)
     events = list(records.read_lines(path, records.EVENTS, Event))
     state, _ = read_run_state(path, events, last_record_time(path))
-    failure_findings = [
-        finding for finding in findings if finding.cause in FAILURE_SIGNATURES
-    ]  # what ended it comes first
+    failures = [finding for finding in findings if finding.cause in FAILURE_SIGNATURES]  # the likeliest first
     compute_known = compute_productive_fraction(totals, is_external=is_external_job(events)) is not None
     lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
     losses = (
@@ -247,14 +248,12 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
         phases=totals.phases if compute_known else {},
         months=_months(path),
         findings=findings,
-        failure=failure_findings[0]
-        if failure_findings and state in ("dead", "failed", "preempted", "unknown")
-        else None,
+        failure=failures[0] if failures and state in ("killed", "failed", "preempted", "unknown") else None,
     )
 
 
 def _months(path: Path) -> dict[str, tuple[float, float]]:
-    """Month (UTC) → device-seconds and compute, by the end of each window; of all ranks."""
+    """Month (UTC) → (device-seconds, compute), by the end of each window, over all ranks."""
     month_by_day: dict[int, str] = {}
     by_month: dict[str, tuple[float, float]] = {}
     for folder in (path, *sorted((path / records.RANKS).glob("*"))):
@@ -269,7 +268,7 @@ def _months(path: Path) -> dict[str, tuple[float, float]]:
 
 
 class _Aggregates:
-    """What grows while runs are added: a row for each name, and a heap of the worst runs."""
+    """State while runs are added: a row per name, and a heap of the worst runs."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Aggregate] = {}
@@ -309,7 +308,7 @@ class _Aggregates:
         if run_summary.lost_s > 0:
             heapq.heappush(
                 self.worst_runs, (run_summary.lost_s, -runs_summary.runs, run_summary)
-            )  # the earlier of two that are alike
+            )  # ties: earlier first
             if len(self.worst_runs) > MAX_WORST_RUNS:
                 heapq.heappop(self.worst_runs)
 

@@ -1,7 +1,9 @@
-"""Curves of a run for a page: any number of lines in, a bounded number of points out, read once, in bounded memory.
+"""Curves of a run for the report: any number of values in, a bounded number of points out, in one pass and bounded
+memory.
 
-A point is a bin with its mean, least and greatest value; bins double in width when there would be too many, so a run of
-weeks makes as large a page as one of an hour. Which curves a run has: `facts.py`; how they look: `page/charts.py`.
+A point is a bin with its mean, minimum and maximum. The bin width doubles when there are too many bins, so the page of
+a run of weeks is as large as that of an hour. `run_report.py` decides which curves there are; `page/charts.py` draws
+them.
 """
 
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 MAX_POINTS = 2000
-"""Points of a curve: more than a screen has columns."""
+"""Points of a curve: more than the pixel columns of a screen."""
 MAX_BARS = 1000
 """Bars of the phases over time."""
 
@@ -27,42 +29,25 @@ class Series(msgspec.Struct, kw_only=True):
 
 
 class Bins:
-    """Collects the values of one curve, at places x ≥ 0 in any order."""
+    """Collects the values of one curve, at x ≥ 0 in any order."""
 
     def __init__(self, width: float = 1.0, max_bins: int = MAX_POINTS) -> None:
         self._width = width
         self._max_bins = max_bins
-        self._bins: dict[int, list[float]] = {}
-        """Bin → number of values, sum, sum of places, least, greatest."""
+        self._bins: dict[int, tuple[int, float, float, float, float]] = {}
+        """Bin → count, sum of values, sum of x, minimum, maximum."""
 
     def add(self, x: float, value: float) -> None:
-        key = int(x // self._width)
-        bin_stats = self._bins.get(key)
-        if bin_stats is not None:
-            bin_stats[0] += 1
-            bin_stats[1] += value
-            bin_stats[2] += x
-            bin_stats[3] = min(bin_stats[3], value)
-            bin_stats[4] = max(bin_stats[4], value)
-            return
-        self._bins[key] = [1, value, x, value, value]
+        _add_point(self._bins, int(x // self._width), (1, value, x, value, value))
         while len(self._bins) > self._max_bins:
-            self._merge_bins()
-
-    def _merge_bins(self) -> None:
-        self._width *= 2
-        folded: dict[int, list[float]] = {}
-        for key, (count, total, x_sum, low, high) in self._bins.items():
-            bin_stats = folded.setdefault(key // 2, [0, 0.0, 0.0, low, high])
-            bin_stats[0] += count
-            bin_stats[1] += total
-            bin_stats[2] += x_sum
-            bin_stats[3] = min(bin_stats[3], low)
-            bin_stats[4] = max(bin_stats[4], high)
-        self._bins = folded
+            self._width *= 2
+            merged: dict[int, tuple[int, float, float, float, float]] = {}
+            for key, stats in self._bins.items():
+                _add_point(merged, key // 2, stats)
+            self._bins = merged
 
     def series(self, *, max_gap: float | None = None) -> Series:
-        """The curve. Where no value lies for more than `gap` and three bins it has a gap; None: it has none."""
+        """The curve. It has a gap where there is no value for more than `max_gap` and three bins; None: no gaps."""
         result = Series(x=[], mean=[], low=[], high=[])
         previous_x = None
         for key in sorted(self._bins):
@@ -75,21 +60,35 @@ class Bins:
         return result
 
 
+def _add_point(
+    bins: dict[int, tuple[int, float, float, float, float]], key: int, point: tuple[int, float, float, float, float]
+) -> None:
+    stats = bins.get(key)
+    if stats is not None:
+        point = (
+            stats[0] + point[0],
+            stats[1] + point[1],
+            stats[2] + point[2],
+            min(stats[3], point[3]),
+            max(stats[4], point[4]),
+        )
+    bins[key] = point
+
+
 def _append(series: Series, x: float, mean: float | None, low: float | None, high: float | None) -> None:
     series.x.append(_round_significant(x))
-    series.mean.append(None if mean is None else _round_significant(mean))
-    series.low.append(None if low is None else _round_significant(low))
-    series.high.append(None if high is None else _round_significant(high))
+    for values, value in ((series.mean, mean), (series.low, low), (series.high, high)):
+        values.append(None if value is None else _round_significant(value))
 
 
 def _round_significant(value: float) -> float:
-    """Six significant digits are more than a screen shows, and half the bytes."""
+    """Six significant digits: more than a screen shows, in half the bytes."""
     return float(f"{value:.6g}")
 
 
 class FractionSeries(msgspec.Struct, kw_only=True):
-    """What time was made of, bar by bar. x: the bars' beginnings, ascending; width: of each; parts: name → share of
-    what was recorded inside the bar, 0 … 1, a list as long as x."""
+    """Composition of the time, per bar. x: start of each bar, ascending; width: of a bar; fractions: name → fraction of
+    the time recorded in the bar, 0 … 1, a list as long as x."""
 
     x: list[float]
     width: float
@@ -97,7 +96,7 @@ class FractionSeries(msgspec.Struct, kw_only=True):
 
 
 class FractionBins:
-    """Spreads amounts over the time in which they fell, at places x ≥ 0."""
+    """Spreads amounts over the time span in which they were measured, at x ≥ 0."""
 
     def __init__(self, width: float = 1.0, max_bins: int = MAX_BARS) -> None:
         self._width = width
@@ -105,7 +104,7 @@ class FractionBins:
         self._bins: dict[int, dict[str, float]] = {}
 
     def add(self, start: float, stop: float, amounts: Mapping[str, float]) -> None:
-        """Amounts by name that fell evenly between two places."""
+        """Adds amounts by name, evenly distributed between start and stop."""
         start, stop = max(0.0, start), max(0.0, stop)
         while (stop - start) / self._width > self._max_bins:
             self._merge_bins()
@@ -113,22 +112,17 @@ class FractionBins:
         for key in range(first, last + 1):
             overlap = min(stop, (key + 1) * self._width) - max(start, key * self._width)
             fraction = overlap / (stop - start) if stop > start else 1.0
-            if fraction <= 0:
-                continue
-            bin_amounts = self._bins.setdefault(key, {})
-            for name, amount in amounts.items():
-                bin_amounts[name] = bin_amounts.get(name, 0.0) + amount * fraction
+            if fraction > 0:
+                _add_amounts(self._bins.setdefault(key, {}), amounts, fraction)
         while len(self._bins) > self._max_bins:
             self._merge_bins()
 
     def _merge_bins(self) -> None:
         self._width *= 2
-        folded: dict[int, dict[str, float]] = {}
+        merged: dict[int, dict[str, float]] = {}
         for key, amounts in self._bins.items():
-            bin_amounts = folded.setdefault(key // 2, {})
-            for name, amount in amounts.items():
-                bin_amounts[name] = bin_amounts.get(name, 0.0) + amount
-        self._bins = folded
+            _add_amounts(merged.setdefault(key // 2, {}), amounts)
+        self._bins = merged
 
     def fraction_series(self) -> FractionSeries:
         keys = sorted(self._bins)
@@ -141,3 +135,8 @@ class FractionBins:
         return FractionSeries(
             x=[_round_significant(key * self._width) for key in keys], width=self._width, fractions=fractions
         )
+
+
+def _add_amounts(sums: dict[str, float], amounts: Mapping[str, float], factor: float = 1.0) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0.0) + amount * factor

@@ -1,8 +1,8 @@
-"""Whether a run had the right machine: advice on its size, from what its records prove. `explain.py` asks, people
-decide.
+"""Advice on the size of the machine, based on the records of a run. Used by `explain.py`.
 
-`load_of` reads what a run used of its machine; each rule is a pure function of that which says something or nothing.
-Advice is no finding: no time is lost by it, and none of it is done by itself. Causes of lost time are `diagnose/`.
+`read_resource_usage` reads what a run used of its machine; each rule is a pure function of it that returns advice or
+None. Advice is not a finding: no time is lost, and nothing is changed automatically. Causes of lost time are in
+`stoker/diagnosis/`.
 """
 
 import dataclasses
@@ -15,38 +15,39 @@ from typing import Any
 import msgspec
 
 from stoker.report import format as fmt
+from stoker.report.environment import gpu_names
 from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
 from stoker.runs.totals import Totals
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
-"""Mean share of the multiprocessors at work. NVIDIA DCGM manual, profiling metrics, SM activity: 0.8 or more is needed
-to use a GPU well, below 0.5 it is likely used badly."""
+"""Mean SM activity. NVIDIA DCGM manual, profiling metrics: 0.8 or more is necessary for effective use of a GPU, less
+than 0.5 likely indicates ineffective use."""
 INPUT_BOUND_MODERATE, INPUT_BOUND_HIGH = 0.05, 0.20
-"""Share of `input_wait`. TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: moderately, highly
+"""Fraction of `input_wait`. TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: moderately, highly
 input-bound."""
 CPU_SATURATED_FRACTION = 0.85
-"""Share of its cores that a run uses from which more threads do not help. Our judgment: decoding threads reach 0.9."""
+"""CPU utilization above which more workers do not help. Heuristic: decoding workers reach 0.9."""
 MAX_SHARED_MEMORY_FRACTION = 0.45
-"""Most share of a GPU's memory with which two such jobs fit on it, a tenth left over. Our judgment."""
+"""Maximum used fraction of GPU memory with which two such jobs fit, 10 % left over. Heuristic."""
 MIN_FETCH_FRACTION = 0.5
-"""Share of `input_wait` that is waiting for bytes, from which the storage is what to change. Our judgment."""
+"""Fraction of `input_wait` spent reading bytes above which the storage is the bottleneck. Heuristic."""
 MIN_COMM_FRACTION = 0.25
-"""Share of `comm` and `straggler` from which more devices buy little. Our judgment."""
+"""Fraction of `comm` and `straggler` above which more devices bring little. Heuristic."""
 MIN_COMPUTE_FRACTION = 0.85
-"""Share of `compute` from which only a faster device makes a run faster. Our judgment."""
+"""Fraction of `compute` above which only a faster device makes a run faster. Heuristic."""
 SPOT_PREEMPTION_INTERVAL_S = 4 * 3600.0
-"""Seconds between two reclaims that the advice on spot machines reckons with. Our judgment, on the safe side: GCP names
-5 to 15 % of preemptible machines a day as the usual rate."""
+"""Assumed time between two preemptions of a spot machine. Conservative heuristic: GCP names a usual rate of 5 to 15 %
+of preemptible machines per day."""
 MAX_SPOT_LOSS_FRACTION = 0.05
-"""Share of the time that such reclaims may cost. Our judgment: they cost 60 to 91 % less (GCP's range)."""
+"""Maximum fraction of time that preemptions may cost. Heuristic: spot machines cost 60 to 91 % less (GCP's range)."""
 MIN_SPOT_RUN_S = 3600.0
-"""Length of a run below which nothing is said about spot machines. Our judgment."""
+"""Minimum length of a run for advice on spot machines. Heuristic."""
 MIG_SLICES = (("1g", 1 / 7, 1 / 8), ("2g", 2 / 7, 2 / 8), ("3g", 3 / 7, 4 / 8), ("4g", 4 / 7, 4 / 8))
-"""Slice, its share of the multiprocessors, of the memory (NVIDIA MIG user guide, profiles of A100 and H100)."""
+"""Slice, its fraction of the SMs, of the memory (NVIDIA MIG user guide, profiles of A100 and H100)."""
 _HAS_MIG = re.compile(r"\b(A100|H100|H200|B200|GH200)\b")
 MIN_SAMPLES = 30
-"""Lines of devices.jsonl, in steps, without which nothing is said about loads. Our judgment: half a minute."""
+"""Minimum number of lines of devices.jsonl during training for a mean. Heuristic: half a minute."""
 
 
 class SizingAdvice(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +61,12 @@ class SizingAdvice(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResourceUsage:
-    """What a run used of its machine. None: nobody knows. Means are over the time from the first step to the last.
+    """What a run used of its machine. None: not measured. Means are over the time from the first step to the last.
 
-    shares: phase → share of all device time; fetch: share of `input_wait` that is waiting for bytes; sm_active,
-    utilisation: of the GPUs that train; memory: most of a GPU's memory in use; used_cores: processors' worth of time
-    that the run used; save_every_s: mean time between checkpoints; start_s: of an attempt until its first step."""
+    phase_fractions: of all device time; fetch_fraction: fraction of `input_wait` spent reading bytes; sm_active,
+    gpu_utilization: of the GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second;
+    checkpoint_interval_s: mean; startup_s: time of an attempt until its first step.
+    """
 
     devices: int
     phase_fractions: Mapping[str, float]
@@ -118,7 +120,7 @@ def read_resource_usage(
             mig = mig or gpu.mig
         if not first_t <= sample.t <= last_t:
             continue
-        if len(sample.gpus) == totals.devices:  # else some of them do not train
+        if len(sample.gpus) == totals.devices:  # otherwise some of them do not train
             for gpu in sample.gpus:
                 sm_active.add(gpu.sm_active)
                 gpu_utilization.add(gpu.utilization)
@@ -135,10 +137,12 @@ def read_resource_usage(
         if total_s > 0
         else {},
         wall_s=totals.wall_s,
-        fetch_fraction=totals.input_wait_stages.get("fetch", 0.0) / waited_s if totals.input_wait_stages and waited_s > 0 else None,
+        fetch_fraction=totals.input_wait_stages.get("fetch", 0.0) / waited_s
+        if totals.input_wait_stages and waited_s > 0
+        else None,
         from_bucket=from_bucket,
         cached=cached,
-        gpu_name=_gpu_name(environment),
+        gpu_name=next(iter(gpu_names(environment)), ""),
         sm_active=sm_active.value,
         gpu_utilization=gpu_utilization.value,
         gpu_memory_fraction=gpu_memory_fraction,
@@ -155,24 +159,18 @@ def read_resource_usage(
     )
 
 
-def _gpu_name(environment: Mapping[str, Any]) -> str:
-    gpu = environment.get("gpu")
-    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    return str(gpus[0].get("name") or "") if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
-
-
 def _checkpoint_interval_s(run: Path, totals: Totals) -> float | None:
     saves = sum(event.kind == "checkpoint_saved" for event in read_lines(run, EVENTS, Event))
     return totals.wall_s / saves if saves else None
 
 
 def advise_sizing(usage: ResourceUsage) -> list[SizingAdvice]:
-    """Everything that the rules say of a load, in their order."""
+    """The advice of all rules, in their order."""
     return [advice for rule in RULES if (advice := rule(usage)) is not None]
 
 
 def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
-    """Cores that are all in use while the device waits for pictures, and not for bytes."""
+    """All cores are busy while the device waits for decoding, not for bytes."""
     input_wait, compute = usage.fraction("input_wait"), usage.fraction("compute")
     if usage.cores is None or usage.used_cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
         return None
@@ -181,18 +179,18 @@ def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
     ):
         return None
     recommended_cores = math.ceil(usage.cores * (compute + input_wait) / compute)
-    per_device = f"{usage.cores / usage.devices:.3g} → {recommended_cores / usage.devices:.3g} for each device"
+    per_device = f"{usage.cores / usage.devices:.3g} → {recommended_cores / usage.devices:.3g} per device"
     return SizingAdvice(
         kind="more_cores",
-        title="More processor cores for each device",
+        title="More CPU cores per device",
         evidence=[_phase_evidence(usage, "input_wait"), _cores_evidence(usage)],
-        fix=f"About {recommended_cores} cores ({per_device}) would prepare pictures as fast as the device takes them; or fewer decoded "
-        "anew (--cache), or --jpeg-decoder nvjpeg",
+        fix=f"About {recommended_cores} cores ({per_device}) would decode images as fast as the device needs them. "
+        "Alternatives: cache decoded images (--cache), or --jpeg-decoder nvjpeg",
     )
 
 
 def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
-    """A device that waits although the cores give all they have, and whose memory is mostly free."""
+    """The device waits although all cores are busy, and most of its memory is free."""
     if (
         usage.cores is None
         or usage.used_cores is None
@@ -207,20 +205,19 @@ def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
         return None
     return SizingAdvice(
         kind="smaller_gpu",
-        title="A smaller GPU would do",
+        title="A smaller GPU is sufficient",
         evidence=[
             _phase_evidence(usage, "compute"),
             _phase_evidence(usage, "input_wait"),
             _cores_evidence(usage),
             _memory_evidence(usage),
         ],
-        fix="These cores cannot feed this GPU: one with half of its memory and speed trains about as fast here and "
-        "costs less",
+        fix="These cores cannot feed this GPU. One with half of its memory and speed is about as fast and costs less",
     )
 
 
 def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
-    """A model that is too small for the GPU: a slice of it, or two jobs at once."""
+    """The model is too small for the GPU: use a MIG slice, or run two jobs at once."""
     if (
         usage.sm_active is None
         or usage.gpu_memory_fraction is None
@@ -228,10 +225,8 @@ def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
         or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
     ):
         return None
-    if (
-        usage.fraction("input_wait") >= INPUT_BOUND_HIGH or usage.fraction("compute") < SM_ACTIVE_LOW
-    ):  # then it idles for another reason
-        return None
+    if usage.fraction("input_wait") >= INPUT_BOUND_HIGH or usage.fraction("compute") < SM_ACTIVE_LOW:
+        return None  # it is idle for another reason
     mig_profile = next(
         (
             name
@@ -246,48 +241,49 @@ def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
         kind="shared_gpu",
         title="The model is too small for the GPU",
         evidence=[_phase_evidence(usage, "compute"), _sm_active_evidence(usage), _memory_evidence(usage)],
-        fix=f"First a larger --batch-size or --image-size; else {mig_text}two such jobs on it at once, or a smaller GPU",
+        fix="First try a larger --batch-size or --image-size; otherwise "
+        f"{mig_text}two such jobs on it at once, or a smaller GPU",
     )
 
 
 def larger_gpu(usage: ResourceUsage) -> SizingAdvice | None:
-    """A device that works all of the time."""
+    """The device is busy all of the time."""
     if usage.sm_active is None or usage.sm_active < SM_ACTIVE_HIGH or usage.fraction("compute") < MIN_COMPUTE_FRACTION:
         return None
     return SizingAdvice(
         kind="larger_gpu",
-        title="Only a faster GPU, or more of them, makes this faster",
+        title="Only a faster GPU, or more GPUs, make this faster",
         evidence=[
             _phase_evidence(usage, "compute"),
             _sm_active_evidence(usage),
             *([_memory_evidence(usage)] if usage.gpu_memory_fraction is not None else []),
         ],
-        fix="The GPU is used well: nothing around it is worth changing. Where the time matters more than the money, "
-        "take the next larger one",
+        fix="The GPU is used well, nothing else limits the speed. If time matters more than cost, use a larger GPU",
     )
 
 
 def local_disk(usage: ResourceUsage) -> SizingAdvice | None:
-    """Bytes that come too slowly."""
+    """Reading bytes is too slow."""
     input_wait = usage.fraction("input_wait")
     if usage.fetch_fraction is None or input_wait < INPUT_BOUND_MODERATE or usage.fetch_fraction < MIN_FETCH_FRACTION:
         return None
     storage_name = "the bucket" if usage.from_bucket else "the disk"
-    text = f"of this {100 * usage.fetch_fraction:.0f} % was waiting for bytes of {storage_name}"
-    cache_hint = "" if usage.cached else ", and pictures kept there (--cache disk)"
+    text = f"{100 * usage.fetch_fraction:.0f} % of this was reading bytes from {storage_name}"
+    cache_hint = "" if usage.cached else ", with a cache of decoded images (--cache disk)"
     return SizingAdvice(
         kind="local_disk",
         title="A local SSD",
         evidence=[
-            _phase_evidence(usage, "input_wait"), Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input.fetch"),
+            _phase_evidence(usage, "input_wait"),
+            Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input_wait_stages.fetch"),
         ],
         fix=f"A machine with a local NVMe SSD instead of {storage_name}{cache_hint}"
-        + ("; a bucket in the machine's own region, at least" if usage.from_bucket else ""),
-    )  # fmt: skip
+        + ("; at least a bucket in the region of the machine" if usage.from_bucket else ""),
+    )
 
 
 def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
-    """Devices that wait for each other."""
+    """Devices wait for each other."""
     fraction = usage.fraction("comm", "straggler")
     if usage.devices < 2 or fraction < MIN_COMM_FRACTION:
         return None
@@ -296,16 +292,17 @@ def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
         kind="fewer_gpus",
         title="Fewer devices",
         evidence=[
-            _phase_evidence(usage, "comm"), _phase_evidence(usage, "straggler"), Evidence(text=f"{usage.devices} devices",
-            value=float(usage.devices), source="steps.jsonl: devices"),
+            _phase_evidence(usage, "comm"),
+            _phase_evidence(usage, "straggler"),
+            Evidence(text=f"{usage.devices} devices", value=float(usage.devices), source="steps.jsonl: devices"),
         ],
-        fix=f"{fmt.plural(half, 'device')} waste less of what they cost; else a larger --batch-size for each exchange, or "
-        "devices on one machine with NVLink",
-    )  # fmt: skip
+        fix=f"{fmt.plural(half, 'device')} use a larger fraction of their time; otherwise a larger --batch-size per "
+        "all-reduce, or devices on one machine with NVLink",
+    )
 
 
 def spot(usage: ResourceUsage) -> SizingAdvice | None:
-    """A run that a reclaim would cost little, and that had none yet."""
+    """A preemption would cost little, and there was none yet."""
     if (
         usage.attempts != 1
         or usage.checkpoint_interval_s is None
@@ -318,18 +315,18 @@ def spot(usage: ResourceUsage) -> SizingAdvice | None:
     if fraction > MAX_SPOT_LOSS_FRACTION:
         return None
     saves = (
-        f"a checkpoint every {fmt.duration(usage.checkpoint_interval_s)}, a start in {fmt.duration(usage.startup_s)}"
+        f"a checkpoint every {fmt.duration(usage.checkpoint_interval_s)}, startup in {fmt.duration(usage.startup_s)}"
     )
-    text = f"a reclaim would cost {fmt.duration(lost_s)}; one in four hours {fmt.percentage(fraction)} of the time"
+    text = f"a preemption would cost {fmt.duration(lost_s)}; one in four hours {fmt.percentage(fraction)} of the time"
     return SizingAdvice(
         kind="spot",
         title="A spot machine",
         evidence=[
-            Evidence(text=saves, value=usage.checkpoint_interval_s, source="events.jsonl: checkpoint"),
+            Evidence(text=saves, value=usage.checkpoint_interval_s, source="events.jsonl: checkpoint_saved"),
             Evidence(text=text, value=fraction),
         ],
-        fix="Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): rent one, and start the "
-        "same command again when it was reclaimed",
+        fix="Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): use one, and start the "
+        "same command again after a preemption",
     )
 
 
@@ -348,14 +345,14 @@ def _phase_evidence(usage: ResourceUsage, phase: str) -> Evidence:
 def _cores_evidence(usage: ResourceUsage) -> Evidence:
     used, cores = usage.used_cores or 0.0, usage.cores or 0.0
     text = f"the run used {used:.1f} of {cores:.3g} cores"
-    return Evidence(text=text, value=used, source="devices.jsonl: process_cpu, cores")
+    return Evidence(text=text, value=used, source="devices.jsonl: process_cpu, cpu_limit_cores")
 
 
 def _memory_evidence(usage: ResourceUsage) -> Evidence:
-    text = f"at most {fmt.percentage(usage.gpu_memory_fraction)} of the GPU's memory was in use"
+    text = f"at most {fmt.percentage(usage.gpu_memory_fraction)} of the GPU memory was in use"
     return Evidence(text=text, value=usage.gpu_memory_fraction, source="devices.jsonl: gpus.memory_used_bytes")
 
 
 def _sm_active_evidence(usage: ResourceUsage) -> Evidence:
-    text = f"{fmt.percentage(usage.sm_active)} of the multiprocessors had work"
+    text = f"{fmt.percentage(usage.sm_active)} of the SMs had work (SM activity)"
     return Evidence(text=text, value=usage.sm_active, source="devices.jsonl: gpus.sm_active")

@@ -1,9 +1,9 @@
-"""TensorBoard files of a run: curves, scores, and pictures with true and found boxes. No server, no TensorFlow.
+"""TensorBoard files of a run: curves, metrics, and images with ground truth and detections. Without TensorFlow.
 
-The training thread only puts references into a queue; a thread of this module loads tensorboardX, draws, encodes and
-writes. tensorboardX's own SummaryWriter is not used: its queue blocks whoever writes when the disk is full, and two of
-them in the same second overwrite each other's file. A board that cannot be written says so once and stops; the same
-numbers are in steps.jsonl and events.jsonl.
+The training thread only puts references into a queue; a thread of this module imports tensorboardX, draws, encodes and
+writes. The SummaryWriter of tensorboardX is not used: its queue blocks the caller when the disk is full, and two
+writers created in the same second overwrite each other's file. After an error the board reports it once and stops; the
+same numbers are in steps.jsonl and events.jsonl.
 """
 
 import io
@@ -23,21 +23,21 @@ from stoker.runs.schemas import StepWindow
 
 FOLDER = "tensorboard"
 MAX_IMAGE_SIDE = 512
-"""Pixels of the longer side of a picture: tensorboardX checksums in Python, 0.24 µs a byte (100 kB: 24 ms)."""
+"""Longer side of an image in pixels: tensorboardX computes checksums in Python, 0.24 µs per byte (100 kB: 24 ms)."""
 FLUSH_INTERVAL_S = 5.0
 _MAX_QUEUED = 1000
-"""Lines that may wait for a slow disk; more are dropped, and said."""
+"""Entries that may wait for a slow disk; more are dropped and counted."""
 
 Values = dict[str, float]
 BoardEntry = tuple[float, int, Values, tuple[ImageWithBoxes, ...], tuple[str, ...]]
-"""Unix time, step, scalars by tag, pictures, class names."""
+"""Unix time, step, scalars by tag, images, class names."""
 
 
 class Board:
     """The TensorBoard files of one attempt of a run, in its folder `tensorboard`.
 
-    purge_step: the step from which a resumed run goes on; TensorBoard drops what earlier attempts wrote beyond it, so
-    curves do not fork. on_error: told from another thread when nothing more can be written, or a picture not be shown.
+    purge_step: the step at which a run resumes; TensorBoard drops later points of earlier attempts, so curves do not
+    fork. on_error: called from another thread when writing fails, or an image cannot be drawn.
     """
 
     def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
@@ -46,28 +46,28 @@ class Board:
         self._on_error = on_error
         self._queue: queue.Queue[BoardEntry | None] = queue.Queue(_MAX_QUEUED)
         self.dropped = 0
-        """Lines that found the queue full."""
+        """Entries that were dropped because the queue was full."""
         self.error: str | None = None
-        """Why nothing more is written."""
+        """The error after which nothing more is written."""
         self._thread = threading.Thread(target=self._run, name="stoker-tensorboard", daemon=True)
         self._thread.start()
 
     def add_window(self, window: StepWindow) -> None:
-        """The scalars of a line of steps.jsonl."""
+        """Adds the scalars of a line of steps.jsonl."""
         self._put((window.t, window.step, dict(_scalars(window)), (), ()))
 
     def add_metrics(self, step: int, metrics: Metrics) -> None:
-        """The twelve COCO numbers, and AP of every class; what is undefined has no point."""
+        """Adds the twelve COCO metrics, and AP of every class; an undefined metric has no point."""
         values = {f"eval/{name}": getattr(metrics, name) for name in COCO_SUMMARY}
         values |= {f"eval_class_ap/{row.name}": row.ap for row in metrics.per_class}
         self._put((time.time(), step, {tag: value for tag, value in values.items() if value is not None}, (), ()))
 
     def add_images(self, step: int, images: Sequence[ImageWithBoxes], class_names: Sequence[str]) -> None:
-        """Pictures with their true boxes (left) and the found ones (right). Files are read by the other thread."""
+        """Adds images with ground truth (left) and detections (right). The writing thread reads the files."""
         self._put((time.time(), step, {}, tuple(images), tuple(class_names)))
 
     def close(self) -> None:
-        """Writes what is waiting. May be called twice."""
+        """Writes the queued entries. May be called twice."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -79,17 +79,17 @@ class Board:
             self.dropped += 1
 
     def _run(self) -> None:
-        entries = iter(self._queue.get, None)  # to the end, which `close` puts in
+        entries = iter(self._queue.get, None)  # until the None of `close`
         try:
             writer = _Writer(self._folder, self._purge_step)
             try:
                 self._write_all(writer, entries)
             finally:
                 writer.close()
-        # Whatever TensorBoard's files do (full disk, a protobuf that does not fit), training goes on and it is said.
+        # Any error (full disk, incompatible protobuf) is reported, and training continues.
         except Exception as error:  # noqa: BLE001
             self.error = f"{type(error).__name__}: {error}"
-            self._report_error(f"TensorBoard files are not written any more: {self.error}")
+            self._report_error(f"TensorBoard files are no longer written: {self.error}")
             for _ in entries:
                 pass
 
@@ -101,10 +101,10 @@ class Board:
             for n, image in enumerate(images):
                 try:
                     drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
-                except (OSError, DataError) as error:  # this picture's own trouble
-                    self._report_error(f"TensorBoard does not show {image.path}: {error}")
+                except (OSError, DataError) as error:  # concerns this image only
+                    self._report_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
                     continue
-                writer.add_image(t, step, f"pictures/{n}", drawn)
+                writer.add_image(t, step, f"images/{n}", drawn)
             if time.monotonic() - flushed_s > FLUSH_INTERVAL_S:
                 writer.flush()
                 flushed_s = time.monotonic()
@@ -115,7 +115,7 @@ class Board:
 
 
 class _Writer:
-    """One event file. Its name says when it was begun, to the nanosecond: files of two attempts never meet."""
+    """One event file. Its name contains the time in nanoseconds, so files of two attempts never collide."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -127,7 +127,7 @@ class _Writer:
         self._file: Any = EventsWriter(str(folder / "events"), f".{time.time_ns():020d}")
         if purge_step > 0:
             log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            # TensorBoard drops what has this step or a later one; what was written at purge_step itself is ours
+            # TensorBoard drops points at this step and later ones; those at purge_step itself stay
             self._file.write_event(self._event(wall_time=time.time(), step=purge_step + 1, session_log=log))
 
     def add_scalars(self, t: float, step: int, values: Values) -> None:
@@ -154,7 +154,7 @@ def _scalars(window: StepWindow) -> Iterator[tuple[str, float]]:
     for name, value in window.losses.items():
         yield f"loss/{name}", value
     if window.lr is not None:
-        yield "train/rate", window.lr
+        yield "train/lr", window.lr
     if window.grad_norm is not None:
         yield "train/grad_norm", window.grad_norm
     yield "train/skipped_steps", window.skipped_steps

@@ -1,8 +1,8 @@
-"""Where on a run's time line its findings and events lie: marks, as data. How they look: `page/timeline.py`.
+"""Marks of findings and events on the timeline of a run, as data. `page/timeline.py` draws them.
 
-A finding's evidence names a record and a field, or a line. From that its time follows: a phase was worst in the longest
-stretch in which it took more than in the mean; a counter was at its worst at its extreme; an event has a time. Evidence
-that names no time gives no mark.
+The evidence of a finding names a record and a field, or a line. This gives a time: for a phase, the stretch above its
+mean in which it took most; for a counter, the time of its extreme; for an event, its own time. Other evidence gives no
+mark.
 """
 
 import re
@@ -16,22 +16,22 @@ from stoker.runs.records import WARNING_KINDS
 from stoker.runs.schemas import Event, Finding
 
 MAX_MARKS_PER_FINDING, MAX_EVENTS = 20, 300
-"""Marks of one finding, and of events, at most."""
+"""Maximum number of marks of one finding, and of events."""
 
 _CURVE_BY_FIELD = {
-    "cpu": "cpu/mean", "process_cpu": "cpu/this process, cores", "rss_bytes": "memory/process",
+    "cpu_core_utilization": "cpu/mean", "process_cpu": "cpu/this process, cores", "rss_bytes": "memory/process",
     "memory_used_bytes": "memory/used", "psi_cpu": "pressure/cpu", "psi_memory": "pressure/memory",
-    "psi_io": "pressure/io", "throttled_s": "pressure/held back by the quota, s",
+    "psi_io": "pressure/io", "throttled_s": "pressure/throttled, s",
 }  # fmt: skip
-"""Field of devices.jsonl → name of the report's curve."""
-_GPU_CURVE_BY_FIELD = {"utilisation": "utilisation", "memory_used_bytes": "memory", "power_w": "power, W",
+"""Field of devices.jsonl → curve of the report."""
+_GPU_CURVE_BY_FIELD = {"utilization": "utilization", "memory_used_bytes": "memory", "power_w": "power, W",
            "temperature_c": "temperature, °C", "sm_clock_mhz": "clock, MHz"}  # fmt: skip
-_LOW_IS_BAD = frozenset({"utilisation", "clock, MHz"})
-_SHOWN_EVENTS = WARNING_KINDS | {"evaluated", "checkpoint", "resumed", "preempted", "failed", "finished"}
+_LOW_IS_BAD = frozenset({"utilization", "clock, MHz"})
+_SHOWN_EVENTS = WARNING_KINDS | {"evaluated", "checkpoint_saved", "resumed", "preempted", "failed", "finished"}
 
 
 class TimelineMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A time or a stretch of it, in seconds since the run's start."""
+    """A time span, in seconds since the start of the run."""
 
     kind: Literal["finding", "event"]
     name: str
@@ -40,13 +40,13 @@ class TimelineMark(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     text: str
     finding_number: int | None = None
-    """Place of the finding among those of the report, from 1."""
+    """Number of the finding in the report, from 1."""
 
 
 def collect_marks(
     findings: Iterable[Finding], events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
 ) -> list[TimelineMark]:
-    """All marks. events: of the whole run, in order; phases, machine: the report's, in seconds since `start_t`."""
+    """All marks. events: all events of the run, in order; phases, machine: in seconds since `start_t`."""
     result: list[TimelineMark] = []
     for number, finding in enumerate(findings, start=1):
         finding_marks = [
@@ -73,9 +73,9 @@ def collect_marks(
 def _spans(
     source: str, events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
 ) -> Iterator[tuple[float, float]]:
-    """The times that a place in the records speaks of."""
+    """The time spans of a source in the records."""
     if (phase_match := re.match(r"steps\.jsonl: (?:phases\.)?(\w+)", source)) is not None:
-        name = "input_wait" if phase_match[1] == "input" else phase_match[1]
+        name = "input_wait" if phase_match[1] in ("input", "input_wait_stages") else phase_match[1]
         if (span := worst_stretch(phases, name)) is not None:
             yield span
     elif (line_match := re.match(r"events\.jsonl:(\d+)", source)) is not None:
@@ -95,12 +95,12 @@ def _instant(s: float) -> tuple[float, float]:
 
 
 def worst_stretch(phases: FractionSeries, name: str) -> tuple[float, float] | None:
-    """From where to where a phase took at least its mean share, in the stretch in which it took most; None: it took
-    nothing."""
+    """(start, end) of the stretch with at least the mean fraction of a phase in which the phase took most time. None if
+    the phase took no time."""
     fractions = phases.fractions.get(name, [])
     if not any(fractions):
         return None
-    mean = sum(fractions) / len(fractions) * (1 - 1e-9)  # the mean of equal numbers may be above them
+    mean = sum(fractions) / len(fractions) * (1 - 1e-9)  # rounding: the mean of equal numbers may be above them
     best, best_amount, begin, amount = (0, 0), 0.0, 0, 0.0
     for n, fraction in enumerate([*fractions, -1.0]):
         is_adjacent = n == 0 or n == len(fractions) or phases.x[n] - phases.x[n - 1] < 1.5 * phases.width
@@ -114,7 +114,7 @@ def worst_stretch(phases: FractionSeries, name: str) -> tuple[float, float] | No
 
 
 def _extreme(field: str, name: str, series: Series) -> float | None:
-    """When a counter was at its worst; None where the curve is not the field's."""
+    """Time at which a counter was at its worst; None if the curve does not belong to the field."""
     if field.startswith("gpus."):
         curve_name = _GPU_CURVE_BY_FIELD.get(field.removeprefix("gpus."))
         if curve_name is None or not name.startswith("gpu ") or name.partition("/")[2] != curve_name:

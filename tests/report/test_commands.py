@@ -33,9 +33,9 @@ def test_the_forms_of_why(stoker: Command) -> None:
     Path("job.log").write_text("Traceback (most recent call last):\n  x\nValueError: odd\n")
     forms = {
         ("runs/a",): ("The device trained", "phases"),
-        ("runs/b",): ("state  dead", "phases"),
+        ("runs/b",): ("state  killed", "phases"),
         ("runs/a", "--compare", "runs/b"): ("second  runs/b", "statement"),
-        ("--all", "runs"): ("2: 1 dead, 1 finished", "worst_runs"),
+        ("--all", "runs"): ("2: 1 finished, 1 killed", "worst_runs"),
         ("job.log",): ("ValueError: odd", "not_known"),
     }
     for form, (words, key) in forms.items():

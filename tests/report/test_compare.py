@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.report.compare import Comparison, compare, flatten_environment
+from stoker.report.compare import Comparison, compare
 from stoker.report.compare_terminal import print_comparison
+from stoker.report.environment import comparable
 from tests.report.runs import write_run
 
 MACHINE = {"hostname": "one", "packages": {"torch": "2.14.0", "numpy": None}, "cores": 8, "memory_limit_bytes": 2**34,
@@ -26,7 +27,7 @@ def shown(found: Comparison) -> str:
 def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nworkers = 4\n", ap=0.3)
     found = compare(run, run)
-    assert found.statement == ["Nothing that is recorded differs."]
+    assert found.statement == ["The records do not differ."]
     assert (found.settings, found.environment, found.removed_causes, found.added_causes) == ([], [], [], [])
     assert all(row.before_s == row.after_s for row in found.phases)
 
@@ -48,15 +49,15 @@ second  b
 The second took 38 % less time per step: 10 s → 6.2 s.
 The largest difference is input_wait: 4 s → 0.2 s per step.
 AP 0.300 → 0.310.
-Findings that are gone: input_bound.
-Of settings, 1 value changed: workers.
-Of machine and versions, 2 values changed: packages.torch, variables.NCCL_DEBUG.
+Removed findings: input_bound.
+Settings: 1 value changed: workers.
+Machine and versions: 2 values changed: packages.torch, variables.NCCL_DEBUG.
 
 time, s per step
-phase       first  second  change  share, first  second
-input_wait      4     0.2    −3.8          40 %   3.2 %
-compute         6       6       0          60 %    97 %
-total          10     6.2    −3.8         100 %   100 %
+phase       first  second  change  fraction, first  second
+input_wait      4     0.2    −3.8             40 %   3.2 %
+compute         6       6       0             60 %    97 %
+total          10     6.2    −3.8            100 %   100 %
 img/s         1.6    2.58
 AP          0.300   0.310
 
@@ -79,15 +80,15 @@ def test_another_batch_is_compared_by_pictures(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", phases={"compute": 100.0}, pictures=800)
     b = write_run(tmp_path / "b", phases={"compute": 150.0}, pictures=1600)
     found = compare(a, b)
-    assert found.unit == "1,000 pictures"
+    assert found.unit == "1,000 images"
     assert found.total_s == pytest.approx((125.0, 93.75))
-    assert "25 % less time per 1,000 pictures" in found.statement[0]
+    assert "25 % less time per 1,000 images" in found.statement[0]
 
 
 def test_the_same_time_spent_differently(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", phases={"compute": 60.0, "input_wait": 40.0})
     b = write_run(tmp_path / "b", phases={"compute": 60.0, "sync": 40.0})
-    assert compare(a, b).statement[0] == "Both took the same time per step, 1 s, spent differently."
+    assert compare(a, b).statement[0] == "Both took the same time per step, 1 s, but in different phases."
 
 
 def test_more_devices_are_compared_per_device(tmp_path: Path) -> None:
@@ -100,11 +101,11 @@ def test_more_devices_are_compared_per_device(tmp_path: Path) -> None:
 def test_runs_without_a_step_or_any_record(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", windows=0, end="failed", said="no data")
     found = compare(a, b)
-    assert found.statement[0] == "Only the first did a step, so times cannot be compared."
+    assert found.statement[0] == "Only the first did a step; times cannot be compared."
     assert "The first is finished, the second failed." in found.statement
     assert found.phases == []
     assert shown(found)
-    assert compare(b, b).statement == ["Nothing that is recorded differs."]
+    assert compare(b, b).statement == ["The records do not differ."]
 
 
 def test_the_json_holds_the_same(tmp_path: Path) -> None:
@@ -115,11 +116,11 @@ def test_the_json_holds_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_another_in_every_run_is_not_compared() -> None:
-    told = flatten_environment(MACHINE)
+    told = comparable(MACHINE)
     assert told["gpu"] == "2 × Tesla T4"
     assert told["memory_limit_bytes"] == "16.0 GiB"
     assert "GPU-1" not in str(told)
-    assert flatten_environment({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
+    assert comparable({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
     assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(told)
 
 
@@ -133,7 +134,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
 def test_a_job_of_others_has_no_settings_to_compare(tmp_path: Path) -> None:
     ours = write_run(tmp_path / "a", settings="[run]\nworkers = 1\n")
     other = write_run(tmp_path / "b")
-    said = "The {} has no settings of stoker's: they are not compared."
+    said = "The {} has no settings; they are not compared."
     assert (compare(ours, other).settings, compare(other, ours).settings) == ([], [])
     assert said.format("second") in compare(ours, other).statement
     assert said.format("first") in compare(other, ours).statement

@@ -56,7 +56,7 @@ def test_experiments_are_on_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"), [({"coverage": {"output": "recorded"}}, "watched"), ({"measured": True}, "measured")]
+    ("told", "words"), [({"coverage": {"output": "recorded"}}, "stoker watch"), ({"measured": True}, "stoker.measure")]
 )
 def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
     tmp_path: Path, told: dict[str, object], words: str
@@ -69,6 +69,6 @@ def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
     linked = re.findall(r'href="#(\w+)"', page.partition("</nav>")[0].partition("<nav")[2])
     assert linked == re.findall(r'<section id="(\w+)"', page)
     assert set(linked) == {name for name, _ in SECTIONS} - NATIVE_RUN_SECTIONS
-    assert f"that stoker {words}" in page
+    assert f"recorded by {words}" in page
     for absent in ("evaluation.json", "config.toml", "<dt>AP</dt>", "scored"):
         assert absent not in page.partition("<script")[0]

@@ -26,17 +26,17 @@ def test_a_log_that_names_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (
         shown(explain_log(log))
         == """\
-job.log: a log and no recorded run; 4 lines, 95 B
+job.log: a log, not a recorded run; 4 lines, 95 B
 
 critical: The GPU's memory did not suffice
   torch.OutOfMemoryError: CUDA out of memory.  [job.log:4]
   fix: A smaller batch or picture, mixed precision, gradients of several parts added up; and nothing else on the GPU
 
-Not known from a log alone:
-  its exit code or signal, and whether it has ended at all
-  whether the kernel killed it for memory, and what GPU, memory and disk did meanwhile
+Not known from the log alone:
+  the exit code or signal, and whether the job has ended
+  whether the kernel killed it (out of memory), and the state of GPU, memory and disk
   where its time went
-The next time, `stoker watch -- COMMAND` records the job, and this answer has numbers.
+Next time, record the job with `stoker watch -- COMMAND` to get numbers.
 """
     )
 
@@ -47,7 +47,7 @@ def test_a_log_that_says_nothing_of_an_end_is_not_given_one(tmp_path: Path, text
     log.write_text(text)
     found = explain_log(log)
     assert found.findings == []
-    assert "Nothing in it is known to end a job." in shown(found)
+    assert "It contains no known reason for the end of a job." in shown(found)
 
 
 @pytest.mark.parametrize(("text", "cause"), [

@@ -205,13 +205,14 @@ def test_what_the_screen_warned_of_is_among_the_warnings(tmp_path: Path, kind: s
 
 def test_settings_have_reasons_and_those_of_the_user_stand_out(page: str) -> None:
     assert (
-        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, max_duration = 100, price_per_device_hour = 3.6</b>" in page
+        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, max_duration = 100, price_per_device_hour = 3.6</b>"
+        in page
     )
     assert "320² pixels, &lt;b&gt;in the aspect&lt;/b&gt; of the data" in page
 
 
 def test_restarts_are_marked(page: str) -> None:
-    assert "attempt 2 went on from step 0" in page
+    assert "attempt 2 resumed at step 0" in page
     data = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
     assert sum("shapes" in chart["layout"] for chart in data) >= 6
 
@@ -253,7 +254,7 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page: str) -> None:
     mine = own(page)
     images = re.findall(r"<img [^>]*>", mine)
     assert len(images) == 6
-    assert all(re.search(r'alt="[^"]+: \d+ right, \d+ wrong, \d+ not found; in it: ', image) for image in images)
+    assert all(re.search(r'alt="[^"]+: \d+ TP, \d+ FP, \d+ FN; ground truth: ', image) for image in images)
     assert all("<caption" in table for table in mine.split("<table")[1:])
     assert all('aria-label="Chart: ' in chart for chart in re.findall(r'<div id="chart-\d+"[^>]*>', mine))
     levels = [int(level) for level in re.findall(r"<h([1-6])", mine)]
@@ -293,7 +294,7 @@ def test_every_phase_has_a_colour() -> None:
 def test_a_live_run(tmp_path: Path, evaluation: Evaluation) -> None:
     path = make_run(tmp_path / "a", evaluation, end=None)
     with locked(path):
-        assert "still running" in render(collect(path))
+        assert "● running" in re.sub("<[^>]*>", "", render(collect(path)))
 
 
 def test_a_run_whose_lines_are_torn(tmp_path: Path, evaluation: Evaluation) -> None:
@@ -302,7 +303,7 @@ def test_a_run_whose_lines_are_torn(tmp_path: Path, evaluation: Evaluation) -> N
         with (path / name).open("a") as file:
             file.write('{"t": 17')
     page = render(collect(path))
-    assert "died without a word" in page
+    assert "The run was killed" in page
     assert f"stoker train --resume {path}" in page
 
 
@@ -318,7 +319,7 @@ def test_an_old_run_without_evaluation_has_its_numbers(tmp_path: Path, evaluatio
     path = make_run(tmp_path / "a", evaluation)
     (path / EVALUATION).unlink()
     page = render(collect(path))
-    assert "evaluation.json is not there, because an older stoker wrote this run" in page
+    assert "evaluation.json is missing, because an older version of stoker wrote this run" in page
     assert f"{evaluation.metrics.ap:.3f}" in page
     (path / EVALUATION).write_text("{")
     assert "not what this stoker writes" in render(collect(path))
@@ -331,10 +332,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     page = render(collect(tmp_path))
     for sentence in (
         "The settings are not known",
-        "What the run ran on is not known",
+        "Hardware and versions are not known",
         "no optimizer step is recorded",
-        "the model has not been scored yet",
-        "devices.jsonl has no line",
+        "the model was not evaluated yet",
+        "devices.jsonl has no lines",
     ):
         assert sentence in page
     assert "n/a" in page
@@ -346,7 +347,7 @@ def test_a_run_of_which_nothing_was_written_promises_nothing(tmp_path: Path) -> 
     report = collect(tmp_path)
     assert (report.advice[0].fix, report.advice[0].command) == ("start it again", None)
     page = render(report)
-    assert "No picture is recorded as unusable." in page
+    assert "No unusable images are recorded." in page
     assert '<p class="what">device unknown</p>' in page
 
 
@@ -356,7 +357,7 @@ def test_an_environment_that_is_damaged_is_left_out_and_said(tmp_path: Path, eva
         (path / ENVIRONMENT).write_text(content, encoding="latin-1")
         report = collect(path)
         assert report.environment == {}
-        assert any("environment.json holds no JSON object" in sentence for sentence in report.missing)
+        assert any("environment.json is damaged" in sentence for sentence in report.missing)
         assert "device unknown" in render(report)
 
 
@@ -418,8 +419,8 @@ def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Pat
     assert 'scope="row" class="wide">class-020<' not in seen
     assert 'scope="row" class="wide">class-099<' in folded
     assert 'scope="row" class="wide">class-100<' not in page
-    assert "The 30 rarest are in the JSON alone." in page
-    assert "Without a true box in this split: class-130, " in page
+    assert "The 30 rarest are only in the JSON." in page
+    assert "Without ground truth in this split: class-130, " in page
     assert "class-137 and 62 more." in page
     (path / EVALUATION).unlink()
     assert "AP by class, the next 80</summary>" in render(collect(path))
@@ -449,7 +450,12 @@ def test_the_command_writes_the_page_and_prints_its_place(
     report = msgspec.json.decode(command("--json", "--price-per-device-hour", "36"), type=RunReport)
     assert report.explanation.price_per_device_hour == 36
     assert report.evaluation is not None
-    assert [one.name for one in report.settings if one.reason is None] == ["data", "model", "max_duration", "price_per_device_hour"]
+    assert [one.name for one in report.settings if one.reason is None] == [
+        "data",
+        "model",
+        "max_duration",
+        "price_per_device_hour",
+    ]
 
 
 def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None:

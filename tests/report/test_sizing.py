@@ -17,9 +17,16 @@ SPEAKS: dict[str, ResourceUsage] = {
     "more_cores": dataclasses.replace(
         BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch_fraction=0.1
     ),
-    "local_disk": dataclasses.replace(BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, fetch_fraction=0.9, from_bucket=True),
+    "local_disk": dataclasses.replace(
+        BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, fetch_fraction=0.9, from_bucket=True
+    ),
     "smaller_gpu": dataclasses.replace(
-        BASE, phase_fractions={"compute": 0.4, "input_wait": 0.6}, cores=4.0, used_cores=3.9, gpu_memory_fraction=0.2, fetch_fraction=0.9
+        BASE,
+        phase_fractions={"compute": 0.4, "input_wait": 0.6},
+        cores=4.0,
+        used_cores=3.9,
+        gpu_memory_fraction=0.2,
+        fetch_fraction=0.9,
     ),
     "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, gpu_memory_fraction=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
     "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
@@ -46,7 +53,10 @@ def test_a_rule_speaks_with_numbers_that_can_be_looked_up(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SPEAKS)
-@pytest.mark.parametrize("field", ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active", "checkpoint_interval_s", "startup_s"])
+@pytest.mark.parametrize(
+    "field",
+    ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active", "checkpoint_interval_s", "startup_s"],
+)
 def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str) -> None:
     load = SPEAKS[kind]
     if getattr(load, field) is None or (kind, field) in {
@@ -59,7 +69,9 @@ def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str
 def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> None:
     assert kinds(BASE) == set()
     assert kinds(ResourceUsage(devices=0, phase_fractions={})) == set()
-    well = dataclasses.replace(BASE, sm_active=0.7, gpu_memory_fraction=0.8, cores=16.0, used_cores=6.0, fetch_fraction=0.2)
+    well = dataclasses.replace(
+        BASE, sm_active=0.7, gpu_memory_fraction=0.8, cores=16.0, used_cores=6.0, fetch_fraction=0.2
+    )
     assert kinds(well) == set()
 
 
@@ -72,12 +84,12 @@ def test_the_opposites_are_never_said_together() -> None:
 def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
     """Half of the time is waiting, so twice the cores would be as fast as the device."""
     (said,) = (one for one in advise_sizing(SPEAKS["more_cores"]) if one.kind == "more_cores")
-    assert "About 8 cores (4 → 8 for each device)" in said.fix
+    assert "About 8 cores (4 → 8 per device)" in said.fix
 
 
 @pytest.mark.parametrize(("gpu", "sm", "memory", "slice_"), [
     ("NVIDIA A100-SXM4-40GB", 0.1, 0.1, "MIG slice 1g"), ("NVIDIA H100 80GB HBM3", 0.2, 0.1, "MIG slice 2g"),
-    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First a larger --batch-size"),
+    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First try a larger --batch-size"),
 ])  # fmt: skip
 def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
     load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, gpu_memory_fraction=memory)
@@ -102,7 +114,9 @@ def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
 
 
 def test_few_samples_say_nothing(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0}, gpu={"sm_active": 0.1})
+    run = write_run(
+        tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0}, gpu={"sm_active": 0.1}
+    )
     load = read_resource_usage(run, compute_totals(run), {})
     assert (load.used_cores, load.sm_active, load.cores) == (None, None, None)
 

@@ -73,7 +73,7 @@ def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
     board.add_window(window(20, grad_norm=2.5, memory_peak_bytes=3 * 2**29, skipped_steps=1))
     board.close()
     assert curves(tmp_path) == {
-        "loss/total": [(20, 1.5)], "loss/box": [(20, 0.5)], "train/rate": [(20, 0.01)], "train/grad_norm": [(20, 2.5)],
+        "loss/total": [(20, 1.5)], "loss/box": [(20, 0.5)], "train/lr": [(20, 0.01)], "train/grad_norm": [(20, 2.5)],
         "train/skipped_steps": [(20, 1)], "speed/img_per_s": [(20, 80)], "speed/device_busy": [(20, 0.75)],
         "memory/peak_gib": [(20, 1.5)],
     }  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) ->
     (event,) = [event for event in events(tmp_path) if event.summary.value]
     (value,) = event.summary.value
     picture = Image.open(io.BytesIO(value.image.encoded_image_string))
-    assert (event.step, value.tag, value.image.width) == (7, "pictures/0", 2 * MAX_IMAGE_SIDE + 4)
+    assert (event.step, value.tag, value.image.width) == (7, "images/0", 2 * MAX_IMAGE_SIDE + 4)
     assert picture.size == (2 * MAX_IMAGE_SIDE + 4, MAX_IMAGE_SIDE // 2)
     pixels = np.asarray(picture).astype(int)
     left, right = pixels[:, :MAX_IMAGE_SIDE], pixels[:, MAX_IMAGE_SIDE + 4 :]
@@ -145,7 +145,7 @@ def test_a_picture_that_cannot_be_read_is_said_and_the_rest_is_written(tmp_path:
     board.add_window(window(20))
     board.close()
     assert len(said) == 1
-    assert "does not show" in said[0]
+    assert "cannot be drawn" in said[0]
     assert "gone.jpg" in said[0]
     assert "loss/total" in curves(tmp_path)
 
@@ -159,7 +159,7 @@ def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path)
     board.close()
     board.close()
     assert len(said) == 1
-    assert "not written any more: FileExistsError" in said[0]
+    assert "no longer written: FileExistsError" in said[0]
     assert board.error is not None
 
 

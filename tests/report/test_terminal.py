@@ -60,30 +60,30 @@ def plain(file: io.StringIO, clock: Clock | None = None) -> Screen:
 def test_plain_lines_of_a_run() -> None:
     file, clock = io.StringIO(), Clock()
     with plain(file, clock) as screen:
-        screen.note("runs/demo-tiny-1: 1,000 pictures")
+        screen.note("runs/demo-tiny-1: 1,000 images")
         screen.settings(
             [
-                ("batch", 16, "the largest that fits"),
-                ("rate", 0.01, None),
-                ("canvas", (320, 320), "pictures are 320 × 240"),
+                ("batch_size", 16, "the largest that fits"),
+                ("lr", 0.01, None),
+                ("image_size", (320, 320), "images are 320 × 240"),
             ]
         )
         screen.progress(window(), fraction_done=0.1334, total_steps=9000, eta_s=755.0, memory=(11 * 2**30, 140 * 2**30))
-        screen.warning("3 pictures cannot be read")
+        screen.warning("3 images cannot be read")
         screen.evaluated(1200, metrics())
         screen.note("AP50 0.310")
         screen.note("results in runs/demo-tiny-1")
     assert (
         file.getvalue()
         == """\
-runs/demo-tiny-1: 1,000 pictures
-setting  value    why
-batch    16       the largest that fits
-rate     0.01     set by you
-canvas   320 320  pictures are 320 × 240
-step 1,200/9,000 (13 %) · loss 1.23 (class 0.8, box 0.434) · rate 0.0021 · 160 img/s · \
+runs/demo-tiny-1: 1,000 images
+setting     value    reason
+batch_size  16       the largest that fits
+lr          0.01     set by you
+image_size  320 320  images are 320 × 240
+step 1,200/9,000 (13 %) · loss 1.23 (class 0.8, box 0.434) · lr 0.0021 · 160 img/s · \
 device busy 92 % · memory 11.0 of 140.0 GiB · ETA 12 min 35 s
-warning: 3 pictures cannot be read
+warning: 3 images cannot be read
 evaluated at step 1,200: AP 0.300 · AP50 0.310 · AP75 0.320 · small n/a · medium 0.340 · large 0.350 · AR100 0.380
 AP50 0.310
 results in runs/demo-tiny-1
@@ -149,11 +149,10 @@ def test_moving_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         lines = [line.rstrip() for line in visible(file.getvalue()).splitlines()]
         assert lines == [
             "step 1,200/2,400  ━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━  50 %  ETA 8 s",
-            "loss 1.23 (class 0.8, box 0.434) · rate 0.0021 · 160 img/s · device busy 92 % · memory 1.0 of 16.0",
-            "GiB",
+            "loss 1.23 (class 0.8, box 0.434) · lr 0.0021 · 160 img/s · device busy 92 % · memory 1.0 of 16.0 GiB",
         ]
-        screen.warning("3 pictures [cannot] be read")
-        assert "warning: 3 pictures [cannot] be read" in visible(file.getvalue())
+        screen.warning("3 images [cannot] be read")
+        assert "warning: 3 images [cannot] be read" in visible(file.getvalue())
         assert "\x1b[1;33mwarning: " in file.getvalue()
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
 
@@ -176,7 +175,7 @@ def test_no_color_takes_the_colours_away(monkeypatch: pytest.MonkeyPatch) -> Non
     file, screen = moving(monkeypatch, NO_COLOR="1")
     with screen:
         screen.warning("careful")
-        screen.settings([("batch", 16, "fits")])
+        screen.settings([("batch_size", 16, "fits")])
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", file.getvalue())
     assert "warning: careful" in visible(file.getvalue())
 
@@ -198,14 +197,14 @@ def test_a_file_is_not_a_terminal(tmp_path: Path) -> None:
 def test_settings_that_a_person_set_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     file, screen = moving(monkeypatch)
     with screen:
-        screen.settings([("batch", 16, None), ("flip", True, "the usual"), ("anchor_ratios", (0.5, 1.0), "the paper")])
+        screen.settings([("batch_size", 16, None), ("hflip", True, "default"), ("aspect_ratios", (0.5, 1.0), "paper")])
     assert [line.rstrip() for line in visible(file.getvalue()).splitlines()] == [
-        "setting        value  why",
-        "batch          16     set by you",
-        "flip           yes    the usual",
-        "anchor_ratios  0.5 1  the paper",
+        "setting        value  reason",
+        "batch_size     16     set by you",
+        "hflip          yes    default",
+        "aspect_ratios  0.5 1  paper",
     ]
-    assert "\x1b[1mbatch" in file.getvalue()
+    assert "\x1b[1mbatch_size" in file.getvalue()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
@@ -261,7 +260,7 @@ def test_the_twelve_numbers_and_the_classes() -> None:
     assert (
         file.getvalue()
         == """\
-500 pictures (2 more could not be read), 1,231 boxes, 9,000 detections
+500 images (2 more could not be read), 1,231 boxes, 9,000 detections
 
 AP         0.300  AR 1       0.360
 AP50       0.310  AR 10      0.370

@@ -43,7 +43,7 @@ def spans(
 def test_a_phase_is_marked_where_it_took_most() -> None:
     (mark,) = spans("steps.jsonl: phases.input_wait", phases=shares(0.1, 0.5, 0.1, 0.1, 0.6, 0.7, 0.1))
     assert (mark.start_s, mark.end_s, mark.finding_number) == (40.0, 60.0, 1)
-    assert spans("steps.jsonl: input.fetch", phases=shares(0.0, 0.2, 0.0))[0].start_s == 10.0
+    assert spans("steps.jsonl: input_wait_stages.fetch", phases=shares(0.0, 0.2, 0.0))[0].start_s == 10.0
     assert spans("steps.jsonl: phases.comm", phases=shares(0.1)) == []
 
 
@@ -76,7 +76,7 @@ def test_events_and_extremes_of_counters_are_moments() -> None:
         2.0
     ]
     busy = Series(x=[1.0, 2.0], mean=[1, 0.5], low=[0.9, 0.1], high=[1, 1])
-    assert [m.start_s for m in spans("devices.jsonl: gpus.utilisation", **{"gpu 0__utilisation": busy})] == [2.0]
+    assert [m.start_s for m in spans("devices.jsonl: gpus.utilization", **{"gpu 0__utilization": busy})] == [2.0]
     assert spans("quarantine.jsonl") == []
 
 
@@ -89,7 +89,15 @@ def run(tmp_path: Path) -> Path:
     for n in range(120):
         waits = 0.6 if 40 <= n < 70 else 0.02
         phases = {"compute": 1 - waits, "input_wait": waits}
-        told = {"attempt": 1, "step": n, "window_steps": 1, "num_images": 8, "wall_s": 1.0, "devices": 1, "phases": phases}
+        told = {
+            "attempt": 1,
+            "step": n,
+            "window_steps": 1,
+            "num_images": 8,
+            "wall_s": 1.0,
+            "devices": 1,
+            "phases": phases,
+        }
         folder.append(STEPS, StepWindow(t=start_t + n + 1, **told))
         gpu = GpuSample(index=0, utilization=1 - waits, sm_active=0.5)
         folder.append(

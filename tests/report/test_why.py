@@ -76,18 +76,18 @@ def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         == """\
 run    cars-1
 state  finished: what was said
-time   33 min 20 s on 2 devices, 1 restart, 10 steps done again
-work   190 steps, 32,000 pictures, 16 img/s over all of the time
+time   33 min 20 s on 2 devices, 1 restart, 10 steps repeated
+work   190 steps, 32,000 images, 16 img/s on average
 
-phase       device time  share  cost
-compute     50 min 00 s   75 %  3.00  the device worked on optimizer steps
-input_wait  14 min 40 s   22 %  0.88  the device waited for pictures
-startup      1 min 40 s  2.5 %  0.10  imports, weights, index, choice of the batch, until the first step
-recovery           20 s  0.5 %  0.02  steps that a restart lost were done again
-total        1 h 06 min  100 %  4.00
+phase       device time  fraction  cost
+compute     50 min 00 s      75 %  3.00  the device ran optimizer steps
+input_wait  14 min 40 s      22 %  0.88  the device waited for input
+startup      1 min 40 s     2.5 %  0.10  imports, weights, index, auto batch, until the first step
+recovery           20 s     0.5 %  0.02  steps that a restart lost were repeated
+total        1 h 06 min     100 %  4.00
 
-The device trained 75 % of the time. The largest loss is input_wait: 14 min 40 s, \
-22 %, cost 0.88 (the device waited for pictures).
+The device trained 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
+22 %, cost 0.88 (the device waited for input).
 
 critical: Cause 1 (14 min 40 s lost, cost 0.88)
   a number  [steps.jsonl: phases]
@@ -112,9 +112,9 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
     at = next(n for n, line in enumerate(lines) if line.startswith("input_wait"))
     table = lines[at : at + 3]
     assert [" ".join(line.split()) for line in table] == [
-        "input_wait 1 min 20 s 40 % the device waited for pictures",
-        "fetch 1 min 04 s 32 % for their bytes, from the disk or the bucket",
-        "queue 16 s 8.0 % for the batch to be handed over",
+        "input_wait 1 min 20 s 40 % the device waited for input",
+        "fetch 1 min 04 s 32 % reading bytes from the disk or the bucket",
+        "queue 16 s 8.0 % handing over the batch",
     ]
     assert table[1].startswith("  fetch")
     waited = next(row for row in explanation_as_dict(explain_run(tmp_path))["phases"] if row["phase"] == "input_wait")
@@ -146,25 +146,25 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
 def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
-    folder.event("failed", "The picture cannot be decoded.")
+    folder.event("failed", "The image cannot be decoded.")
     folder.close()
     text = shown(tmp_path)
-    assert "state  failed: The picture cannot be decoded." in text
+    assert "state  failed: The image cannot be decoded." in text
     assert "No time is recorded yet" in text
-    assert "  The picture cannot be decoded.  [events.jsonl:2]" in text
+    assert "  The image cannot be decoded.  [events.jsonl:2]" in text
     assert explain_run(tmp_path).productive_fraction is None
 
 
 def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
     for end in ("finished", "preempted", "failed"):
         assert explain_run(make_run(tmp_path / end, end=end)).state == end
-    run = make_run(tmp_path / "dead")
-    assert explain_run(run).state == "dead"
+    run = make_run(tmp_path / "killed")
+    assert explain_run(run).state == "killed"
     assert explain_run(run).state_text.endswith(f"; `stoker train --resume {run}` continues it")
     with locked(run) as mine:
         assert mine
-        assert explain_run(run).state == "live"
-    assert explain_run(run).state == "dead"
+        assert explain_run(run).state == "running"
+    assert explain_run(run).state == "killed"
 
 
 def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
     again = RunFolder(run, 2)
     again.event("resumed")
     again.close()
-    assert explain_run(run).state == "dead"
+    assert explain_run(run).state == "killed"
 
 
 def test_a_run_whose_lock_cannot_be_tried(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
         assert text.count("critical: Cause") == 5
         assert ("more:" in text) == (said is not None)
         assert (said or "") in text
-    assert "No rule of the diagnosis" in text_of(msgspec.structs.replace(why, findings=[]))
+    assert "The diagnosis found nothing else" in text_of(msgspec.structs.replace(why, findings=[]))
 
 
 def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_wrapped() -> None:
@@ -267,9 +267,9 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     at = lines.index("Experiments")
     assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
         "changed img/s before after ratio 90 % interval",
-        "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, by itself",
+        "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, automatic",
         "more workers 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
-        "no exchange of gradients not measured: one device",
+        "no gradient all-reduce not measured: one device",
     ]
     assert [one["probe"] for one in explanation_as_dict(explain_run(run))["probes"]] == [
         "cached_batch",
@@ -303,7 +303,7 @@ def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
         (tmp_path / name).write_bytes(content)
     found = explain_run(tmp_path)
     text = text_of(found)
-    assert found.state in ("dead", "unknown")
+    assert found.state in ("killed", "unknown")
     assert ("No time is recorded yet" in text) == (b"wall_s" not in HALVES[what].get("steps.jsonl", b""))
     assert json.loads(json.dumps(explanation_as_dict(found)))
     assert collect(tmp_path).explanation.state == found.state

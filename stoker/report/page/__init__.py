@@ -1,3 +1,2 @@
-"""The parts of the page that `stoker report` writes: text with escapes (`markup`), charts as data (`charts`), pictures
-with their boxes (`pictures`), sections (`results`, `record`). `report/html.py` puts them
-together; no torch, no network."""
+"""Parts of the page of `stoker report`: HTML elements (`markup.py`), charts as data (`charts.py`), images with boxes
+(`images.py`), and the sections. `report/html.py` puts them together. No torch, no network."""

@@ -1,8 +1,8 @@
-"""The page's charts as data for plotly: curves of the training, time, machine, precision and recall, scores.
+"""The charts of the page as data for plotly: training curves, time, machine, precision and recall, scores.
 
-Only data: the page's script (`page.js`) adds axes, fonts and colours, so that light, dark and print have their own.
-Colours are the page's variables, `var(--c0)` and so on. Each chart has a caption that says what it shows in words, and
-the numbers that matter are in the tables too.
+The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
+variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
+numbers too.
 """
 
 import html
@@ -17,7 +17,7 @@ from stoker.report.series import Series
 NUM_COLORS = 10
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_CLASSES = 10
-"""Curves of classes in a chart; more cannot be told apart."""
+"""Curves of classes in a chart; more are not distinguishable."""
 PHASE_COLORS = {
     "compute": "var(--c0)",
     "startup": "var(--c4)",
@@ -37,7 +37,7 @@ PHASE_COLORS = {
 
 
 class Charts:
-    """Collects the charts of a page; `data` is what its script draws."""
+    """Collects the charts of a page; its script draws `data`."""
 
     def __init__(self) -> None:
         self.data: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class Charts:
         y: str = "",
         **layout: Any,
     ) -> Markup | None:
-        """The place of a chart in the page; None when there is nothing to draw. x, y: titles of the axes."""
+        """Adds a chart and returns its element; None without traces. x, y: titles of the axes."""
         if not traces:
             return None
         name = f"chart-{len(self.data)}"
@@ -75,14 +75,14 @@ class Charts:
 
 
 def escape_name(name: str) -> str:
-    """A name as plotly shows it: it reads some HTML in its texts."""
+    """A name for plotly, which interprets some HTML in texts."""
     return html.escape(name, quote=False)
 
 
 def line(
     name: str, series: Series, color_index: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """A curve, and behind it, where points stand for many values, the band from the least to the greatest."""
+    """Traces of a curve; with `band` also the range between minimum and maximum, if points are means."""
 
     def scaled(values: list[float | None]) -> list[float | None]:
         return values if scale == 1.0 else [None if value is None else round(value * scale, 6) for value in values]
@@ -118,7 +118,11 @@ def loss(charts: Charts, report: RunReport) -> Markup | None:
     total = curves.get("total")
     first, last = (total.mean[0], total.last()) if total is not None and total.mean else (None, None)
     return charts.add(
-        "Loss", f"total {fmt.number(first)} at first, {fmt.number(last)} at last", traces, x="step", **_restarts(report)
+        "Loss",
+        f"total: {fmt.number(first)} at the start, {fmt.number(last)} at the end",
+        traces,
+        x="step",
+        **_restarts(report),
     )
 
 
@@ -142,7 +146,7 @@ def scores(charts: Charts, report: RunReport) -> Markup | None:
     best = report.best
     description = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
     return charts.add(
-        "Scores on the validation split",
+        "AP on the validation split",
         description,
         traces,
         x="step",
@@ -154,7 +158,7 @@ def scores(charts: Charts, report: RunReport) -> Markup | None:
 def step_curve(
     charts: Charts, report: RunReport, name: str, title: str, description: str, *, scale: float = 1.0, **layout: Any
 ) -> Markup | None:
-    """A curve by steps; None where it was not recorded."""
+    """A chart of one curve by steps; None if it was not recorded."""
     series = report.curves.get(name)
     if series is None:
         return None
@@ -171,13 +175,13 @@ def step_curve(
 
 
 def _restarts(report: RunReport) -> dict[str, Any]:
-    """Vertical lines where the run went on after an end, in a chart by steps."""
+    """Layout: vertical lines at the steps at which the run resumed."""
     restarts = report.restarts[-30:]
     return vertical_lines([(restart.step, f"attempt {restart.attempt}") for restart in restarts])
 
 
 def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
-    """Of a chart's layout: lines with texts at places of its x axis."""
+    """Layout: vertical lines with texts at positions of the x axis."""
     if not positions:
         return {}
     shapes = [
@@ -211,7 +215,7 @@ def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
 
 
 def time_unit(span_s: float) -> tuple[str, float]:
-    """The unit in which a span is read best, and its seconds."""
+    """(unit for a time span, seconds per unit)."""
     for name, seconds in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if span_s > 3 * seconds:
             return name, seconds
@@ -219,7 +223,7 @@ def time_unit(span_s: float) -> tuple[str, float]:
 
 
 def recorded_duration_s(report: RunReport) -> float:
-    """Seconds from the run's start to its last window or sample."""
+    """Seconds from the start of the run to its last window or sample."""
     ends = [series.x[-1] for series in report.machine.values() if series.x]
     if report.phases.x:
         ends.append(report.phases.x[-1] + report.phases.width)
@@ -237,7 +241,7 @@ def machine(
     scale: float = 1.0,
     **layout: Any,
 ) -> Markup | None:
-    """Curves of devices.jsonl that begin with `prefix/`, of those `names` that are there."""
+    """A chart of the curves `prefix/name` of devices.jsonl that were recorded."""
     unit, seconds = time_unit(recorded_duration_s(report))
     traces = [
         trace
@@ -257,8 +261,8 @@ def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
     )
     traces = [_curve(recalls, values, name, n) for n, (name, values) in enumerate(means) if values]
     return charts.add(
-        "Precision and recall, mean of the classes",
-        "mean: of IoU 0.50 … 0.95; the area under it is AP",
+        "Precision–recall curves, mean over the classes",
+        "mean: over IoU 0.50 … 0.95; its area is AP",
         traces,
         x="recall",
         y="precision",
@@ -279,7 +283,7 @@ def precision_recall_by_class(charts: Charts, evaluation: Evaluation) -> Markup 
     ]
     truncated = len(evaluation.classes) > len(selected)
     description = "at IoU 0.50" + (f", the {len(selected)} most frequent classes" if truncated else "")
-    return charts.add("Precision and recall by class", description, traces, x="recall", y="precision", **_UNIT_AXES)
+    return charts.add("Precision–recall curves by class", description, traces, x="recall", y="precision", **_UNIT_AXES)
 
 
 _UNIT_AXES: dict[str, Any] = {"xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]}}
@@ -304,22 +308,22 @@ def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
     fp = [sum(class_eval.fp_scores[n] for class_eval in evaluation.classes) for n in range(HISTOGRAM_BINS)]
     bin_centers = [(n + 0.5) / HISTOGRAM_BINS for n in range(HISTOGRAM_BINS)]
     traces = [
-        {"type": "bar", "x": bin_centers, "y": tp, "name": "right", "marker": {"color": "var(--c0)"}},
+        {"type": "bar", "x": bin_centers, "y": tp, "name": "TP", "marker": {"color": "var(--c0)"}},
         {
             "type": "bar",
             "x": bin_centers,
             "y": fp,
-            "name": "wrong",
+            "name": "FP",
             "marker": {"color": "rgba(0,0,0,0)", "line": {"color": "var(--c3)", "width": 2}},
         },
     ]
-    description = "of all detections from 0.05, at IoU 0.50; a good detector has the wrong ones at the left"
+    description = "of detections with score ≥ 0.05, at IoU 0.50; a good detector has its false positives at low scores"
     return charts.add(
-        "Scores of right and wrong detections",
+        "Scores of true and false positives",
         description,
         traces,
         x="score",
-        y="detections, logarithmic",
+        y="detections (log)",
         barmode="group",
         bargap=0.08,
         xaxis={"range": [0, 1]},

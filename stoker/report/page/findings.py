@@ -1,18 +1,18 @@
-"""The page's findings with their evidence, and the experiments that were made. The numbers on its time line are theirs.
+"""The sections of findings, with their evidence, and of experiments. The timeline refers to the numbers of the
+findings.
 
-What to do first, in short, is the summary's (`results.py`).
+The advice in the summary is in `results.py`.
 """
 
 from stoker.report import format as fmt
-from stoker.report.explain_terminal import extra_command, format_cost
-from stoker.report.explain_terminal import probe_rows as rows_of
+from stoker.report.explain_terminal import extra_command, format_cost, probe_rows
 from stoker.report.page.markup import Child, Markup, code, table, tag
 from stoker.report.run_report import RunReport
 from stoker.runs.schemas import Finding
 
 
 def findings(report: RunReport) -> list[Markup]:
-    """Each finding of the diagnosis: what it cost, what it rests on, what to do, how sure it is."""
+    """Each finding: cost, evidence, fix, confidence."""
     articles = [
         _finding(report, number, finding) for number, finding in enumerate(report.explanation.findings, start=1)
     ]
@@ -24,7 +24,7 @@ def _finding(report: RunReport, number: int, finding: Finding) -> Markup:
     cost_range = report.explanation.cost(finding.lost_device_s)
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     evidence = [
-        tag("li", item.text, tag("span", f" {item.source}", class_="place") if item.source else None)
+        tag("li", item.text, tag("span", f" {item.source}", class_="source") if item.source else None)
         for item in finding.evidence
     ]
     command = extra_command(finding)
@@ -43,11 +43,11 @@ def _finding(report: RunReport, number: int, finding: Finding) -> Markup:
 
 
 def experiments(report: RunReport) -> list[Markup]:
-    """What was changed for a few dozen steps, and what that did to the speed."""
+    """What was changed for a few dozen steps, and its effect on the speed."""
     if not report.explanation.probes:
         return []
     heads = ("changed", "img/s before", "after", "ratio", "90 % interval")
-    rows: list[list[Child]] = [list(row) for row in rows_of(report.explanation.probes)]
-    note = "One thing was changed for a few dozen steps; before and after were measured in turn."
+    rows: list[list[Child]] = [list(row) for row in probe_rows(report.explanation.probes)]
+    note = "One thing was changed for a few dozen steps; before and after were measured alternately."
     rendered = table("Experiments", heads, rows, right=(1, 2, 3), wide=(4,), hidden=True)
     return [tag("h3", "Experiments"), tag("p", note, class_="note"), rendered]

@@ -1,7 +1,7 @@
-"""Pictures of the evaluation with true and found boxes: small JPEGs inside the page, boxes as lines over them.
+"""Images of the evaluation with ground truth and detections: small JPEGs in the page, with boxes as an SVG overlay.
 
-The boxes are not painted into the picture: they stay sharp on a phone, can be hidden, and say what they are when asked.
-A picture that is not there any more leaves its numbers and a sentence.
+As an overlay, boxes stay sharp on a phone, can be hidden, and have tooltips. For an image that is no longer available,
+the page shows its numbers and the reason.
 """
 
 import base64
@@ -18,27 +18,27 @@ from stoker.evaluation.document import DetectionBox, GroundTruthBox, ImageEvalua
 from stoker.report.page.markup import Markup, tag
 
 MAX_IMAGE_SIDE = 480
-"""Longest side of a picture in the page, pixels, and of the plane on which its boxes lie: it is shown at some 350. A
-smaller picture is enlarged by the browser, lines and names are not."""
+"""Longest side of an image in pixels, and of the overlay; it is shown at about 350. The browser enlarges smaller
+images, but not the lines and labels of the overlay."""
 MAX_JPEG_BYTES = 40_000
 LETTER_WIDTH, CAPITAL_WIDTH, LINE_HEIGHT = 7.2, 2.0, 15
-"""Of a box's name in pixels of the picture, to keep names apart: a letter, what a capital adds, a line. `.name` in
-style.css has the font."""
+"""Estimated size of a label in overlay pixels, to avoid overlaps: per letter, extra per capital, per line. The font is
+`.name` in style.css."""
 _Xyxy = tuple[float, float, float, float]
 
 
 def gallery(images: Sequence[ImageEvaluation], class_names: Sequence[str]) -> Markup:
-    """Pictures side by side."""
-    return tag("div", [render_image(image_eval, class_names) for image_eval in images], class_="pictures")
+    """A grid of images."""
+    return tag("div", [render_image(image_eval, class_names) for image_eval in images], class_="images")
 
 
 def legend() -> Markup:
-    """What the lines mean, and switches to hide them."""
+    """The meaning of the lines, with switches to hide them."""
     kinds = (
-        ("true", "true box"),
-        ("missed", "true box that was not found"),
-        ("right", "found, right"),
-        ("wrong", "found, wrong"),
+        ("gt", "ground truth"),
+        ("fn", "missed ground truth (FN)"),
+        ("tp", "correct detection (TP)"),
+        ("fp", "wrong detection (FP)"),
     )
     return tag(
         "div",
@@ -58,9 +58,9 @@ def legend() -> Markup:
 
 
 def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Markup:
-    """A picture with its boxes and what is right and wrong in it."""
+    """An image with its boxes and counts."""
     name = Path(image_eval.path).name
-    counts = f"{image_eval.tp} right, {image_eval.fp} wrong, {image_eval.fn} not found"
+    counts = f"{image_eval.tp} TP, {image_eval.fp} FP, {image_eval.fn} FN"
     caption = tag(
         "figcaption",
         tag("b", f"F1 {image_eval.f1:.2f}"),
@@ -72,8 +72,8 @@ def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Mar
         data, (width, height), original = _encode_jpeg(image_eval)
     except (OSError, DataError, StorageError) as error:
         reason = error.what if isinstance(error, StokerError) else (error.strerror or str(error))
-        placeholder = tag("div", f"The picture cannot be shown: {reason}", class_="gone")
-        return tag("figure", placeholder, caption, class_="picture")
+        placeholder = tag("div", f"The image cannot be shown: {reason}", class_="gone")
+        return tag("figure", placeholder, caption, class_="image")
     image = tag(
         "img",
         src=f"data:image/jpeg;base64,{data}",
@@ -89,20 +89,20 @@ def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Mar
         xmlns="http://www.w3.org/2000/svg",
         aria_hidden="true",
     )
-    return tag("figure", tag("div", image, overlay, class_="frame"), caption, class_="picture")
+    return tag("figure", tag("div", image, overlay, class_="frame"), caption, class_="image")
 
 
 def _describe_gt_boxes(image_eval: ImageEvaluation, class_names: Sequence[str]) -> str:
-    """True boxes in words: 3 car, 1 bus."""
+    """Ground truth in words: 3 car, 1 bus."""
     counts: dict[str, int] = {}
     for box in image_eval.gt_boxes:
         name = _class_name(class_names, box.label)
         counts[name] = counts.get(name, 0) + 1
-    return "in it: " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing")
+    return "ground truth: " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing")
 
 
 def _encode_jpeg(image_eval: ImageEvaluation) -> tuple[str, tuple[int, int], tuple[int, int]]:
-    """(base64; width and height at which it is shown; height and width of the original, as its boxes were drawn).
+    """(JPEG in base64; shown width and height; height and width of the original in the orientation of its boxes).
 
     Raises OSError, DataError, StorageError.
     """
@@ -122,17 +122,17 @@ def _encode_jpeg(image_eval: ImageEvaluation) -> tuple[str, tuple[int, int], tup
 def _boxes(
     image_eval: ImageEvaluation, class_names: Sequence[str], scale: tuple[float, float], shown_size: tuple[int, int]
 ) -> list[Markup]:
-    """Lines of all boxes, then the names of mistakes, which so lie above all lines."""
+    """All boxes, then the labels of errors, so that labels are above boxes."""
     false_negatives = [box for box in image_eval.gt_boxes if not (box.detected or box.crowd)]
     false_positives = [box for box in image_eval.detections if box.error_type not in ("", "crowd")]
     shapes: list[Markup] = []
     for box in image_eval.gt_boxes:
-        kind = "missed" if not (box.detected or box.crowd) else "true"
-        crowd = ", a region of many" if box.crowd else ", not found" if kind == "missed" else ""
-        shapes += _rectangle(box, kind, f"true: {_class_name(class_names, box.label)}{crowd}", scale, shown_size)
+        kind = "fn" if not (box.detected or box.crowd) else "gt"
+        note = ", crowd" if box.crowd else ", missed" if kind == "fn" else ""
+        shapes += _rectangle(box, kind, f"ground truth: {_class_name(class_names, box.label)}{note}", scale, shown_size)
     for detection in reversed(image_eval.detections):
-        kind = "wrong" if detection in false_positives else "right"
-        error_type = detection.error_type or "right"
+        kind = "fp" if detection in false_positives else "tp"
+        error_type = detection.error_type or "correct"
         shapes += _rectangle(
             detection,
             kind,
@@ -144,16 +144,16 @@ def _boxes(
     occupied: list[_Xyxy] = []
     for detection in false_positives:
         caption = f"{_class_name(class_names, detection.label)} {detection.score:.2f} · {detection.error_type}"
-        shapes += _label(detection, "wrong", caption, scale, shown_size, occupied)
+        shapes += _label(detection, "fp", caption, scale, shown_size, occupied)
     for box in missed_by_area:
-        shapes += _label(box, "missed", _class_name(class_names, box.label), scale, shown_size, occupied)
+        shapes += _label(box, "fn", _class_name(class_names, box.label), scale, shown_size, occupied)
     return shapes
 
 
 def _rectangle(
     box: GroundTruthBox | DetectionBox, kind: str, title: str, scale: tuple[float, float], shown_size: tuple[int, int]
 ) -> list[Markup]:
-    """A box with a dark edge around its line, so that it shows on any picture."""
+    """A box whose line has a dark edge, to be visible on any image."""
     x0, y0, x1, y1 = _scale_box(box, scale, shown_size)
     rect = {"x": round(x0, 1), "y": round(y0, 1), "width": round(x1 - x0, 1), "height": round(y1 - y0, 1)}
     return [
@@ -170,12 +170,12 @@ def _label(
     shown_size: tuple[int, int],
     occupied: list[_Xyxy],
 ) -> list[Markup]:
-    """The name of a box, above it if it was found, below it if it was missed; none where another name is already."""
+    """The label of a box: above a detection, below missed ground truth. No label if it would overlap another one."""
     x0, y0, x1, y1 = _scale_box(box, scale, shown_size)
     width = LETTER_WIDTH * len(caption) + CAPITAL_WIDTH * sum(letter.isupper() for letter in caption)
     left = max(0.0, x1 - width) if x0 + width > shown_size[0] else x0
     above = y0 - 4 if y0 >= LINE_HEIGHT else y0 + LINE_HEIGHT - 2
-    baseline = min(y1 + LINE_HEIGHT - 2, shown_size[1] - 4) if kind == "missed" else above
+    baseline = min(y1 + LINE_HEIGHT - 2, shown_size[1] - 4) if kind == "fn" else above
     label_rect = (left, baseline - LINE_HEIGHT, left + width, baseline)
     if any(
         label_rect[0] < other[2] and other[0] < label_rect[2] and label_rect[1] < other[3] and other[1] < label_rect[3]
@@ -196,7 +196,7 @@ def _label(
 
 
 def _scale_box(box: GroundTruthBox | DetectionBox, scale: tuple[float, float], shown_size: tuple[int, int]) -> _Xyxy:
-    """Corners in the small picture, not beyond its edge."""
+    """xyxy in overlay pixels, clipped to the image."""
     x0, x1 = (min(max(value * scale[0], 1.0), shown_size[0] - 1.0) for value in (box.box[0], box.box[2]))
     y0, y1 = (min(max(value * scale[1], 1.0), shown_size[1] - 1.0) for value in (box.box[1], box.box[3]))
     return x0, y0, max(x0, x1), max(y0, y1)

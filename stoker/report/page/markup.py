@@ -1,6 +1,6 @@
-"""HTML as values: whatever is not `Markup` is escaped, so a class called `<script>` is a text like any other.
+"""HTML elements as values. Everything that is not `Markup` is escaped, so a class called `<script>` is plain text.
 
-The only place of the page where angle brackets are written.
+No other module of the page writes angle brackets.
 """
 
 import html
@@ -15,15 +15,16 @@ class Markup(str):
 
 
 Child: TypeAlias = "str | int | Iterable[Child] | None"
-"""What an element can hold: text (escaped), Markup, nothing, or several of these."""
+"""Content of an element: text (escaped), Markup, nothing, or several of these."""
 
 MAX_NOWRAP_CHARS = 30
-"""Characters of a command that fit on the line of a phone."""
-_VOID = frozenset({"img", "input", "br", "meta", "rect", "line"})
+"""Characters that fit on one line of a phone."""
+_SVG_VOID = frozenset({"rect", "line"})
+_VOID = frozenset({"img", "input", "br", "meta"}) | _SVG_VOID
 
 
 def escape(value: object) -> Markup:
-    """A text with its special characters escaped; control characters, which HTML forbids, are replaced."""
+    """Escapes special characters; replaces control characters, which HTML forbids."""
     if isinstance(value, Markup):
         return value
     printable = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value))
@@ -31,7 +32,7 @@ def escape(value: object) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """Children one after the other."""
+    """Concatenates children."""
     parts: list[str] = []
     for child in children:
         if child is None:
@@ -44,18 +45,15 @@ def join(*children: Child) -> Markup:
 
 
 def tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
-    """An element. An attribute's name may end in `_` and has `-` for `_`; None and False leave it out."""
+    """An element. In names of attributes `_` stands for `-`, except at the end; None and False omit an attribute."""
     attributes_text = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
     if name in _VOID:
-        return (
-            Markup(f"<{name}{attributes_text}>")
-            if name in ("img", "input", "br", "meta")
-            else Markup(f"<{name}{attributes_text}/>")
-        )
+        end = "/>" if name in _SVG_VOID else ">"
+        return Markup(f"<{name}{attributes_text}{end}")
     return Markup(f"<{name}{attributes_text}>{join(*children)}</{name}>")
 
 
@@ -68,9 +66,8 @@ def table(
     wide: Iterable[int] = (),
     hidden: bool = False,
 ) -> Markup:
-    """A table. caption: what it shows, for everybody, or with `hidden` for screen readers alone; right: columns of
-    numbers; wide: columns of sentences, which on a phone stand below the row's other cells. The first cell of a row is
-    its heading."""
+    """A table. caption: with `hidden` for screen readers only; right: columns of numbers; wide: columns of sentences,
+    which are below the other cells of a row on a phone. The first cell of a row is its heading."""
     numbers, texts = set(right), set(wide)
     stacks = "stack" if max(texts, default=0) > 0 else None
 
@@ -100,16 +97,16 @@ def table(
 
 
 def bar(fraction: float, *, color: str = "var(--c0)") -> Markup:
-    """A small horizontal bar, 0 … 1; the number must stand beside it."""
+    """A small horizontal bar, 0 … 1; the number must be next to it."""
     width = f"width:{100 * min(1.0, max(0.0, fraction)):.1f}%;background:{color}"
     return tag("span", tag("span", style=width), class_="bar", aria_hidden="true")
 
 
 def code(command: str) -> Markup:
-    """A command to copy; a short one stays on one line."""
+    """A command to copy; a short one is not wrapped."""
     return tag("code", command, class_="nobr" if len(command) <= MAX_NOWRAP_CHARS else None)
 
 
 def section(name: str, title: str, *children: Child) -> Markup:
-    """A part of the page that the navigation reaches."""
+    """A section of the page, with an id for the navigation."""
     return tag("section", tag("h2", title), *children, id=name)

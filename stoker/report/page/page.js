@@ -1,26 +1,26 @@
-// Draws the charts in the page's own colours, anew when the colours change (light, dark, print).
+// Draws the charts in the colors of the page, and again when the colors change (light, dark, print).
 "use strict";
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const narrow = () => window.innerWidth < 600;
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // var(--c0) → the colour it has now; plotly does not read the page's variables
-  const coloured = (value) => {
+  // var(--c0) → its current color; plotly does not read CSS variables
+  const resolveColors = (value) => {
     if (typeof value === "string") {
       return value.replace(/var\((--[\w-]+)\)/g, (_, name) => css(name));
     }
     if (Array.isArray(value)) {
-      return typeof value[0] === "number" ? value : value.map(coloured);
+      return typeof value[0] === "number" ? value : value.map(resolveColors);
     }
     if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, coloured(inner)]));
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, resolveColors(inner)]));
     }
     return value;
   };
 
-  const faint = (colour) => {
-    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const faint = (color) => {
+    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
     return `rgba(${red},${green},${blue},0.18)`;
   };
 
@@ -30,7 +30,7 @@
     title: { font: { size: 11 }, standoff: 6, ...(own && own.title) },
   });
 
-  // all axes of a chart; one whose time can be zoomed has a slider for it, also on a phone
+  // all axes of a chart; a time axis with a range slider can be zoomed on a phone too
   const axes = (own) => Object.fromEntries(Object.entries(own).filter(([key]) => /^[xy]axis\d*$/.test(key)).map(
     ([key, value]) => [key, axis(own.zooms && key === "xaxis" ? { ...value, fixedrange: false } : value)]));
 
@@ -50,7 +50,7 @@
   });
 
   const draw = () => Promise.all(charts.map((chart) => {
-    const own = coloured(chart);
+    const own = resolveColors(chart);
     const data = own.data.map((trace) => trace.faint ? { ...trace, fillcolor: faint(trace.fillcolor), opacity: 1 } : trace);
     return Plotly.react(chart.id, data, layout(own), { displayModeBar: false, responsive: true });
   })).then(() => { document.documentElement.dataset.charts = "drawn"; });
@@ -58,16 +58,16 @@
   draw();
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
-  // on paper: light colours, and everything that is folded is open
-  let folded = [];
+  // for print: light colors, and all collapsed parts are open
+  let collapsed = [];
   window.addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details:not([open])")];
-    folded.forEach((one) => { one.open = true; });
+    collapsed = [...document.querySelectorAll("details:not([open])")];
+    collapsed.forEach((one) => { one.open = true; });
     document.documentElement.classList.add("paper");
     draw();
   });
   window.addEventListener("afterprint", () => {
-    folded.forEach((one) => { one.open = false; });
+    collapsed.forEach((one) => { one.open = false; });
     document.documentElement.classList.remove("paper");
     draw();
   });

@@ -1,6 +1,6 @@
-"""The page's sections about what was learnt: the summary at the top, scores, mistakes, pictures, curves.
+"""The sections about the model: summary, metrics, error types, images, training curves.
 
-What the run did and ran on is `run_sections.py`.
+The sections about the run (time, machine, settings, events) are in `run_sections.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from stoker.report import format as fmt
 from stoker.report.advice import ERROR_TYPE_ADVICE, Advice, sum_error_types
 from stoker.report.environment import gpu_names
 from stoker.report.explain_terminal import format_cost
-from stoker.report.page import charts as draw
+from stoker.report.page import charts as page_charts
 from stoker.report.page.charts import Charts
 from stoker.report.page.images import gallery, legend
 from stoker.report.page.markup import (
@@ -25,45 +25,32 @@ from stoker.report.page.markup import (
     tag,
 )
 from stoker.report.run_report import RunReport
+from stoker.report.terminal import COCO_TITLES
 
 STATES = {
-    "live": ("●", "still running"),
+    "running": ("●", "running"),
     "finished": ("✓", "finished"),
     "preempted": ("❚❚", "stopped by a signal"),
     "failed": ("✕", "failed"),
-    "dead": ("✕", "died"),
-    "unknown": ("?", "end unknown"),
+    "killed": ("✕", "killed"),
+    "unknown": ("?", "state unknown"),
 }
-"""State → sign and words: never by colour alone."""
-SEVERITY_LABELS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● to improve"}
+"""State → symbol and text: color is never the only difference."""
+SEVERITY_LABELS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● info"}
 MAX_ADVICE = 4
 MAX_ROWS, MAX_OPEN_ROWS = 100, 20
-"""Classes in a table; of more, the most frequent. Those beyond the second number are folded."""
+"""Maximum number of classes in a table, the most frequent first; those after MAX_OPEN_ROWS are collapsed."""
 MAX_NAMED_CLASSES = 8
-"""Classes in a sentence."""
-_TITLES = (
-    "AP",
-    "AP50",
-    "AP75",
-    "AP small",
-    "AP medium",
-    "AP large",
-    "AR 1",
-    "AR 10",
-    "AR 100",
-    "AR small",
-    "AR medium",
-    "AR large",
-)
+"""Maximum number of classes in a sentence."""
 
 
 def head(report: RunReport) -> Markup:
-    """Name, state, what was trained on what."""
+    """Name and state of the run, model, dataset, device."""
     sign, words = STATES[report.explanation.state]
     state = tag("span", tag("span", sign, aria_hidden="true"), f" {words}", class_=f"state {report.explanation.state}")
     subject = [tag("b", report.model), " on ", tag("b", report.data)] if report.model and report.data else []
     if not report.is_native_run:
-        subject = ["a job that stoker watched" if report.explanation.coverage else "a loop that stoker measured"]
+        subject = ["recorded by stoker watch" if report.explanation.coverage else "recorded by stoker.measure"]
     return tag(
         "header",
         tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
@@ -78,7 +65,7 @@ def _dataset_size(report: RunReport) -> str:
     if metrics is None:
         return ""
     classes = fmt.plural(len(metrics.per_class), "class", "classes")
-    return f" · {classes}, {fmt.plural(metrics.num_images, 'validation picture')}"
+    return f" · {classes}, {fmt.plural(metrics.num_images, 'validation image')}"
 
 
 def _device(report: RunReport) -> str:
@@ -89,11 +76,11 @@ def _device(report: RunReport) -> str:
 
 
 def summary(report: RunReport, time_bar: Markup | None) -> Markup:
-    """How good, how long, where the time went, what to do next."""
+    """Metrics, time, time by phase, advice."""
     explanation, best = report.explanation, report.best
     score_tiles = [
         _tile("AP", fmt.metric(best.metrics.ap if best else None), _best_step_note(report)),
-        _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "a box is right from IoU 0.5"),
+        _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "at IoU 0.5"),
     ]
     tiles = [
         *(score_tiles if report.is_native_run else []),
@@ -102,11 +89,11 @@ def summary(report: RunReport, time_bar: Markup | None) -> Markup:
             fmt.duration(explanation.wall_s),
             f"{fmt.plural(explanation.steps, 'step')}, {fmt.number(explanation.img_per_s)} img/s",
         ),
-        _tile("device busy", fmt.percentage(explanation.productive_fraction), "of its time on optimizer steps"),
+        _tile("device busy", fmt.percentage(explanation.productive_fraction), "fraction of time in optimizer steps"),
     ]
     if explanation.price_range is not None:
         price_text = format_cost((explanation.price_range.low, explanation.price_range.high))
-        listed = ", by the list" if explanation.price_range.currency else ""
+        listed = ", list price" if explanation.price_range.currency else ""
         tiles.append(
             _tile(
                 "cost", format_cost(explanation.cost(explanation.device_s)), f"at {price_text} per device-hour{listed}"
@@ -124,9 +111,9 @@ def summary(report: RunReport, time_bar: Markup | None) -> Markup:
 
 
 def _best_step_note(report: RunReport) -> str:
-    """Of which step the AP is, and what it is now where that is another."""
+    """The step of the best AP, and the newest AP if it differs."""
     if report.best is None:
-        return "not scored yet"
+        return "not evaluated yet"
     newest = report.eval_history[-1]
     if newest.step == report.best.step:
         return f"at step {newest.step:,}"
@@ -145,10 +132,10 @@ def _verdict(report: RunReport) -> Markup:
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     return tag(
         "p",
-        "The largest loss of time is ",
+        "Most time was lost in ",
         tag("b", loss.phase.replace("_", " ")),
         f": {fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{cost_text} ({loss.meaning}). ",
-        tag("a", "All of the time", href="#time"),
+        tag("a", "Time by phase", href="#time"),
         class_="verdict",
     )
 
@@ -156,7 +143,7 @@ def _verdict(report: RunReport) -> Markup:
 def _advice(advice: list[Advice]) -> Markup:
     title = tag("h3", "What to do next")
     if not advice:
-        return join(title, tag("p", "Nothing stands out: no rule of the diagnosis found a loss worth mending."))
+        return join(title, tag("p", "No advice: the diagnosis found nothing to improve."))
     shown = [_advice_item(item) for item in advice[:MAX_ADVICE]]
     rest = [_advice_item(item) for item in advice[MAX_ADVICE:]]
     more = tag("details", tag("summary", f"{len(rest)} more"), tag("ol", rest, class_="advice")) if rest else None
@@ -165,7 +152,7 @@ def _advice(advice: list[Advice]) -> Markup:
 
 def _advice_item(advice: Advice) -> Markup:
     command = [" ", code(advice.command)] if advice.command else []
-    reason = tag("span", advice.reason, class_="because") if advice.reason else None
+    reason = tag("span", advice.reason, class_="reason") if advice.reason else None
     return tag(
         "li",
         tag("span", SEVERITY_LABELS[advice.severity], class_=f"mark {advice.severity}"),
@@ -178,18 +165,20 @@ def _advice_item(advice: Advice) -> Markup:
 
 
 def scores(report: RunReport, charts: Charts) -> Markup:
-    """The twelve numbers, classes, curves, mistakes."""
+    """COCO metrics, classes, curves, error types."""
     best, evaluation = report.best, report.evaluation
     if best is None:
-        return section("results", "Results", _empty_note("The model has not been scored yet."))
+        return section("results", "Results", _empty_note("The model was not evaluated yet."))
     metrics = best.metrics
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
-    image_count = fmt.plural(metrics.num_images, "picture")
+    image_count = fmt.plural(metrics.num_images, "image")
     description = (
-        f"Of the best averaged weights, at step {best.step:,}, on {image_count}{unread} with "
-        f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, as COCO counts."
+        f"Best EMA weights, at step {best.step:,}, on {image_count}{unread} with "
+        f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, COCO metrics."
     )
-    numbers = [[title, fmt.metric(getattr(metrics, name))] for title, name in zip(_TITLES, COCO_SUMMARY, strict=True)]
+    numbers = [
+        [title, fmt.metric(getattr(metrics, name))] for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)
+    ]
     twelve = tag("dl", [tag("div", tag("dt", title), tag("dd", value)) for title, value in numbers], class_="twelve")
     parts: list[Child] = [tag("p", description), twelve]
     if evaluation is None:
@@ -208,19 +197,19 @@ def scores(report: RunReport, charts: Charts) -> Markup:
         ]
         parts.append(_collapsible_table("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
         return section("results", "Results", *parts)
-    if evaluation.step != best.step:  # a run that was killed between the two files
-        parts.append(tag("p", f"All below is of step {evaluation.step:,}.", class_="note"))
+    if evaluation.step != best.step:  # the run was killed between writing the two files
+        parts.append(tag("p", f"Everything below is from step {evaluation.step:,}.", class_="note"))
     parts += [
         _classes(evaluation),
         tag(
             "div",
-            draw.precision_recall(charts, evaluation),
-            draw.precision_recall_by_class(charts, evaluation),
+            page_charts.precision_recall(charts, evaluation),
+            page_charts.precision_recall_by_class(charts, evaluation),
             class_="two",
         ),
-        tag("h3", "Mistakes"),
+        tag("h3", "Error types"),
         _error_types(evaluation),
-        tag("div", _confusions(evaluation), draw.score_histogram(charts, evaluation), class_="two"),
+        tag("div", _confusions(evaluation), page_charts.score_histogram(charts, evaluation), class_="two"),
     ]
     return section("results", "Results", *parts)
 
@@ -246,23 +235,23 @@ def _classes(evaluation: Evaluation) -> Markup:
         ]
         for class_eval in classes[:MAX_ROWS]
     ]
-    heads = ("class", "boxes", "AP", "AP50", "best score", "precision", "recall", "F1", "most frequent mistake")
+    heads = ("class", "boxes", "AP", "AP50", "best score", "precision", "recall", "F1", "most frequent error")
     note = (
-        "Best score: the threshold with the best F1 at IoU 0.5, to use as --conf; precision, recall, F1 and mistakes "
-        "are those at it."
+        "Best score: the threshold with the best F1 at IoU 0.5, to use as --conf; precision, recall, F1 and errors "
+        "are at this threshold."
     )
     if len(classes) > MAX_ROWS:
-        note += f" The {len(classes) - MAX_ROWS:,} rarest are in the JSON alone."
+        note += f" The {len(classes) - MAX_ROWS:,} rarest are only in the JSON."
     if absent:
         more = f" and {len(absent) - MAX_NAMED_CLASSES:,} more" if len(absent) > MAX_NAMED_CLASSES else ""
-        note += f" Without a true box in this split: {', '.join(absent[:MAX_NAMED_CLASSES])}{more}."
+        note += f" Without ground truth in this split: {', '.join(absent[:MAX_NAMED_CLASSES])}{more}."
     return join(_collapsible_table("By class", heads, rows, right=range(1, 8)), tag("p", note, class_="note"))
 
 
 def _collapsible_table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]], *, right: Iterable[int]
 ) -> Markup:
-    """A table of classes, of which the first are seen and the others, where there are many, wait behind a line."""
+    """A table of classes; if there are many, the later ones are collapsed."""
     right = tuple(right)
     if len(rows) <= MAX_OPEN_ROWS:
         return table(title, heads, rows, right=right, wide=(0,))
@@ -289,7 +278,7 @@ def _most_frequent_error(class_eval: ClassEvaluation) -> str:
 def _error_types(evaluation: Evaluation) -> Markup:
     counts = sum_error_types(evaluation)
     if not counts:
-        return tag("p", "None at the best thresholds, at IoU 0.5.")
+        return tag("p", "No errors at the best thresholds, at IoU 0.5.")
     max_count = max(counts.values())
     rows = [
         [
@@ -302,59 +291,59 @@ def _error_types(evaluation: Evaluation) -> Markup:
     ]
     tp = sum(class_eval.tp for class_eval in evaluation.classes)
     title = (
-        f"What is wrong at each class's best score ({tp:,} detections are right, of "
-        f"{fmt.plural(evaluation.metrics.boxes, 'true box', 'true boxes')}); kinds after TIDE"
+        f"Errors at the best score of each class ({tp:,} true positives, "
+        f"{fmt.plural(evaluation.metrics.boxes, 'ground truth box', 'ground truth boxes')}); error types of TIDE"
     )
-    return table(title, ("mistake", "count", "", "what it is", "where to look"), rows, right=(1,), wide=(3, 4))
+    return table(title, ("error type", "count", "", "meaning", "what to check"), rows, right=(1,), wide=(3, 4))
 
 
 def _confusions(evaluation: Evaluation) -> Markup:
     if not evaluation.confusions:
-        return tag("p", "No object was found in the right place as another class.", class_="note")
+        return tag("p", "No detection has an accurate box and a wrong class.", class_="note")
     names = [class_eval.name for class_eval in evaluation.classes]
     rows = [
         [names[confusion.gt_label], names[confusion.pred_label], fmt.count(confusion.count)]
         for confusion in evaluation.confusions[:10]
     ]
-    return table("Most frequently confused classes", ("is", "found as", "count"), rows, right=(2,))
+    return table("Most frequently confused classes", ("ground truth", "prediction", "count"), rows, right=(2,))
 
 
 def images(report: RunReport) -> Markup:
-    """The worst and the best, with boxes."""
+    """The worst and the best images, with boxes."""
     evaluation = report.evaluation
     if evaluation is None:
-        return section("pictures", "Pictures", _empty_note("There is no evaluation with pictures."))
+        return section("images", "Images", _empty_note("There is no evaluation with images."))
     names = [class_eval.name for class_eval in evaluation.classes]
     parts: list[Child] = [
         tag(
             "p",
-            "Of the validation split. F1 counts boxes that are right at IoU 0.5 and each class's best score; only "
-            "mistakes carry their names, all boxes say theirs when pointed at.",
+            "Images of the validation split. F1 is at IoU 0.5 and the best score of each class. Only errors have "
+            "labels; all boxes have tooltips.",
         ),
         legend(),
     ]
     for title, examples in (("Worst", evaluation.worst), ("Best", evaluation.best)):
         rendered = gallery(examples, names) if examples else tag("p", "None.", class_="note")
         parts += [tag("h3", title), rendered]
-    return section("pictures", "Pictures", *parts)
+    return section("images", "Images", *parts)
 
 
 def curves(report: RunReport, charts: Charts) -> Markup:
-    """What was recorded by steps."""
+    """Training curves by step."""
     drawn: Iterable[Markup | None] = [
-        draw.scores(charts, report),
-        draw.loss(charts, report),
-        draw.step_curve(charts, report, "rate", "Learning rate", "of the last step of a window"),
-        draw.step_curve(charts, report, "grad_norm", "Norm of the gradient", "before clipping", yaxis={"type": "log"}),
-        draw.step_curve(
-            charts, report, "img_per_s", "Speed", "pictures trained on per second", yaxis={"rangemode": "tozero"}
+        page_charts.scores(charts, report),
+        page_charts.loss(charts, report),
+        page_charts.step_curve(charts, report, "lr", "Learning rate", "of the last step of a window"),
+        page_charts.step_curve(charts, report, "grad_norm", "Gradient norm", "before clipping", yaxis={"type": "log"}),
+        page_charts.step_curve(
+            charts, report, "img_per_s", "Throughput", "images per second", yaxis={"rangemode": "tozero"}
         ),
-        draw.step_curve(
+        page_charts.step_curve(
             charts,
             report,
             "memory_peak_bytes",
             "Memory",
-            "most that the device had allocated so far, GiB",
+            "peak of allocated device memory, GiB",
             scale=1 / 2**30,
             yaxis={"rangemode": "tozero"},
         ),
@@ -362,14 +351,12 @@ def curves(report: RunReport, charts: Charts) -> Markup:
     shown = [item for item in drawn if item is not None]
     if not shown:
         return section("training", "Training", _empty_note("No optimizer step is recorded."))
-    description = (
-        "Points are means of what was recorded there; a pale band behind a curve reaches from least to greatest."
-    )
+    description = "Points are means over several records; the light band is the range from minimum to maximum."
     restarts = [
         tag(
             "li",
-            f"attempt {item.attempt} went on from step {item.step:,}, {fmt.duration(item.after_s)} after the start; "
-            f"the one before was {item.previous_end}",
+            f"attempt {item.attempt} resumed at step {item.step:,}, {fmt.duration(item.after_s)} after the start; "
+            f"the previous attempt was {item.previous_end}",
         )
         for item in report.restarts[-30:]
     ]

@@ -1,6 +1,6 @@
-"""The page's time line: findings, phases, and the counters of device and host, one above the other, zoomed as one.
+"""The timeline of the page: findings, phases, and telemetry of device and host in one chart with a common time axis.
 
-Where the marks lie is `report/timeline.py`.
+The positions of the marks come from `report/timeline.py`.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from stoker.report.run_report import RunReport
 from stoker.runs.records import PHASES
 
 MAX_DEVICES = 8
-"""Curves of devices in it at most; the machine section has the others."""
+"""Maximum number of GPUs in the timeline; the machine section has more."""
 _SEVERITIES = {"critical": "var(--c3)", "warning": "var(--c2)", "info": "var(--c9)"}
 
 
 def timeline(charts: Charts, report: RunReport) -> Markup | None:
-    """The chart; None where no time is recorded."""
+    """The chart; None if no time is recorded."""
     if not report.phases.x:
         return None
     unit, seconds = time_unit(recorded_duration_s(report))
@@ -33,18 +33,20 @@ def timeline(charts: Charts, report: RunReport) -> Markup | None:
     fraction_axis: dict[str, Any] = {"range": [0, 1.02], "tickformat": ".0%", "fixedrange": True, "nticks": 4}
     has_gpus = any(trace.get("yaxis") == "y2" for trace in traces)
     axes: dict[str, Any] = {
-        "yaxis": fraction_axis | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
+        "yaxis": fraction_axis
+        | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
         **({"yaxis2": fraction_axis | {"domain": [0.22, 0.40], "title": {"text": "device"}}} if has_gpus else {}),
         "yaxis3": fraction_axis | {"domain": [0.0, 0.18], "title": {"text": "host"}},
         "yaxis4": {"domain": [0.84, 1.0], "range": [-0.7, rows + 0.7], "fixedrange": True, "zeroline": False,
                    "tickvals": list(range(rows + 1)), "ticktext": ["events", *map(str, range(1, rows + 1))]},
     }  # fmt: skip
     description = (
-        f"drag to zoom, double click for all; a bar is {fmt.duration(report.phases.width)}; blank: no process trained"
+        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process"
         + ("; 1, 2, … are the findings below" if rows else "")
     )
+    restarts = [(restart.after_s / seconds, f"attempt {restart.attempt}") for restart in report.restarts[-30:]]
     return charts.add(
-        "What the device did, over time",
+        "Timeline",
         description,
         traces,
         height=(560 if has_gpus else 460) + 12 * rows,
@@ -55,7 +57,7 @@ def timeline(charts: Charts, report: RunReport) -> Markup | None:
         xaxis={"title": {"text": f"{unit} since the start"}, "anchor": "y3",
                "rangeslider": {"visible": True, "thickness": 0.05}},
         **axes,
-        **vertical_lines([(restart.after_s / seconds, f"attempt {restart.attempt}") for restart in report.restarts[-30:]]),
+        **vertical_lines(restarts),
     )  # fmt: skip
 
 
@@ -81,10 +83,10 @@ def _counters(report: RunReport, seconds: float) -> list[dict[str, Any]]:
     traces = []
     gpus = sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})[:MAX_DEVICES]
     for n, gpu in enumerate(gpus):
-        for name, title, dash in (("utilisation", "busy", "solid"), ("SM active", "SMs active", "dot")):
+        for name, title, dash in (("utilization", "utilization", "solid"), ("SM active", "SM activity", "dot")):
             traces += _counter(report, seconds, f"{gpu}/{name}", f"{gpu.upper()} {title}", n, dash, axis="y2")
-    for n, (name, title) in enumerate((("cpu/mean", "cores busy"), ("pressure/io", "waits for storage"),
-                                       ("pressure/memory", "waits for memory"))):  # fmt: skip
+    for n, (name, title) in enumerate((("cpu/mean", "CPU utilization"), ("pressure/io", "I/O pressure"),
+                                       ("pressure/memory", "memory pressure"))):  # fmt: skip
         traces += _counter(report, seconds, name, title, n, "dash" if n else "solid", axis="y3")
     return traces
 
@@ -109,7 +111,7 @@ def _counter(
 
 
 def _marks(report: RunReport, seconds: float) -> list[dict[str, Any]]:
-    """Findings as bars, or as points where they are moments; events as points below them."""
+    """Findings as bars, or as points if they have no duration; events as points below them."""
     traces: list[dict[str, Any]] = []
     severity = {n: finding.severity for n, finding in enumerate(report.explanation.findings, start=1)}
     titles = {n: finding.title for n, finding in enumerate(report.explanation.findings, start=1)}

@@ -39,7 +39,7 @@ def test_a_picture_is_small_and_its_boxes_scale_with_it(tmp_path: Path) -> None:
     assert data is not None
     assert len(data[1]) * 3 / 4 <= MAX_JPEG_BYTES
     assert 'viewBox="0 0 480 360"' in drawn
-    assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box missed"/>' in drawn
+    assert '<rect x="1.0" y="36.0" width="478.0" height="144.0" class="box fn"/>' in drawn
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_boxes_lie_on_a_turned_picture_as_they_were_drawn(
     )  # fmt: skip
     drawn = render_image(one, ["cat"])
     assert plane in drawn
-    assert f'<rect {box} class="box missed"/>' in drawn
+    assert f'<rect {box} class="box fn"/>' in drawn
     data = re.search(r"base64,([^\"]+)", drawn)
     assert data is not None
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))))
@@ -84,7 +84,7 @@ def test_the_lines_on_a_small_picture_are_not_enlarged_with_it(tmp_path: Path) -
 
 def test_a_picture_that_is_gone_leaves_its_numbers(tmp_path: Path) -> None:
     shown = render_image(one_picture(tmp_path / "gone.jpg"), ["cat"])
-    assert "The picture cannot be shown: No such file or directory" in shown
+    assert "The image cannot be shown: No such file or directory" in shown
     assert "F1 0.50" in shown
     (tmp_path / "bad.jpg").write_bytes(b"no picture")
     assert "cannot be shown: The picture cannot be decoded." in render_image(one_picture(tmp_path / "bad.jpg"), ["cat"])

@@ -89,5 +89,5 @@ def test_it_changes_no_sum(tmp_path: Path) -> None:
     assert plain.phases == traced.phases
     assert plain.productive_fraction == traced.productive_fraction
     names = [name for name, _ in traced.rows()]
-    assert names[:2] == ["compute", "  stood still, estimated"]
+    assert names[:2] == ["compute", "  idle, estimated"]
     assert names[0:1] + names[2:] == [name for name, _ in plain.rows()]

@@ -51,46 +51,48 @@ def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("runs/bad").mkdir()
     Path("runs/bad", EVENTS).write_text('{"t": "yesterday"}\n')
     Path("runs/notes").mkdir()
-    text, _, unread = shown(summarize_runs("runs")).partition("could not be read\nruns/")
-    assert unread.startswith("bad: A line of the run's records is not what this stoker writes (Event).")
+    text, _, unread = shown(summarize_runs("runs")).partition("\ncould not be read\nrun       error\nruns/")
+    assert unread.startswith("bad  A line of the run's records is not what this stoker writes (Event).")
     assert (
         text
         == """\
 folder   runs
-runs     4: 1 dead, 1 failed, 2 finished; 1 run could not be read
+runs     4: 1 failed, 2 finished, 1 killed; 1 run could not be read
 time     3 device-hours
-cost     2.53, of 2 runs with a price, 1 of them by the list prices of their machines
+cost     2.53, of 2 runs with a price, 1 of them with a list price
 trained  75 % of 3 device-hours
 trend    62 % in 2026-05 → 100 % in 2026-07
 
-phase       device-hours  share  cost  runs
-compute             2.25   75 %  2.03     3  the device worked on optimizer steps
-eval                 0.5   17 %   n/a     1  evaluation
-input_wait          0.25  8.3 %  0.50     1  the device waited for pictures
-total                  3  100 %
+device time by phase
+phase       device-hours  fraction  cost  runs  meaning
+compute             2.25      75 %  2.03     3  the device ran optimizer steps
+eval                 0.5      17 %   n/a     1  evaluation
+input_wait          0.25     8.3 %  0.50     1  the device waited for input
+total                  3     100 %
 
-findings (they overlap with the phases and each other)
-cause         device-hours  share  cost  runs
-input_bound           0.25  8.3 %  0.50     1  It waits
-ended_without_record                              2  It died
+findings (they overlap with the phases and with each other)
+cause                 device-hours  fraction  cost  runs  meaning
+input_bound                   0.25     8.3 %  0.50     1  It waits
+ended_without_record                                   2  It died
 
+by month, UTC
 month    device-hours  trained  cost  runs
 2026-05             2     62 %  2.00     2
 2026-07             1    100 %  0.53     1
 
+by host
 host     device-hours  trained  cost  runs
 node-1              2     88 %  2.53     2
 unknown             1     50 %   n/a     2
 
 most device time lost
-run     lost hours  of  cost  largest loss
+run     lost hours  of  cost  largest loss  first finding
 runs/c         0.5   1   n/a  eval          It died
 runs/a        0.25   1  0.50  input_wait    It waits
 
-ended before their time
-cause         runs
+ended early
+cause                 runs  what     for example
 ended_without_record     2  It died  runs/c, runs/d
-
 """
     )
 
@@ -208,7 +210,7 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     assert [row.name for row in fleet.phases] == ["compute"]
     assert [row.productive_fraction for row in (*fleet.months, *fleet.hosts)] == [1.0, 1.0]
     assert fleet.worst_runs == []
-    assert "device-hours more were watched from outside" in shown(fleet)
+    assert "more device-hours were not timed from inside" in shown(fleet)
 
 
 def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> Non
     assert "input_wait" in page
     for name, _ in fleet_page.SECTIONS:
         assert f'id="{name}"' in page
-    assert "list prices" in page
+    assert "with a list price" in page
     place = write_runs_summary(fleet)
     assert place == tmp_path / "runs-report.html"
     assert write_runs_summary(fleet, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
