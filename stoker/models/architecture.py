@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from stoker.config.settings import ModelSettings
 from stoker.models.detector import Detector
 
@@ -36,6 +38,28 @@ class ComputeCost:
     Only tensors are counted; the allocator, the driver and cuDNN need more."""
 
 
+OptionsFromWeights = Callable[[Mapping[str, Tensor]], dict[str, bool]]
+"""Values of fields of ModelSettings that a file of weights decides, from its tensors by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyTuning:
+    """Defaults that were measured for one family of architectures only."""
+
+    cpu_image_size: int
+    """`default_image_size` on a CPU, if the boxes are large enough."""
+    min_box_px: float
+    """Side of the square of the area that nine of ten boxes must have at `cpu_image_size`."""
+    many_views: float
+    """How often each image is seen from which `strong_augmentation` is the default."""
+    strong_augmentation: Mapping[str, Any]
+    """Values of fields of DataSettings."""
+    frozen_backbone_lr_mult: float
+    """Factor of the learning rate for a pretrained backbone with frozen norms."""
+    max_box_px: int
+    """Longest box side in pixels of the model input that the family can predict."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
     """An entry of MODELS."""
@@ -61,3 +85,9 @@ class Architecture:
     """`coco` and `imagenet` → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None
     """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""
+    tuning: FamilyTuning | None = None
+    """None: the general defaults apply."""
+    options_from_weights: OptionsFromWeights | None = None
+    """Settings that a file of weights decides; None: there are no such settings."""
+    pretrained_options: Mapping[str, Mapping[str, bool]] = dataclasses.field(default_factory=dict)
+    """The same for pretrained weights by name (`coco`, `imagenet`)."""

@@ -1,4 +1,4 @@
-"""The table of architectures, and `build`. A new detector is a new row; there is nothing to register."""
+"""`MODELS`, the table of architectures, and `build`. A new detector is a new entry (docs/add-a-model.md)."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,13 @@ from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.architecture import Architecture, ComputeCost, Defaults
 from stoker.models.detector import Detector
-from stoker.models.ember.ember import EMBER_DEFAULTS, EMBER_PRETRAINED_DEFAULTS, ember_builder
+from stoker.models.ember.ember import (
+    EMBER_DEFAULTS,
+    EMBER_PRETRAINED_DEFAULTS,
+    EMBER_TUNING,
+    ember_builder,
+    ember_options,
+)
 from stoker.models.faster_rcnn.faster_rcnn import FASTER_RCNN_DEFAULTS, faster_rcnn_builder
 from stoker.models.fcos.fcos import FCOS_DEFAULTS, fcos_builder
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
@@ -38,6 +44,7 @@ from stoker.models.retinanet.retinanet import (
     RETINANET_MOBILENET_DEFAULTS,
     retinanet_builder,
 )
+from stoker.models.ssd.backbones import detect_reduced_tail
 from stoker.models.ssd.ssd import SSD300, SSDLite
 
 
@@ -56,46 +63,56 @@ MODELS: dict[str, Architecture] = {
         default_image_size=640,
         defaults=EMBER_DEFAULTS,
         urls={},
+        tuning=EMBER_TUNING,
+        options_from_weights=ember_options,
     ),
     "ember_s": _make_architecture(
         build=ember_builder("csp32", channels=(128, 256, 512), num_blocks=1),
-        description="small GPUs: three times the work of ember_n",
+        description="small GPUs: three times the FLOPs of ember_n",
         num_params=9_459_536,
         cost=ComputeCost(gflop=21.4, training_gflop=64.1, memory_gib=1.4),
         recipe="ember",
         default_image_size=640,
         defaults=EMBER_DEFAULTS,
         urls={},
+        tuning=EMBER_TUNING,
+        options_from_weights=ember_options,
     ),
     "ember_m": _make_architecture(
         build=ember_builder("csp48", channels=(192, 384, 576), num_blocks=2),
-        description="GPUs: nine times the work of ember_n",
+        description="GPUs: nine times the FLOPs of ember_n",
         num_params=23_276_256,
         cost=ComputeCost(gflop=57.4, training_gflop=172.0, memory_gib=2.3),
         recipe="ember",
         default_image_size=640,
         defaults=EMBER_DEFAULTS,
         urls={},
+        tuning=EMBER_TUNING,
+        options_from_weights=ember_options,
     ),
     "ember_mobilenet_v2": _make_architecture(
         build=ember_builder("mobilenet_v2", channels=(64, 128, 256), num_blocks=1),
-        description="CPUs, edge devices, classes that look alike: ember_n on a backbone that has seen ImageNet",
+        description="CPUs, edge devices, similar classes: ember_n with an ImageNet-pretrained backbone",
         num_params=3_944_944,
         cost=ComputeCost(gflop=2.22, training_gflop=5.98, memory_gib=0.36),
         recipe="light",
         default_image_size=320,
         defaults=EMBER_PRETRAINED_DEFAULTS,
         urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+        tuning=EMBER_TUNING,
+        options_from_weights=ember_options,
     ),
     "ember_resnet18": _make_architecture(
         build=ember_builder("resnet18", channels=(64, 128, 256), num_blocks=1),
-        description="GPUs, classes that look alike: on a backbone that has seen ImageNet",
+        description="GPUs, similar classes: ember with an ImageNet-pretrained backbone",
         num_params=12_772_976,
         cost=ComputeCost(gflop=33.7, training_gflop=81.0, memory_gib=0.78),
         recipe="light",
         default_image_size=640,
         defaults=EMBER_PRETRAINED_DEFAULTS,
         urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+        tuning=EMBER_TUNING,
+        options_from_weights=ember_options,
     ),
     "retinanet_resnet50_fpn": _make_architecture(
         build=retinanet_builder("resnet50"),
@@ -112,7 +129,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_resnet18_fpn": _make_architecture(
         build=retinanet_builder("resnet18"),
-        description="GPUs of little memory, small data sets: at its 640 pixels half the work of resnet50 at 800",
+        description="GPUs with little memory, small data sets: at 640 pixels half the FLOPs of resnet50 at 800",
         num_params=20_810_676,
         cost=ComputeCost(gflop=151.0, training_gflop=432.0, memory_gib=1.7),
         recipe="standard",
@@ -122,7 +139,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_resnet34_fpn": _make_architecture(
         build=retinanet_builder("resnet34"),
-        description="GPUs, between resnet18 and resnet50: at its 640 pixels three fifths of the work of resnet50 at 800",
+        description="GPUs, between resnet18 and resnet50: at 640 pixels three fifths of the FLOPs of resnet50 at 800",
         num_params=30_911_412,
         cost=ComputeCost(gflop=181.0, training_gflop=515.0, memory_gib=2.0),
         recipe="standard",
@@ -132,7 +149,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_resnet101_fpn": _make_architecture(
         build=retinanet_builder("resnet101"),
-        description="large GPUs, where accuracy counts more than time: a third more work than resnet50",
+        description="large GPUs, accuracy before speed: a third more FLOPs than resnet50",
         num_params=52_726_708,
         cost=ComputeCost(gflop=392.0, training_gflop=1130.0, memory_gib=6.7),
         recipe="standard",
@@ -142,7 +159,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_resnext50_32x4d_fpn": _make_architecture(
         build=retinanet_builder("resnext50_32x4d"),
-        description="large GPUs: the work of resnet50, on a backbone that classifies better (ImageNet 77.6 % to 76.1 %)",
+        description="large GPUs: the FLOPs of resnet50, with a better backbone (ImageNet 77.6 % against 76.1 %)",
         num_params=33_243_572,
         cost=ComputeCost(gflop=301.0, training_gflop=856.0, memory_gib=5.4),
         recipe="standard",
@@ -152,7 +169,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_mobilenet_v2_fpn": _make_architecture(
         build=retinanet_builder("mobilenet_v2", channels=128, num_convs=2),
-        description="small GPUs, and CPUs with patience: a light backbone, towers of 2 convolutions of 128 channels",
+        description="small GPUs, or CPUs if time allows: a light backbone, heads of 2 convolutions of 128 channels",
         num_params=4_570_292,
         cost=ComputeCost(gflop=8.14, training_gflop=23.8, memory_gib=0.49),
         recipe="light",
@@ -162,7 +179,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_mobilenet_v2_fpnlite": _make_architecture(
         build=retinanet_builder("mobilenet_v2", channels=128, lite=True),
-        description="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the work of mobilenet_v2_fpn",
+        description="CPUs and small devices: TF's ssd_mobilenet_v2_fpnlite, a quarter of the FLOPs of mobilenet_v2_fpn",
         num_params=2_601_912,
         cost=ComputeCost(gflop=1.94, training_gflop=5.15, memory_gib=0.52),
         recipe="light",
@@ -172,7 +189,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_mobilenet_v3_large_fpn": _make_architecture(
         build=retinanet_builder("mobilenet_v3_large", channels=128, num_convs=2),
-        description="small GPUs: as mobilenet_v2_fpn, on a backbone that classifies better (ImageNet 74.0 % to 71.9 %)",
+        description="small GPUs: as mobilenet_v2_fpn, with a better backbone (ImageNet 74.0 % against 71.9 %)",
         num_params=5_290_196,
         cost=ComputeCost(gflop=7.79, training_gflop=23.0, memory_gib=0.44),
         recipe="light",
@@ -183,19 +200,19 @@ MODELS: dict[str, Architecture] = {
     ),
     "retinanet_tiny_fpn": _make_architecture(
         build=retinanet_builder("tiny", channels=48, num_convs=2, extra_blocks=None, with_norm=True),
-        description="the demo, tests, and CPUs: learns simple objects in images of 128 pixels in minutes",
+        description="the demo, tests, and CPUs: learns simple objects in images of 128 pixels in minutes on a CPU",
         num_params=631_640,
         cost=ComputeCost(gflop=1.37, training_gflop=4.09, memory_gib=0.28),
         recipe="tiny",
         default_image_size=320,
         defaults={
             **FOCAL_DEFAULTS,
-            "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of a image of 128 pixels"),
+            "anchor_sizes": ((14.0, 28.0, 48.0), "objects of 1/10 to 1/2 of an image of 128 pixels"),
             "anchor_scales": ((1.0, 2**0.5), "two scales per octave"),
-            "aspect_ratios": ((1.0,), "a third of the work of three ratios"),
+            "aspect_ratios": ((1.0,), "a third of the FLOPs of three ratios"),
             "backbone_norm": ("bn", "as its weights were trained"),
             "trainable_backbone_layers": (5, "as its weights were trained"),
-            "box_loss": ("giou", "detections are scored by overlap"),
+            "box_loss": ("giou", "detections are scored by IoU"),
         },
         urls={},
     ),
@@ -214,7 +231,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "fcos_resnet18_fpn": _make_architecture(
         build=fcos_builder("resnet18", channels=128, num_convs=2),
-        description="small GPUs; no anchors to choose: ResNet-18, towers of 2 convolutions of 128 channels",
+        description="small GPUs; no anchors to choose: ResNet-18, heads of 2 convolutions of 128 channels",
         num_params=12_709_269,
         cost=ComputeCost(gflop=11.1, training_gflop=28.2, memory_gib=0.34),
         recipe="light",
@@ -237,7 +254,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "faster_rcnn_resnet18_fpn": _make_architecture(
         build=faster_rcnn_builder("resnet18"),
-        description="GPUs of little memory, small data sets; two stages",
+        description="GPUs with little memory, small data sets; two stages",
         num_params=28_678_756,
         cost=ComputeCost(gflop=141.0, training_gflop=359.0, memory_gib=2.3),
         recipe="standard",
@@ -249,7 +266,7 @@ MODELS: dict[str, Architecture] = {
         build=faster_rcnn_builder(
             "mobilenet_v3_large", return_layers={"13": 160, "16": 960}, num_pooled_levels=1, rpn_score_thresh=0.05
         ),
-        description="speed with two stages and large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
+        description="fast two-stage detector for large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         num_params=19_335_104,
         cost=ComputeCost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
         recipe="standard",
@@ -285,6 +302,8 @@ MODELS: dict[str, Architecture] = {
             "coco": SSDLite320_MobileNet_V3_Large_Weights.COCO_V1.url,
             "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
         },
+        options_from_weights=lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)},
+        pretrained_options={"coco": {"reduced_tail": True}, "imagenet": {"reduced_tail": False}},
     ),
     "ssd300_vgg16": _make_architecture(
         build=SSD300,
@@ -310,11 +329,11 @@ MODELS: dict[str, Architecture] = {
         },
     ),
 }
-"""Every architecture by the name that `--model` takes."""
+"""Value of `--model` → architecture."""
 
 
 def get_architecture(name: str) -> Architecture:
-    """The row of MODELS called `name`. Raises ConfigError with the valid names."""
+    """The architecture called `name`. Raises ConfigError with the valid names."""
     if name not in MODELS:
         near = nearest(name, MODELS)
         raise ConfigError(
@@ -324,10 +343,10 @@ def get_architecture(name: str) -> Architecture:
 
 
 def build(settings: ModelSettings, num_classes: int) -> Detector:
-    """The model that `settings` (no field AUTO that it uses) describe, with random weights, in channels-last memory.
+    """The model of `settings` (no field that it uses is AUTO), with random weights, in channels-last memory.
 
-    Raises ConfigError for an unknown name, for a setting that the architecture does not have, and for a number of
-    anchor sizes other than it needs.
+    Raises ConfigError for an unknown name, a setting that the architecture does not have, and a wrong number of anchor
+    sizes.
     """
     arch = get_architecture(settings.model)
     check_settings(settings)
@@ -346,7 +365,7 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
 
 
 def check_image_size(config: Config) -> None:
-    """Raises ConfigError for a model input that the config's model cannot have. AUTO passes."""
+    """Raises ConfigError for an input size that the config's model does not support. AUTO is accepted."""
     set_fields = config.set_fields()
     if not {"image_size", "model"} <= set_fields.keys():
         return
@@ -366,7 +385,7 @@ COMMON_FIELDS = frozenset(
 
 
 def check_settings(settings: ModelSettings) -> None:
-    """Raises ConfigError for a setting that is set and that the architecture does not have."""
+    """Raises ConfigError for a setting that is given but that the architecture does not have."""
     defaults = get_architecture(settings.model).defaults
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) is not None and field.name not in COMMON_FIELDS | defaults.keys():
@@ -378,7 +397,7 @@ def check_settings(settings: ModelSettings) -> None:
 
 
 def unset_fields(config: Config) -> list[str]:
-    """Settings that a run of the config's model needs and that are AUTO."""
+    """Settings that a run of the config's model uses and that are AUTO."""
     used = COMMON_FIELDS | get_architecture(config.model.model).defaults.keys()
     set_fields = config.set_fields()
     return [

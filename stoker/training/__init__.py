@@ -1,2 +1,7 @@
-"""Training: what is derived (`derive`, `fit`), what a step does (`optim`), the one loop (`loop`), and what is kept
-(`checkpoint`). Neighbours: `data` delivers batches, `models` the losses, `measure` the clocks, `report` the screen."""
+"""Training. `loop.py` is the loop; `start.py` builds what it needs, `state.py` describes it. A step: `forward.py`,
+`optim.py`.
+
+Defaults of settings: `defaults/`. Checkpoints: `checkpoint.py`; in a bucket `bucket_run.py`, `uploads.py`. Signals and
+rollbacks: `recovery.py`. Neighbors: `data` delivers batches, `models` the losses, `profiling` the ledger, `report` the
+screen.
+"""

@@ -1,8 +1,8 @@
-"""A run whose folder is in a bucket: `stoker train DATA --run gs://bucket/runs/x`.
+"""A run whose folder is in a bucket: `stoker train DATA --run-dir gs://bucket/runs/x`.
 
-Training writes into a working copy on this machine, as into any run's folder, and `uploads.py` brings it into the
-bucket beside that. So the same command continues on another machine: `join` takes the run's lease, brings the working
-copy up to the bucket, and training goes on as from any folder. What readers do: `records.fetch_run`.
+Training writes into a local working copy, as into any run's folder, and `uploads.py` uploads it in the background. So
+the same command continues on another machine: `join_bucket_run` takes the run's lease, brings the working copy up to
+date, and training continues as from any folder. Commands that only read a run use `records.fetch_run`.
 """
 
 import contextlib
@@ -37,30 +37,30 @@ from stoker.storage.store import Store, open_store
 from stoker.storage.uri import StorageUri
 from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
 from stoker.training.recovery import StopRequest
-from stoker.training.start import EventLogger
+from stoker.training.state import EventLogger
 from stoker.training.uploads import BackgroundUploader
 
 PREEMPTED_TIMEOUT_S = 120.0
-"""The longest notice before a cloud takes a machine (AWS's); where it is shorter, the cloud ends the wait."""
+"""Longest notice before a cloud preempts a machine (AWS); a shorter notice ends the wait."""
 FINISHED_TIMEOUT_S = 900.0
-"""Nobody takes the machine: time for a gigabyte over a slow line."""
+"""No preemption: time for a gigabyte over a slow connection."""
 LAST_RECORDS_TIMEOUT_S = 10.0
-"""For the last lines of the records, when the state is there."""
+"""For the last lines of the records, after the state is uploaded."""
 QUIET_UPLOAD_S = 1.0
-"""An upload that takes no longer is not talked about."""
-NO_LEASE_NOTE = "this bucket has no conditional writes: nothing keeps a second process from training the same run"
+"""A shorter upload is not reported."""
+NO_LEASE_NOTE = "this bucket has no conditional writes: a second process could train the same run"
 _CHECKPOINT_FILE = re.compile(rf"{CHECKPOINTS}/(step-\d{{8,}})/([^/]+)$")
 
 
 @dataclasses.dataclass
 class BucketRun:
-    """A run in a bucket that this process trains. `join` makes it."""
+    """A run in a bucket that this process trains, made by `join_bucket_run`."""
 
     uri: StorageUri
     local_dir: Path
     """The working copy."""
     messages: list[str]
-    """Lines about it, for the run's events."""
+    """Messages for the run's events."""
     _store: Store
     _lease: Lease | None
     _manifests: dict[str, bytes]
@@ -68,7 +68,7 @@ class BucketRun:
     _uploader: BackgroundUploader | None = None
 
     def start(self, stop_request: StopRequest, log_event: EventLogger) -> None:
-        """Starts uploading. Who loses the run to another process is stopped by `stop`."""
+        """Starts uploading. If another process takes the run, `stop_request` ends the training."""
         self._log_event = log_event
         self._uploader = BackgroundUploader(
             self._store,
@@ -84,7 +84,7 @@ class BucketRun:
         self._uploader.start()
 
     def make_preempted_error(self, error: Preempted) -> StorageError | Preempted:
-        """What a run that a signal has stopped ends with, when its state has had its time to reach the bucket."""
+        """The error of a run that a signal stopped, after waiting for its state to reach the bucket."""
         failure = self._flush(PREEMPTED_TIMEOUT_S)
         if failure is None:
             fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
@@ -93,7 +93,7 @@ class BucketRun:
         in_bucket = "no checkpoint" if newest is None else newest
         what = error.what.partition(";")[0]
         return StorageError(
-            f"{what}; the state is saved on this machine, and did not reach the bucket.",
+            f"{what}; the state is saved on this machine but did not reach the bucket.",
             location=self.uri,
             cause=failure,
             fix=f"the same command on this machine continues; the bucket has {in_bucket}",
@@ -102,9 +102,9 @@ class BucketRun:
     def finish(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """The end of the run, for an exit stack: waits for what is not in the bucket yet.
+        """Exit callback for an ExitStack: waits until the bucket is up to date.
 
-        Raises StorageError where the run is finished and its results did not reach the bucket.
+        Raises StorageError if the run is finished and its results did not reach the bucket.
         """
         if self._uploader is None or self._log_event is None:
             return
@@ -129,7 +129,7 @@ class BucketRun:
 
 @contextlib.contextmanager
 def uploading(run: BucketRun | None, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
-    """A block that trains: uploads meanwhile; after a signal it ends when the state is there. None: no bucket."""
+    """Uploads while the block trains; after a signal waits for the state to be uploaded. None: no bucket."""
     if run is not None:
         run.start(stop_request, log_event)
     try:
@@ -148,9 +148,10 @@ def join_bucket_run(
     stack: contextlib.ExitStack,
     note: Callable[[str], None],
 ) -> BucketRun | None:
-    """The run in a bucket that --run or --resume names, with its working copy up to date; None: it is a folder here.
+    """The run in a bucket that --run-dir (`name`) or --resume names, with its working copy up to date; None: a local
+    run.
 
-    The lease is held in `stack`. Raises UsageError when another process trains it, or there is nothing to resume;
+    The lease is held in `stack`. Raises UsageError if another process trains it or there is nothing to resume;
     ConfigError; StorageError.
     """
     location = resume if resume is not None else name
@@ -174,13 +175,17 @@ def join_bucket_run(
             manifests, messages = _synchronize(store, uri, local_dir)
             if is_finished(local_dir):
                 _upload_remaining(store, uri, local_dir, lease, manifests, note)
-    messages = [f"{uri} is written by way of {local_dir}", *messages, *([] if lease is not None else [NO_LEASE_NOTE])]
+    messages = [
+        f"{uri} is uploaded from the working copy {local_dir}",
+        *messages,
+        *([] if lease is not None else [NO_LEASE_NOTE]),
+    ]
     return BucketRun(uri, local_dir, messages, store, lease, manifests)
 
 
 def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[str, bytes], list[str]]:
-    """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints, empty
-    for a part of one, and lines to say."""
+    """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints (empty
+    for an incomplete one) and messages."""
     remote_files = list_keys(store, uri)
     checkpoints: dict[str, dict[str, str]] = {}
     for name, key in remote_files.items():
@@ -196,23 +201,26 @@ def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[s
         to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
     else:
         if is_finished(fetch_run(uri)):
-            fix = "another --run, or none: a new folder is made then"
+            fix = "another --run-dir, or none: that makes a new folder"
             raise UsageError("The run is finished.", location=uri, fix=fix)
         if (local_dir / EVENTS).exists():
-            messages.append("another machine has gone on with this run: what was here of it is replaced")
+            messages.append("another machine has continued this run: the working copy is replaced")
         _clear_working_copy(local_dir)
-        other_files = {name: key for name, key in remote_files.items()
-                  if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, REPORT)}  # fmt: skip
+        other_files = {
+            name: key
+            for name, key in remote_files.items()
+            if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, REPORT)
+        }
         for name, key in other_files.items():
             with contextlib.suppress(ObjectMissing):  # removed since it was listed
                 download(store, key, local_dir / name)
         to_fetch = list(manifests)
     for name in sorted(to_fetch, reverse=True):
-        if not manifests[name]:  # half a checkpoint, or one that is being removed
+        if not manifests[name]:  # an incomplete checkpoint, or one that is being deleted
             continue
         if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
             messages.append(f"fetched {name} from the bucket")
-    if not (local_dir / EVENTS).exists():  # last: what has no events is no run
+    if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
         write_atomic(local_dir / EVENTS, remote_events)
     return manifests, messages
 
@@ -225,10 +233,10 @@ def _upload_remaining(
     manifests: dict[str, bytes],
     note: Callable[[str], None],
 ) -> None:
-    """What a finished run could not upload at its end. Raises StorageError."""
+    """Uploads what a finished run could not upload at its end. Raises StorageError."""
     if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
         return
-    note(f"uploading to {uri} what did not reach it at the end of the run, at most {FINISHED_TIMEOUT_S:.0f} s")
+    note(f"uploading the rest of the finished run to {uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
     uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=_ignore, on_lease_lost=_ignore)
     uploader.start()
     failure = uploader.flush(FINISHED_TIMEOUT_S)
@@ -238,20 +246,20 @@ def _upload_remaining(
 
 
 def _ignore(*_: object) -> None:
-    """Nobody listens: `deliver` says the same."""
+    """Not needed here: `flush` returns the same failure."""
 
 
 def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:
     return StorageError(
-        "The run is finished, and not all of it reached the bucket.",
+        "The run is finished, but not all of it reached the bucket.",
         location=uri,
         cause=failure,
-        fix=f"it is whole in {local_dir}; the same command on this machine uploads the rest",
+        fix=f"it is complete in {local_dir}; the same command on this machine uploads the rest",
     )
 
 
 def _read_object(store: Store, key: str | None) -> bytes:
-    """What an object holds; nothing when it is not there."""
+    """The bytes of an object; empty if there is none."""
     try:
         return b"" if key is None else store.read(key)
     except ObjectMissing:
@@ -259,8 +267,7 @@ def _read_object(store: Store, key: str | None) -> bytes:
 
 
 def _fetch_checkpoint(store: Store, files: dict[str, str], target: Path) -> bool:
-    """Whether it was fetched: one that is removed meanwhile is left out. Its checksums are looked at when it is
-    loaded, as those of any checkpoint."""
+    """Downloads a checkpoint; False if it was deleted meanwhile. Its checksums are verified when it is loaded."""
     temp_dir = target.with_name(f".{target.name}.fetched")
     shutil.rmtree(temp_dir, ignore_errors=True)
     try:
@@ -275,7 +282,7 @@ def _fetch_checkpoint(store: Store, files: dict[str, str], target: Path) -> bool
 
 
 def _clear_working_copy(local_dir: Path) -> None:
-    """Empties a working copy, its events first: without them it is no run, should this be interrupted."""
+    """Empties a working copy, its events first: if interrupted, a folder without events is not a run."""
     (local_dir / EVENTS).unlink(missing_ok=True)
     for path in local_dir.iterdir():
         if path.name in (".lock", URI_FILE):

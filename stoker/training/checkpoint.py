@@ -1,11 +1,12 @@
-"""Checkpoints that survive: written beside, flushed, renamed; checked by checksum before they are believed.
+"""Checkpoints that survive a kill: written to a temporary folder, flushed, renamed; checksums are verified on loading.
 
-    checkpoints/step-00001200/weights.safetensors   the averaged weights, with the model's card: usable alone
+    checkpoints/step-00001200/weights.safetensors   the EMA weights, with the model's metadata: usable alone
                               state.pt              the rest that an exact continuation needs
                               manifest.json         sizes and SHA-256 of both, written last
 
-The training thread only starts the copies to the host; a thread of `Writer` waits for them and writes. A save that
-fails (a full disk) is reported and training goes on with the checkpoints it has.
+The training thread only starts the copies to the host; a thread of `CheckpointWriter` waits for them and writes. A save
+that fails (a full disk) is reported, and training continues with the checkpoints it has. What the state contains is in
+`state.py`.
 """
 
 import dataclasses
@@ -42,20 +43,20 @@ class FileEntry(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """manifest.json. A folder without a whole one is not a checkpoint."""
+    """manifest.json. A folder without a complete one is not a checkpoint."""
 
     version: int = 1
     step: int
     healthy: bool = True
-    """Whether the step before it moved the weights: a run whose gradients stay non-finite goes back to such a one."""
+    """Whether the last step was not skipped; a rollback only takes healthy checkpoints."""
     rollbacks: int = 0
-    """How often the run had gone back before."""
+    """Rollbacks before this checkpoint."""
     files: dict[str, FileEntry]
 
 
 @dataclasses.dataclass
 class HostSnapshot:
-    """A run's state as host tensors whose copies may still be under way (`ready`)."""
+    """A run's state as host tensors; `ready` tells when their copies have arrived."""
 
     step: int
     metadata: dict[str, str]
@@ -67,11 +68,11 @@ class HostSnapshot:
 def snapshot(
     stream: SideStream, *, step: int, metadata: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
 ) -> HostSnapshot:
-    """Starts copying everything to the host. The device must not change the tensors before `ready.block_device()`; on
-    one stream a later one covers those before.
+    """Starts copying everything to the host. The device must not change the tensors before
+    `ready.block_main_stream()`; on one stream a later event covers earlier copies.
 
-    weights: of the file to use; state: any tree of dicts, lists, numbers and tensors. Its `streak` (skipped steps in a
-    row, and the step that made them too many or -1) and `slowed` say which way back the checkpoint is for.
+    weights: for the weights file; state: any tree of dicts, lists, numbers and tensors. The manifest takes its
+    `skipped_streak` (consecutive skipped steps, and the step that reached the limit or -1) and `rollbacks`.
     """
     copies, ready = stream.to_host([*weights.values(), *_list_tensors(state)])
     copied = dict(zip(weights, copies, strict=False))
@@ -80,7 +81,7 @@ def snapshot(
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in the order in which `_map` meets them."""
+    """The tensors of a tree, in the order of `_map_tensors`."""
     tensors: list[Tensor] = []
 
     def append(tensor: Tensor) -> Tensor:
@@ -110,15 +111,15 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.saved_step = -1
-        """Step of the newest checkpoint that this writer has written whole. Valid after `wait`, like `failed`."""
+        """Step of the newest checkpoint that this writer has completed. Valid after `wait`, like `failure`."""
         self.failure: str | None = None
-        """Why the last write failed; None when it did not."""
+        """Why the last write failed; None if it did not."""
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
 
     def save(self, snapshot: HostSnapshot) -> None:
-        """Writes a checkpoint in the background; first waits for the write before it, if that one still runs."""
+        """Writes a checkpoint in the background; waits for the previous write first."""
         self._start(lambda: self._write_checkpoint(snapshot))
 
     def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
@@ -126,7 +127,7 @@ class CheckpointWriter:
         self._start(lambda: self._write_weights(snapshot, names))
 
     def wait(self) -> None:
-        """Returns when nothing is left to write. Raises what went wrong there, a full or failing disk apart."""
+        """Returns when nothing is left to write. Raises the error of the thread, except for a full or failing disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -178,7 +179,7 @@ class CheckpointWriter:
                 files=files,
             )
             write_atomic(temp_dir / MANIFEST, msgspec.json.encode(manifest))
-            if final_dir.exists():  # of an attempt before, from which training did not continue
+            if final_dir.exists():  # from an earlier attempt, whose state training did not continue from
                 shutil.rmtree(final_dir)
             temp_dir.rename(final_dir)
             fsync_folder(parent)
@@ -191,17 +192,17 @@ class CheckpointWriter:
             rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
             for old in folders[NUM_KEPT:]:
                 if old not in rollback_targets:
-                    shutil.rmtree(old, ignore_errors=True)  # one more is kept then, and tried again at the next save
+                    shutil.rmtree(old, ignore_errors=True)  # if it fails, the next save tries again
             self._report("checkpoint_saved", f"saved {final_dir.relative_to(self._run)}")
 
     def _report_failure(self, error: OSError, step: int) -> None:
         self.failure = str(error)
-        text = f"could not save at step {step}: {error}; training goes on, the checkpoint before stays"
+        text = f"could not save at step {step}: {error}; training continues; the previous checkpoint is kept"
         self._report("checkpoint_failed", text)
 
 
 def _serialize_weights(snapshot: HostSnapshot) -> bytes:
-    """The bytes of a weights file, whatever memory format the device likes."""
+    """The bytes of a weights file, independent of the memory format on the device."""
     return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.metadata)
 
 
@@ -212,7 +213,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Raises OSError or msgspec.DecodeError when there is no whole one."""
+    """Raises OSError or msgspec.DecodeError if it is missing or incomplete."""
     return old_names.decode((folder / MANIFEST).read_bytes(), Manifest)
 
 
@@ -224,25 +225,27 @@ def _is_healthy(folder: Path) -> bool:
 
 
 def healthy_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints that a run may go back to, the newest first. Their files are not checked."""
+    """Steps of the checkpoints that a rollback may take, newest first. Their files are not checked."""
     return [int(folder.name[5:]) for folder in list_checkpoints(run) if _is_healthy(folder)]
 
 
 def newest_healthy_weights(run: Path) -> Path | None:
-    """The weights file of the newest checkpoint to go back to, unchecked; None when there is none."""
+    """The weights file of the newest healthy checkpoint, unchecked; None if there is none."""
     steps = healthy_steps(run)
     return run / CHECKPOINTS / f"step-{steps[0]:08d}" / WEIGHTS if steps else None
 
 
 def discard_checkpoints(run: Path, *, after: int, rollback_count: int) -> None:
-    """Removes the checkpoints behind step `after` that were made before the run went back for the `slowed`-th time."""
+    """Removes the checkpoints after step `after` that were made before rollback number `rollback_count`."""
     for folder in list_checkpoints(run):
         try:
             manifest = _read_manifest(folder)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            continue  # `load_newest` says what is wrong with it
+            continue  # `load_newest` reports it
         if manifest.step > after and manifest.rollbacks < rollback_count:
-            hidden_dir = folder.with_name(f".{folder.name}.gone")  # the next Writer ends this, should it be interrupted
+            hidden_dir = folder.with_name(
+                f".{folder.name}.gone"
+            )  # if interrupted, the next CheckpointWriter removes it
             folder.rename(hidden_dir)
             shutil.rmtree(hidden_dir)
 
@@ -255,9 +258,9 @@ class LoadedCheckpoint:
 
 
 def load_newest(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
-    """The newest checkpoint whose checksums hold; damaged ones are reported and passed over. None when there is none.
+    """The newest checkpoint with correct checksums; damaged ones are reported and skipped. None if there is none.
 
-    Raises CheckpointError when there are checkpoints and all are damaged: starting over in silence would cost days.
+    Raises CheckpointError if there are checkpoints and all are damaged: a silent restart could cost days.
     """
     folders = list_checkpoints(run)
     reasons, damaged = [], []
@@ -266,27 +269,27 @@ def load_newest(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoi
             loaded = _load(folder)
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error.cause}")
-            report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the one before")
+            report("checkpoint_corrupt", f"{folder.name} is damaged ({error.cause}); trying the previous one")
             damaged.append(folder)
         else:
-            for folder in damaged:  # out of the way of the two that are kept, and not looked at again
+            for folder in damaged:  # not counted among those to keep, and not checked again
                 folder.rename(folder.with_name(f"damaged-{folder.name}"))
             return loaded
     if folders:
         locations = dict.fromkeys(
             (f"{display_path(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS))
-        )  # of a run in a bucket, two
+        )  # two for a run in a bucket
         raise CheckpointError(
             "Every checkpoint of the run is damaged.",
             location=next(iter(locations)),
             cause="; ".join(reasons),
-            fix=f"start a new run, or remove {' and '.join(locations)} to start this one from its first step",
+            fix=f"start a new run, or remove {' and '.join(locations)} to restart this one from its first step",
         )
     return None
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint's files are those of its manifest, by their checksums."""
+    """Whether a checkpoint's files match the checksums of its manifest."""
     try:
         _verify(folder)
     except CheckpointError:

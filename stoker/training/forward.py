@@ -1,7 +1,7 @@
-"""Losses and gradients of a batch: operator by operator, or by a program that torch.compile makes of the model once.
+"""Losses and gradients of a batch: operator by operator, or compiled by torch.compile.
 
-Compiling pays where launching kernels and moving activations cost more than the arithmetic; it takes minutes, which are
-the ledger's `compile`, and what was compiled is kept for later runs. `--no-compile` and `--compile` decide.
+Compiling pays if launching kernels and moving activations cost more than the arithmetic. It takes minutes (`compile` in
+the ledger), and the result is cached for later runs. `--compile` and `--no-compile` decide.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from stoker.training.optim import OptimizerStep
 COMPILE_BACKEND = "inductor"
 
 LossFn = Callable[[Batch], dict[str, Tensor]]
-"""The parts of the loss of a batch, scalars. Called under autocast."""
+"""The losses of a batch, scalars by name. Called under autocast."""
 
 
-def make_loss_fn(model: Detector, *, eager: bool) -> LossFn:
-    """What a model makes of a batch; not eager: compiled at the first call, for the shapes of that call."""
+def make_loss_fn(model: Detector, *, compile: bool) -> LossFn:
+    """The losses of a model for a batch. compile: compiled at the first call, for the shapes of that call."""
 
     def compute_losses(batch: Batch) -> dict[str, Tensor]:
-        # What the model predicts has no name here: the losses alone keep what the backward pass needs of it.
+        # The outputs get no name here, so that only what the backward pass needs of them stays alive.
         return model.loss(model(batch.images), batch)
 
-    if eager:
+    if not compile:
         return compute_losses
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     compiled: LossFn = torch.compile(compute_losses, backend=COMPILE_BACKEND, dynamic=False)
@@ -40,13 +40,13 @@ def make_loss_fn(model: Detector, *, eager: bool) -> LossFn:
 def compile_forward_backward(
     model: Detector, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, autocast: "Autocast"
 ) -> None:
-    """Compiles forward and backward on `case`, a batch of the shapes of training; the model stays as it was.
+    """Compiles forward and backward on a batch of the shapes of training.
 
-    Running statistics are put back, and no gradient is left.
+    The model is unchanged afterwards: running statistics are restored, and no gradient is left.
     """
     saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), autocast:
-        model(batch.images)  # anchors of this canvas, which the program takes as given
+        model(batch.images)  # caches the anchors of this image size, which are constants of the compiled step
     forward_backward(loss_fn, optimizer, batch, 1, autocast)
     optimizer.zero_grad()
     for name, buffer in model.named_buffers():
@@ -60,7 +60,7 @@ Autocast = contextlib.AbstractContextManager[Any]
 def forward_backward(
     loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
 ) -> dict[str, Tensor]:
-    """Adds the gradients of a batch, taken in `parts` micro-batches. Returns the parts of the loss, scalars, summed."""
+    """Adds the gradients of a batch, split into micro-batches. Returns the losses, summed over them, as scalars."""
     micro_batch_size = batch.images.shape[0] // micro_batches
     totals: dict[str, Tensor] = {}
     for k in range(micro_batches):

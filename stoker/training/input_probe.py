@@ -1,9 +1,9 @@
-"""The experiment that a run does by itself, once: how fast are its steps when their pictures are there?
+"""The experiment that a run does by itself, once: how fast are its steps when their images are ready?
 
-Where the ledger says that pictures were waited for, the training pauses a few times until the loader's ring is full and
-times the steps that follow. They are ordinary steps on the pictures whose turn it is: nothing is computed that training
-would not have, no result changes, and the price is the pause (the ledger's `idle`), kept below 1 % of the run's time.
-Other changes are tried after the run, by a program of its own: `probe.py`.
+If the ledger shows that the run waits for images, training pauses a few times until the loader's prefetch buffers are
+full, and times the steps that follow. They are ordinary steps on the images that are next: nothing extra is computed
+and no result changes. The cost is the pause (`idle` in the ledger), below 1 % of the run's time. Other changes are
+tried after the run, by a separate program: `probe.py`.
 """
 
 import statistics
@@ -15,62 +15,64 @@ from stoker.runs.records import PROBES
 from stoker.runs.schemas import Probe, StepWindow
 
 if TYPE_CHECKING:
-    from stoker.training.start import EventLogger, TrainState
+    from stoker.training.state import EventLogger, TrainSetup
 
 MAX_PAIRS = 8
-"""Pairs of before and after of an experiment; here pauses, each with as many steps before and behind it as the ring
-holds batches. With eight the second smallest and second largest ratio bound the median with 93 % confidence (order
-statistics of a binomial)."""
+"""Pairs of before and after of an experiment; here pauses, each with as many steps before and after it as there are
+prefetch buffers. With eight pairs, the second smallest and second largest ratio bound the median with 93 % confidence
+(order statistics of a binomial)."""
 MIN_PAIRS = 3
-"""The least that say something."""
+"""With fewer pairs there is no result."""
 MAX_PAUSE_FRACTION = 0.01
-"""Share of the run's time that the pauses may take, as long as the run will be."""
+"""Fraction of the run's expected time that the pauses may take."""
 MIN_WAIT_FRACTION = 0.05
-"""Share of time in waiting for pictures from which there is a question; the diagnosis speaks from there on, too."""
+"""Fraction of time spent waiting for images from which the experiment is worth it; the diagnosis uses the same."""
 WARMUP_S = 20.0
-"""Seconds of steps after which the loader has tuned itself, and the shares mean something."""
+"""Seconds of steps after which the loader has tuned itself and the fractions are meaningful."""
 MAX_PAUSE_S = 10.0
 _POLL_INTERVAL_S = 0.002
 
 
 class PrefetchedInputProbe:
-    """`seen` takes the run's windows, `before_step` is called before each step; between them they do the experiment."""
+    """Call `observe` with each window of the run and `before_step` before each step; the probe does the rest."""
 
-    def __init__(self, state: "TrainState", ledger: Ledger, log_event: "EventLogger") -> None:
-        self._state, self._ledger, self._log_event = state, ledger, log_event
+    def __init__(self, setup: "TrainSetup", ledger: Ledger, log_event: "EventLogger") -> None:
+        self._setup, self._state = setup, setup.state
+        self._ledger, self._log_event = ledger, log_event
+        self._batch_size = setup.config.run.batch_size
         self._done = False
         self._has_new_window = False
-        """Whether there was a window since it was asked whether the experiment is worth it."""
+        """Whether there was a window since the last check whether the experiment is worth it."""
         self._wall_s = self._wait_s = 0.0
         self._pairs: list[tuple[float, float]] = []
         self._before_s: float | None = None
         self._timing_start: tuple[float, int] | None = None
-        """When the steps that are being timed began, and at which step."""
+        """Time and step at which the steps being timed began."""
         self._last_interruption = self._interruption_key()
         self._paused_s = self._allowed_s = 0.0
 
     def observe(self, window: StepWindow) -> None:
-        """A window of the run; those without steps (the start, an evaluation) do not count."""
+        """A window of the run; those without steps (startup, an evaluation) do not count."""
         if window.window_steps and "startup" not in window.phases:
             self._wall_s += window.wall_s
             self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
             self._has_new_window = True
 
     def _interruption_key(self) -> tuple[int | None, int, int]:
-        """Changes where something else than steps took time: a checkpoint, an evaluation, a way back."""
-        return self._state.writer.saved_step, self._state.evaluated_step, self._state.rollback_count
+        """Changes if something else than steps took time: a checkpoint, an evaluation, a rollback."""
+        return self._setup.writer.saved_step, self._state.evaluated_step, self._state.rollback_count
 
     def before_step(self, progress: float) -> None:
-        """progress: share of the length that is done, 0 … 1."""
+        """progress: fraction of the length that is done, 0 … 1."""
         has_begun = bool(self._pairs) or self._timing_start is not None
         if self._done or self._wall_s < WARMUP_S or not (has_begun or self._has_new_window):
             return
         self._has_new_window = False
         if not has_begun and not self._is_worth_it(progress):
             return
-        if self._last_interruption != (interruption := self._interruption_key()):  # what is being timed does not count
+        if self._last_interruption != (interruption := self._interruption_key()):  # discard the steps being timed
             self._last_interruption, self._timing_start, self._before_s = interruption, None, None
-        depth = self._state.loader.stats().prefetch_depth
+        depth = self._setup.loader.stats().prefetch_depth
         if self._timing_start is None:
             self._timing_start = self._sync_and_read()
             return
@@ -78,7 +80,7 @@ class PrefetchedInputProbe:
         if self._state.step - start_step < depth:
             return
         now_s, step = self._sync_and_read()
-        seconds_per_image = (now_s - start_s) / (step - start_step) / self._state.config.run.batch_size
+        seconds_per_image = (now_s - start_s) / (step - start_step) / self._batch_size
         if self._before_s is None:
             if self._paused_s >= self._allowed_s:
                 self._finish(depth)
@@ -93,53 +95,59 @@ class PrefetchedInputProbe:
             self._finish(depth)
 
     def _is_worth_it(self, progress: float) -> bool:
-        """Whether there is a question, and its price is within the budget of the run as long as it will be."""
+        """Whether the run waits for images and the pauses fit the budget of its expected length."""
         if self._wait_s < MIN_WAIT_FRACTION * self._wall_s or not 0 < progress < 1:
             return False
         step_s = self._state.trained_s / max(1, self._state.step)
         self._allowed_s = MAX_PAUSE_FRACTION * self._state.trained_s / progress
-        return MAX_PAIRS * self._state.loader.stats().prefetch_depth * step_s <= self._allowed_s
+        return MAX_PAIRS * self._setup.loader.stats().prefetch_depth * step_s <= self._allowed_s
 
     def _sync_and_read(self) -> tuple[float, int]:
         with self._ledger.phase("idle"):
-            self._state.device.synchronize()
+            self._setup.device.synchronize()
         return time.perf_counter(), self._state.step
 
     def _pause(self, depth: int) -> None:
-        """Waits until every place of the ring is ready; one that does not fill in time is timed as it is."""
-        start_s, batch_size = time.perf_counter(), self._state.config.run.batch_size
+        """Waits until every prefetch buffer is ready, or until the time allowed is over."""
+        start_s, loader = time.perf_counter(), self._setup.loader
         end_s = start_s + min(MAX_PAUSE_S, self._allowed_s - self._paused_s)
         with self._ledger.phase("idle"):
-            while self._state.loader.stats().ready < depth * batch_size and time.perf_counter() < end_s:
+            while loader.stats().ready < depth * self._batch_size and time.perf_counter() < end_s:
                 time.sleep(_POLL_INTERVAL_S)
         self._paused_s += time.perf_counter() - start_s
 
     def _finish(self, depth: int) -> None:
-        """After PAIRS, or when the budget is used up by rounds that something else came between."""
+        """After MAX_PAIRS, or when interrupted rounds have used up the budget."""
         self._done = True
         if len(self._pairs) < MIN_PAIRS:
-            text = "how fast steps are with their pictures ready could not be found out, something always came between"
-            self._log_event("info", f"{text}; {self._paused_s:.1f} s were spent on it")
+            text = "could not measure steps with their images ready: each round was interrupted"
+            self._log_event("info", f"{text}; it took {self._paused_s:.1f} s")
             return
-        steps, attempt = len(self._pairs) * depth, self._state.folder.attempt
+        steps, attempt = len(self._pairs) * depth, self._setup.folder.attempt
         probe = summarize_pairs("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
-        self._state.folder.append(PROBES, probe)
+        self._setup.folder.append(PROBES, probe)
         self._log_event(
             "info",
-            f"tried: with its pictures ready a step is {probe.ratio:.2f} × as fast ({probe.ratio_low:.2f} to "
-            f"{probe.ratio_high:.2f}); {self._paused_s:.1f} s were spent on it",
+            f"measured: with its images ready a step is {probe.ratio:.2f} × as fast ({probe.ratio_low:.2f} to "
+            f"{probe.ratio_high:.2f}); it took {self._paused_s:.1f} s",
         )
 
 
 def summarize_pairs(
     kind: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int, automatic: bool = False
 ) -> Probe:
-    """An experiment as a line of the records. pairs: seconds per picture before and after."""
+    """An experiment as a line of the records. pairs: seconds per image before and after."""
     ratios = sorted(a / b for a, b in pairs)
     trim = 1 if len(ratios) >= MAX_PAIRS else 0
     return Probe(
-        t=time.time(), attempt=attempt, probe=kind, steps=steps, automatic=automatic,
+        t=time.time(),
+        attempt=attempt,
+        probe=kind,
+        steps=steps,
+        automatic=automatic,
         before_img_per_s=1 / statistics.median(a for a, _ in pairs),
         after_img_per_s=1 / statistics.median(b for _, b in pairs),
-        ratio=statistics.median(ratios), ratio_low=ratios[trim], ratio_high=ratios[-1 - trim],
-    )  # fmt: skip
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[trim],
+        ratio_high=ratios[-1 - trim],
+    )

@@ -1,8 +1,13 @@
-"""One optimizer step without a host wait: clipping, skipping of non-finite gradients, loss scaling, averaged weights.
+"""One optimizer step without a host wait: clipping, skipping of non-finite gradients, loss scaling, EMA weights.
 
-Everything that a step decides (is the gradient finite? how long is it?) stays on the device as a tensor and acts there:
-the fused optimizers of torch leave parameters, moments and step counts untouched where `found_inf` is 1. So the host
-issues the same calls whatever the numbers are. The rate's schedule is a pure function at the end of the file.
+Everything that a step decides (is the gradient finite? what is its norm?) stays on the device as a tensor and acts
+there:
+torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host issues the
+same calls whatever the numbers are. The learning rate schedule is a pure function at the end of the file.
+
+Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay
+has no warm-up; `GradScaler.unscale_` and `clip_grad_norm_` pass over all gradients once more each, which the fused
+optimizers do in their own pass by `grad_scale`.
 """
 
 import copy
@@ -23,10 +28,10 @@ NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 class OptimizerStep(Generic[Model]):
-    """The optimizer of a model, its averaged copy, and what the steps since the last `Meter.take` were like.
+    """The optimizer of a model, and its EMA weights.
 
-    model: already on the device and initialised. averaged: the weights to evaluate and save; `model` itself when
-    `settings.ema` is 0.
+    model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
+    `settings.ema_decay` is 0.
     """
 
     def __init__(self, model: Model, settings: OptimSettings, device: Device, *, precision: str) -> None:
@@ -49,17 +54,17 @@ class OptimizerStep(Generic[Model]):
             self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device.torch_device)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss` (scalar) to those of the step so far."""
+        """Adds the gradients of `loss` (a scalar) to those of the step so far."""
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale)
 
     def step(self, lr: float, completed_steps: int) -> tuple[Tensor, Tensor]:
-        """Moves the weights at the rate, unless a gradient is not finite; clears the gradients.
+        """Updates the weights, unless a gradient is not finite; clears the gradients.
 
-        done_steps: optimizer steps before this one. Returns (norm, bad): float32 scalars on the device, the gradient's
-        norm before clipping, and 1 where the step was skipped.
+        completed_steps: optimizer steps before this one. Returns (grad_norm, found_inf): float32 scalars on the device,
+        the gradient's norm before clipping, and 1 if the step was skipped.
         """
         gradients = [p.grad for p in self._trainable_params if p.grad is not None]
-        grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float())
+        grad_norm = torch.nn.utils.get_total_norm(gradients).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
         found_inf = (~torch.isfinite(grad_norm)).float()
@@ -70,37 +75,37 @@ class OptimizerStep(Generic[Model]):
         self._update_params(lr, found_inf, gradients, grad_divisor)
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, found_inf, 2.0, 0.5, 2000)
-        # A forward pass that overflowed has poisoned the running statistics too: back to those of the last good step.
+        # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
         torch.where(found_inf > 0, self._good_norm_stats, self._norm_stats, out=self._good_norm_stats)
         self._norm_stats.copy_(self._good_norm_stats)
         if self.ema_model is not self.model:
-            # The average's own warm-up (TF's ExponentialMovingAverage): early weights do not weigh for long.
+            # Warm-up of the decay (TF's ExponentialMovingAverage): early weights do not count for long.
             decay = min(self.settings.ema_decay, (1 + completed_steps) / (10 + completed_steps))
-            with torch.no_grad():  # else the averages' history would be kept: all steps so far
+            with torch.no_grad():  # else autograd would keep the history of all steps
                 torch._foreach_lerp_(self._ema_params, self._trainable_params, 1 - decay)
             self._ema_norm_stats.copy_(self._norm_stats)
         self.zero_grad()
         return grad_norm, found_inf
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
+        """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def _update_params(
         self, lr: float, found_inf: Tensor, gradients: list[Tensor], grad_divisor: Tensor | None
     ) -> None:
-        """divisor: what the gradients are divided by, to clip them and to undo the scale of the loss."""
+        """grad_divisor: divides the gradients, to clip them and to undo the loss scale."""
         for group, factor in zip(self._optimizer.param_groups, self._lr_mults, strict=True):
             group["lr"] = lr * factor
         if self.fused:
-            # Read by the fused kernels, which so divide and skip while they move: no pass of its own for either.
+            # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = grad_divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self._optimizer.step()
             return
         if grad_divisor is not None:
             torch._foreach_div_(gradients, grad_divisor)
-        # No fused kernel here: the weights of a skipped step are put back; only the moments fade by one step.
+        # Without a fused kernel the weights of a skipped step are restored; only the moments decay by one step.
         for gradient in gradients:
             gradient.copy_(torch.where(found_inf > 0, 0.0, gradient))
         previous_params = [weight.detach().clone() for weight in self._trainable_params]
@@ -110,7 +115,7 @@ class OptimizerStep(Generic[Model]):
                 weight.copy_(torch.where(found_inf > 0, old, weight))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors on the device and plain numbers; of the model too, since `averaged` is what weights files hold."""
+        """Tensors on the device and plain numbers; of the model too, since files of weights hold `ema_model`."""
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "model": self.model.state_dict()}
         if self.loss_scale is not None:
             state["scale"] = [self.loss_scale, self._growth_tracker]
@@ -128,16 +133,16 @@ class OptimizerStep(Generic[Model]):
 
 
 FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
-"""Kinds of device for which torch has fused optimizers (torch.optim, `_get_fused_kernels_supported_devices`)."""
+"""Device types for which torch has fused optimizers (torch.optim, `_get_fused_kernels_supported_devices`)."""
 
 
 def _make_optimizer(
     model: nn.Module, settings: OptimSettings, *, fused: bool
 ) -> tuple[torch.optim.Optimizer, list[float]]:
-    """(optimizer, factor of the rate of each of its groups).
+    """(optimizer, factor of the learning rate of each of its groups).
 
-    Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone's body
-    has groups of its own where its rate is another one, so that one rate costs no kernel more.
+    Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone has
+    groups of its own only if its learning rate differs, so that a single learning rate costs no more kernels.
     """
     backbone_prefix = (
         model.backbone_prefixes if isinstance(model, Detector) and settings.backbone_lr_mult != 1 else None
@@ -158,18 +163,18 @@ def _make_optimizer(
     kwargs: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
         if not fused:
-            kwargs["capturable"] = True  # the count of steps stays on the device
+            kwargs["capturable"] = True  # the step count stays on the device
         return torch.optim.AdamW(param_groups, lr=0.0, betas=(settings.momentum, 0.999), **kwargs), lr_mults
     optimizer = torch.optim.SGD(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
     if settings.momentum:
-        # A fused SGD whose first step is skipped would leave its buffers uninitialised.
+        # A fused SGD whose first step is skipped would leave its buffers uninitialized.
         for parameter in itertools.chain(*groups.values()):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer, lr_mults
 
 
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
-    """Moves the running statistics of all trained BatchNorms into one tensor [N], of which they become views."""
+    """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it."""
     owners = [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
     buffers = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
     device = next(model.parameters()).device
@@ -183,21 +188,25 @@ def _flatten_norm_stats(model: nn.Module) -> Tensor:
 
 
 class LossAccumulator:
-    """Sums over steps, kept on the device in one small tensor, read without a wait some steps later.
+    """Sums of losses over steps, kept on the device in one small tensor and read without a wait some steps later.
 
-    Also the longest streak of skipped steps, and the step at which it first reached `limit`.
+    Also counts consecutive skipped steps, and keeps the step at which they first reached `max_skipped_steps`.
     """
 
     def __init__(self, device: Device, *, max_skipped_steps: int) -> None:
         self._device = device.torch_device
         self._max_skipped_steps = max_skipped_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all steps."""
         self._names: list[str] = []
         self._sums = torch.zeros(0)
         self._skipped_streak = torch.zeros((), device=self._device)
         self._diverged_step = torch.full((), -1, dtype=torch.int64, device=self._device)
 
     def add(self, losses: dict[str, Tensor], grad_norm: Tensor, found_inf: Tensor, step: int) -> None:
-        """losses: scalars of this step; they count only where the step was not skipped."""
+        """losses: scalars of this step; they count only if the step was not skipped."""
         values = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm])
         if not self._names:
             self._names = [*losses, "norm"]
@@ -209,24 +218,24 @@ class LossAccumulator:
         self._diverged_step = torch.where(has_diverged, step, self._diverged_step)
 
     def skipped_streak(self) -> list[Tensor]:
-        """Scalars on the device: skipped steps in a row up to now, and the step that made them too many, or -1."""
+        """Scalars on the device: consecutive skipped steps until now, and the step that reached the limit, or -1."""
         return [self._skipped_streak, self._diverged_step]
 
     def load_skipped_streak(self, streak: list[Tensor]) -> int | None:
-        """Counts on from what `streak` gave, as host copies. Returns the step that made it too long, if one did."""
+        """Continues from host copies of `skipped_streak`. Returns the step that reached the limit, if one did."""
         self._skipped_streak.copy_(streak[0])
         self._diverged_step.copy_(streak[1])
         diverged_step = int(streak[1])
         return diverged_step if diverged_step >= 0 else None
 
     def take(self) -> list[Tensor]:
-        """What was summed since the last take, as tensors to copy to the host and give to `read`."""
+        """The sums since the last call, as tensors to copy to the host and pass to `read`."""
         tensors = [self._sums, self._diverged_step]
         self._sums = torch.zeros_like(self._sums)
         return tensors
 
     def read(self, tensors: list[Tensor], steps: int) -> "StepStats":
-        """taken: host copies of what `take` returned; steps: how many it covers."""
+        """tensors: host copies of what `take` returned; steps: how many they cover."""
         sums = [float(x) for x in tensors[0]]
         skipped_steps = round(sums[-1]) if sums else 0
         counted_steps = steps - skipped_steps
@@ -239,7 +248,7 @@ class LossAccumulator:
 
 
 class StepStats(NamedTuple):
-    """Means over the finite steps of a window; `hopeless_at`: the step whose skip made the streak too long."""
+    """Means over the finite steps of a window; diverged_step: the step that reached the limit of skipped steps."""
 
     losses: dict[str, float]
     grad_norm: float | None
@@ -248,17 +257,17 @@ class StepStats(NamedTuple):
 
 
 NO_STATS = StepStats({}, None, 0, None)
-"""The reading of a window without a step."""
+"""The statistics of a window without a step."""
 
 
 def lr_at(settings: OptimSettings, step: int, progress: float) -> float:
-    """The learning rate of the step after `step` steps; progress: 0 … 1, the share of the length that is done."""
+    """The learning rate of the step after `step` steps; progress: fraction of the length that is done, 0 … 1."""
     peak_lr = settings.lr
     if step < settings.warmup_steps:
         return peak_lr * (0.001 + 0.999 * (step + 1) / settings.warmup_steps)
     match settings.lr_scheduler:
         case "cosine":
-            # Down to 1 % of the peak rather than 0, so that the last steps still count.
+            # Down to 1 % of the peak, not 0, so that the last steps still count.
             return peak_lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
         case "multistep":
             # 16 and 22 of 26 epochs in torchvision's RetinaNet; 8 and 11 of 12 in Detectron2: 2/3 and 8/9.

@@ -1,12 +1,12 @@
-"""Causes by experiment: one thing of a run is changed for a few dozen steps; the speed is measured before and after.
+"""Experiments that confirm a cause: change one thing of a run for a few dozen steps and measure the speed.
 
-A program of its own, so that nothing of the run is touched and that `stoker why RUN --probe` needs no torch itself:
+A separate program, so that the run is not touched and `stoker why RUN --probe` does not import torch:
 
     python -m stoker.training.probe runs/mine
 
-It prints a `schemas.Probe` as a JSON line for each experiment. Steps are those of the run (its data, settings and
-loader) on random weights: speed does not depend on them. Before and after take turns, and the ratio is a median of
-pairs. What a run tries by itself while it trains is `input_probe.py`.
+It prints a `schemas.Probe` as a JSON line for each experiment. Steps use the data, settings and loader of the run on
+random weights: speed does not depend on them. Rounds before and after the change alternate, and the ratio is a median
+of pairs. The experiment that a run does by itself while it trains is in `input_probe.py`.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.start import make_training_loader
 
 MIN_ROUND_S = 0.5
-"""A round is as many steps as take at least so long, and at least two: clocks and waits are then below a percent."""
+"""Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
 MAX_EXPERIMENT_S = 40.0
-"""An experiment begins no further pair after so long."""
+"""After this time an experiment begins no further pair."""
 
 MeasureFn = Callable[[int], float]
-"""Does so many steps, waits for the device, returns seconds per picture."""
+"""Does so many steps, waits for the device, returns seconds per image."""
 
 
 class ProbeHarness:
@@ -53,16 +53,16 @@ class ProbeHarness:
         torch.manual_seed(config.run.seed)
         model = build(config.model, len(index.class_names)).to(device.torch_device).train()
         self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
-        self.loss_fn = make_loss_fn(model, eager=not config.run.compile)
+        self.loss_fn = make_loss_fn(model, compile=config.run.compile)
         self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
     def make_loader(self, workers: int) -> Loader:
-        """As the run's; threads: 0 tunes them."""
-        config = self.config.replace(threads=workers, max_bad_fraction=1.0)
+        """A loader as in the run; workers: 0 tunes their number."""
+        config = self.config.replace(workers=workers or "auto", max_bad_fraction=1.0)
         return make_training_loader(config, self.index, self.device, max_boxes=self.max_boxes, log_event=_ignore_event)
 
     def step(self, batch: Batch, loss_fn: LossFn | None = None) -> None:
-        """A whole step at a rate of 0."""
+        """A whole step at a learning rate of 0."""
         batch = augment_batch(batch, self.config.data, 0.0)
         micro_batches = self.config.optim.grad_accum_steps
         autocast = self.device.autocast(self.config.run.precision)
@@ -70,7 +70,8 @@ class ProbeHarness:
         self.optimizer.step(0.0, 0)
 
     def measure_with_loader(self, loader: Loader) -> MeasureFn:
-        """Steps with loaded pictures; first as many unmeasured ones as the ring holds: it is full then."""
+        """Steps with loaded images, after as many unmeasured steps as there are prefetch buffers: they are full
+        then."""
 
         def measure(steps: int) -> float:
             for _ in range(loader.stats().prefetch_depth + 1):
@@ -80,7 +81,7 @@ class ProbeHarness:
         return measure
 
     def measure_with_batch(self, batch: Batch, loss_fn: LossFn | None = None) -> MeasureFn:
-        """Steps on a batch that is there."""
+        """Steps on a batch that is already on the device."""
 
         def measure(steps: int) -> float:
             self.step(batch, loss_fn)
@@ -98,11 +99,11 @@ class ProbeHarness:
 
 
 def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int) -> Iterator[Probe]:
-    """Each experiment of `wanted`, of PROBE_KINDS, in that order."""
+    """The experiments of `kinds`, in the order of PROBE_KINDS."""
     workers = harness.config.run.num_workers
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
-        cached_batch = Batch(*(tensor.clone() for tensor in next(loader)))  # its slot will be filled anew
+        cached_batch = Batch(*(tensor.clone() for tensor in next(loader)))  # its buffer will be filled again
         baseline = harness.measure_with_loader(loader)
         steps = _steps_per_round(baseline, harness.config.run.batch_size)
         used_workers = loader.stats().workers
@@ -133,7 +134,7 @@ def _make_before_and_after(
     used_workers: int,
     stack: contextlib.ExitStack,
 ) -> tuple[MeasureFn, MeasureFn]:
-    """What is measured before and after the change."""
+    """The functions that measure without and with the change."""
     if kind == "cached_batch":
         return baseline, harness.measure_with_batch(cached_batch)
     if kind == "double_batch":
@@ -141,11 +142,11 @@ def _make_before_and_after(
         double_batch = double_batch._replace(images=double_batch.images.contiguous(memory_format=torch.channels_last))
         return harness.measure_with_batch(cached_batch), harness.measure_with_batch(double_batch)
     if kind == "no_allreduce":
-        raise _NotApplicable("the run has one process, which exchanges nothing")
+        raise _NotApplicable("the run has one process: there is no all-reduce")
     if kind == "compiled":
         if harness.device.is_cpu:
             raise _NotApplicable("on a CPU compiling takes minutes")
-        other_loss_fn = make_loss_fn(harness.optimizer.model, eager=harness.config.run.compile)
+        other_loss_fn = make_loss_fn(harness.optimizer.model, compile=not harness.config.run.compile)
         eager, compiled = (
             harness.measure_with_batch(cached_batch),
             harness.measure_with_batch(cached_batch, other_loss_fn),
@@ -154,7 +155,7 @@ def _make_before_and_after(
     is_more = kind == "more_workers"
     num_workers = used_workers + 1 if is_more else used_workers - 1
     if num_workers < 1:
-        raise _NotApplicable("the loader has one thread")
+        raise _NotApplicable("the loader has one worker")
     loaders = [
         stack.enter_context(contextlib.closing(harness.make_loader(workers))) for workers in (used_workers, num_workers)
     ]
@@ -162,13 +163,13 @@ def _make_before_and_after(
 
 
 def _steps_per_round(measure: MeasureFn, batch_size: int) -> int:
-    """Steps of a round; the first one warms up and is not looked at."""
+    """Steps of a round, from a second measurement: the first one warms up."""
     measure(2)
     return max(2, math.ceil(MIN_ROUND_S / (measure(2) * batch_size)))
 
 
 def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, attempt: int) -> Probe:
-    before(1), after(1)  # warm: kernels are chosen, programs compiled
+    before(1), after(1)  # warm-up: kernels are selected, compilation is done
     start_s = time.perf_counter()
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MAX_PAIRS and (len(pairs) < MIN_PAIRS or time.perf_counter() - start_s < MAX_EXPERIMENT_S):
@@ -179,7 +180,7 @@ def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, a
 
 
 def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
-    """What the run said of its loader it need not say again."""
+    """The loader's messages were printed when the run trained."""
 
 
 def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = PROBE_KINDS) -> None:
@@ -189,12 +190,12 @@ def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume
     ----------
     run
         Folder of a run of `stoker train` that is not live.
-    what
+    kinds
         The experiments; default: all.
     """
     unknown = [name for name in kinds if name not in PROBE_KINDS]
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no experiment.", choices=PROBE_KINDS)
+        raise ConfigError(f"{unknown[0]!r} is not an experiment.", choices=PROBE_KINDS)
     config = from_toml(run / CONFIG)[0]
     device = select_device(config.run.device)
     data = config.data

@@ -1,7 +1,7 @@
-"""Which run a command trains: a new one, or the unfinished one that the same command began. Its folder, its lock.
+"""Which run a command trains: a new one, or the unfinished one that the same command started. Its folder and lock.
 
-Runs are told apart by what the user asked for, not by what was derived from it: config.toml says which is which. What
-is in the folder is `folder.py`; what is built from it `start.py`.
+Runs are compared by the settings that the user set, not by derived ones; config.toml tells which are which. The files
+of the folder are in `runs/records.py`; what is built from its settings is in `start.py`.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from stoker.storage.run_uri import display_path
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 RUNS_DIR = Path("runs")
-NO_LOCKS_NOTE = "this storage has no locks: nothing keeps a second process from training the same run"
+NO_LOCKS_NOTE = "this storage has no locks: a second process could train the same run"
 
 
 def choose_run(
     user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
 ) -> tuple[Path | None, Config, list[str]]:
-    """(the unfinished run to continue or None, what was asked for when it began, lines to say).
+    """(the unfinished run to continue or None, the user's settings when it was started, messages).
 
-    name: --run; resume: --resume; folders of this machine, of a run in a bucket its working copy. The run is held in
-    `stack`. Raises UsageError when the run that was named is finished, was started by another command, or is being
-    trained by another process.
+    name: --run-dir; resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in
+    `stack`. Raises UsageError if the named run is finished, was started with other settings, or is trained by another
+    process.
     """
     if resume is not None:
         if user_config.set_fields() or name is not None:
@@ -54,7 +54,7 @@ def choose_run(
             )
         return path, _read_user_config(path), _lock_run(path, stack)
     if "data" not in user_config.set_fields():
-        choices = ("a folder", "a file of annotations", "demo")
+        choices = ("a folder", "an annotation file", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
     if name is not None:
         path = Path(expand_variables(name))
@@ -62,13 +62,13 @@ def choose_run(
             return None, user_config, []
         location = display_path(path)
         if is_finished(path):
-            fix = "another --run, or none: a new folder is made then"
+            fix = "another --run-dir, or none: that makes a new folder"
             raise UsageError("The run is finished.", location=location, fix=fix)
         if _read_user_config(path) != user_config:
             cause = (
                 f"it was started with {_format_flags(_read_user_config(path))}; now it is {_format_flags(user_config)}"
             )
-            fix = f"`stoker train --resume {location}`, or another --run"
+            fix = f"`stoker train --resume {location}`, or another --run-dir"
             raise UsageError("The run was started with other settings.", location=location, cause=cause, fix=fix)
         return path, user_config, _lock_run(path, stack)
     messages = []
@@ -76,7 +76,7 @@ def choose_run(
         if not _has_settings(path, user_config):
             continue
         if is_finished(path):
-            messages.append(f"{path} had the same settings and is finished: starting a new run")
+            messages.append(f"{path} has the same settings and is finished: starting a new run")
             continue
         acquired = stack.enter_context(locked(path))
         if acquired is not False:
@@ -86,7 +86,7 @@ def choose_run(
 
 
 def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
-    """Holds the run in `stack`; returns what there is to say about it."""
+    """Holds the run's lock in `stack`; returns messages."""
     acquired = stack.enter_context(locked(path))
     if acquired is False:
         raise UsageError("Another process is training this run.", location=display_path(path))
@@ -101,9 +101,9 @@ def open_run_folder(
     stack: contextlib.ExitStack,
     messages: list[str],
 ) -> RunFolder:
-    """The run's folder, held and ready to write: of the run `path`, or a new one, called `name` if that is given.
+    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given.
 
-    What there is to say about holding it is added to `said`. Raises StorageError when it cannot be written.
+    Appends to `messages`. Raises StorageError if it cannot be written.
     """
     try:
         if path is None:
@@ -117,7 +117,7 @@ def open_run_folder(
         folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
     except OSError as error:
         location = path or name or RUNS_DIR
-        fix = "make room or name another folder: --run DIR"
+        fix = "make room or name another folder: --run-dir DIR"
         raise StorageError(
             "The run's folder cannot be written.", location=location, cause=str(error), fix=fix
         ) from error
@@ -125,7 +125,7 @@ def open_run_folder(
 
 
 def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
-    """Writes the diagnosis, however the run ended."""
+    """Writes findings.json, however the run ended."""
     try:
         write_findings(folder.path, diagnose(folder.path))
     except OSError as error:
@@ -141,13 +141,13 @@ def _create_run(config: Config, name: str | None) -> Path:
 
 
 def _read_user_config(path: Path) -> Config:
-    """What the user had set when the run was started: the settings without a reason."""
+    """The user's settings when the run was started: those without a reason."""
     config, reasons = from_toml(path / CONFIG)
     return config.replace(**dict.fromkeys(reasons))
 
 
 def _has_settings(path: Path, user_config: Config) -> bool:
-    """Whether the run was started with `asked`; a run of another version of stoker was not."""
+    """Whether the run was started with these settings; False if this version cannot read them."""
     try:
         return (path / CONFIG).exists() and _read_user_config(path) == user_config
     except ConfigError:
@@ -155,10 +155,10 @@ def _has_settings(path: Path, user_config: Config) -> bool:
 
 
 def with_absolute_paths(user_config: Config) -> Config:
-    """`asked` with its data and its weights file named from the root, so that the run can continue from anywhere.
+    """The settings with absolute paths of the data and the weights file, so that the run can continue from anywhere.
 
-    Addresses stay; environment variables are replaced here: what a run was trained on must not change with a variable,
-    and two commands that mean the same are the same run. Raises ConfigError where one is not set.
+    URIs stay. Environment variables are expanded here: the data of a run must not change with a variable, and two
+    commands that mean the same are the same run. Raises ConfigError if a variable is not set.
     """
     changes = {}
     data, weights = user_config.data.data, user_config.model.weights
@@ -177,7 +177,7 @@ def _to_absolute(text: str) -> str:
 
 
 def _format_flags(config: Config) -> str:
-    return " ".join(f"--{name.rstrip('_')} {value}" for name, value in config.set_fields().items())
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in config.set_fields().items())
 
 
 def _dataset_name(config: Config) -> str:
@@ -192,6 +192,6 @@ def _dataset_name(config: Config) -> str:
 
 
 def _find_runs(user_config: Config) -> list[Path]:
-    """Runs of the asked data set, whatever their model, oldest first."""
+    """Runs on the same data set, with any model, oldest first."""
     paths = [p for p in RUNS_DIR.glob(f"{_dataset_name(user_config)}-*-*") if (p / EVENTS).exists()]
     return sorted(paths, key=lambda p: (p / CONFIG).stat().st_mtime if (p / CONFIG).exists() else 0.0)

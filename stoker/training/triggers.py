@@ -1,4 +1,4 @@
-"""Whether something that happens every so often, in steps, epochs or minutes, is due."""
+"""Whether something that happens at an interval of steps, epochs or minutes is due."""
 
 import time
 
@@ -6,7 +6,7 @@ from stoker.config.durations import Duration
 
 
 class IntervalTrigger:
-    """A length of 0 never is due. In minutes it counts from the last `done`, or from the start."""
+    """An interval of 0 is never due. Minutes count from the last `reset`, or from the start."""
 
     def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
         self._interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0

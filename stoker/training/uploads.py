@@ -1,9 +1,9 @@
-"""What training writes goes on into a bucket, on a thread of its own: no step waits for it.
+"""Uploads a run's folder to a bucket on a background thread: no step waits for it.
 
-The thread looks at the run's folder about once a second and writes what has changed. A checkpoint's files come before
-its manifest, and before that the best weights and the records that its state speaks of: whatever is whole in the bucket
-can be continued from. Object stores cannot append, so a file that grows is written anew each time: at most every
-RECORDS_S, and less often in proportion where it is large.
+The thread looks at the folder about once a second and uploads what has changed. The best weights and the records of a
+checkpoint's steps are uploaded first, then its files, then its manifest: a checkpoint that is complete in the bucket
+can be resumed. Object stores cannot append, so a file that grows is written whole each time: at most every
+RECORDS_INTERVAL_S, and less often in proportion to its size.
 """
 
 import threading
@@ -34,21 +34,22 @@ from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, list_checkpoint
 POLL_INTERVAL_S = 1.0
 RECORDS_INTERVAL_S = 30.0
 RECORDS_BYTES = 4_000_000
-"""A file of this size is written every RECORDS_S, one of twice the size half as often: 0.13 MB/s for each at most."""
+"""A file of this size is written every RECORDS_INTERVAL_S, one of twice the size half as often: 0.13 MB/s each."""
 MIN_STREAMED_BYTES = 16_000_000
-"""From which size on records go from the disk; smaller ones are read first, and are what they were at one moment."""
+"""Records from this size on are streamed from the disk; smaller ones are read at once, so they are consistent."""
 RETRY_DELAY_S = 30.0
-"""After a failure; a new checkpoint does not wait for it."""
+"""Delay after a failure; a new checkpoint is tried at once."""
 REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
-"""Files that are replaced as a whole."""
+"""Files that are replaced, not appended to."""
 CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
-"""Records of the steps that a checkpoint contains: written with it, unless they are large and not due."""
+"""Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
 
 
 class BackgroundUploader:
-    """Keeps a bucket like a run's folder, from `start` to `stop`.
+    """Keeps a bucket in sync with a run's folder, from `start` to `stop`.
 
-    report(kind, text) writes an event, on_lost(error) hears that the lease is gone; both are called from the thread.
+    report(kind, text) writes an event, on_lease_lost(error) is called if another process took the lease; both are
+    called from the thread.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class BackgroundUploader:
         report: Callable[[str, str], None],
         on_lease_lost: Callable[[LeaseLost], None],
     ) -> None:
-        """there: the manifest of each checkpoint folder that the bucket has; empty where it has only a part."""
+        """uploaded_manifests: the manifest of each checkpoint folder in the bucket; empty for an incomplete one."""
         self._store, self._uri, self._run_dir, self._lease = store, uri, run_dir, lease
         self._uploaded_manifests = dict(uploaded_manifests)
         self._report, self._on_lease_lost = report, on_lease_lost
         self._uploaded_states: dict[str, tuple[int, ...]] = {}
-        """Name → which state of the file is in the bucket."""
+        """Name → state of the file that is in the bucket."""
         self._next_upload_s: dict[str, float] = {}
         self._newest_at_last_pass: list[Path] = []
         """The newest checkpoint when the last pass began."""
@@ -78,14 +79,16 @@ class BackgroundUploader:
         self._is_stopping = self._has_stopped = False
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stoker-uploads", daemon=True)
-        """A daemon: a store that hangs must not keep a process that has waited as long as it said."""
+        """A daemon: a store that hangs must not keep the process alive after the timeout."""
 
     def start(self) -> None:
         self._thread.start()
 
     def flush(self, timeout_s: float) -> str | None:
-        """Waits until everything that is in the folder now is in the bucket, limit_s at most; None, or why it is not.
-        Raises what went wrong in the thread and is no failure of the store."""
+        """Waits until the bucket has everything that is in the folder now, at most `timeout_s`; None, or why it has
+        not.
+
+        Raises errors of the thread other than failures of the store."""
         with self._condition:
             self._requested_passes += 1
             target_pass = self._requested_passes
@@ -100,13 +103,13 @@ class BackgroundUploader:
         return self._failure
 
     def stop(self) -> None:
-        """Ends the thread when it has nothing under way; what is left is not uploaded."""
+        """Ends the thread after the current upload; the rest is not uploaded."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify_all()
 
     def newest_checkpoint(self) -> str | None:
-        """The newest whole checkpoint that the bucket has, by the name of its folder."""
+        """Folder name of the newest complete checkpoint in the bucket."""
         return max(
             (name for name, manifest in self._uploaded_manifests.items() if manifest), key=_parse_step, default=None
         )
@@ -133,7 +136,7 @@ class BackgroundUploader:
         except LeaseLost as error:
             self._failure = str(error)
             self._on_lease_lost(error)
-        except BaseException as error:  # noqa: BLE001  # carried to the training thread by `deliver`
+        except BaseException as error:  # noqa: BLE001  # carried to the training thread by `flush`
             self._error = error
         finally:
             with self._condition:
@@ -145,7 +148,7 @@ class BackgroundUploader:
         return list_checkpoints(self._run_dir)[:1] != self._newest_at_last_pass
 
     def _try_pass(self, *, upload_all: bool) -> None:
-        """A pass, whose failure is said once, and its end once."""
+        """One pass; the first failure in a row and the recovery from it are reported once."""
         self._newest_at_last_pass = list_checkpoints(self._run_dir)[:1]
         try:
             self._upload_changes(upload_all=upload_all)
@@ -155,15 +158,15 @@ class BackgroundUploader:
             self._retry_at_s = time.monotonic() + RETRY_DELAY_S
             failed_before, self._failure = self._failure is not None, _format_error(error)
             if not failed_before:
-                text = f"{self._uri} cannot be written: {self._failure}; training goes on, and it is tried again"
+                text = f"{self._uri} cannot be written: {self._failure}; training continues, and stoker tries again"
                 self._report("warning", text)
         else:
             if self._failure is not None:
                 self._failure, self._retry_at_s = None, 0.0
-                self._report("info", f"{self._uri} can be written again, and has everything")
+                self._report("info", f"{self._uri} can be written again, and is up to date")
 
     def _upload_changes(self, *, upload_all: bool) -> None:
-        """Writes what has changed; everything: also what has just been written."""
+        """Uploads what has changed. upload_all: also records whose interval is not over."""
         local_checkpoints = list_checkpoints(self._run_dir)
         for name in REPLACED_FILES:
             self._upload_file(name)
@@ -177,7 +180,10 @@ class BackgroundUploader:
         patterns = ("*.jsonl", "tensorboard/**/*", f"{TRACE_FILES}/*.json.gz")
         files = [path for pattern in patterns for path in self._run_dir.glob(pattern)]
         names = {str(path.relative_to(self._run_dir)) for path in files if path.is_file()}
-        for name in [*sorted(names - {EVENTS}), EVENTS]:  # an end that is written there means that all is there
+        for name in [
+            *sorted(names - {EVENTS}),
+            EVENTS,
+        ]:  # last: an end in the bucket's events means that the rest is complete
             if upload_all or self._is_due(name):
                 self._upload_file(name)
 
@@ -185,7 +191,7 @@ class BackgroundUploader:
         return time.monotonic() >= self._next_upload_s.get(name, 0.0)
 
     def _upload_file(self, name: str) -> None:
-        """Writes a file unless the bucket has it as it is now."""
+        """Uploads a file unless the bucket has this state of it."""
         path = self._run_dir / name
         try:
             stat = path.stat()
@@ -200,14 +206,18 @@ class BackgroundUploader:
         self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, stat.st_size / RECORDS_BYTES)
 
     def _upload_checkpoint(self, checkpoint_dir: Path) -> bool:
-        """Writes a checkpoint unless the bucket has it, its manifest last; whether there was something to write. One
-        that is dropped here meanwhile stays without a manifest there."""
+        """Uploads a checkpoint unless the bucket has it, its manifest last; returns whether there was something to
+        upload.
+
+        One that is deleted here meanwhile stays without a manifest in the bucket."""
         name = f"{CHECKPOINTS}/{checkpoint_dir.name}"
         try:
             manifest = (checkpoint_dir / MANIFEST).read_bytes()
             if self._uploaded_manifests.get(checkpoint_dir.name) == manifest:
                 return False
-            if self._uploaded_manifests.get(checkpoint_dir.name):  # other files under the same name: no longer whole
+            if self._uploaded_manifests.get(
+                checkpoint_dir.name
+            ):  # other files under the same name: incomplete from now on
                 self._delete(f"{name}/{MANIFEST}")
             self._uploaded_manifests[checkpoint_dir.name] = b""
             for file in (STATE, WEIGHTS):
@@ -216,7 +226,7 @@ class BackgroundUploader:
                 if self._is_due(record) or (self._run_dir / record).stat().st_size <= RECORDS_BYTES:
                     self._upload_file(record)
             if self._lease is not None:
-                self._lease.renew()  # another may have taken it while this was written
+                self._lease.renew()  # another process may have taken it during the upload
             self._write(f"{name}/{MANIFEST}", manifest)
         except FileNotFoundError:
             return True
@@ -224,7 +234,7 @@ class BackgroundUploader:
         return True
 
     def _delete_dropped_checkpoints(self) -> None:
-        """Removes the checkpoints that are no longer here, once the bucket has the newest."""
+        """Deletes the checkpoints that are no longer in the folder, once the bucket has the newest."""
         local_checkpoints = [checkpoint_dir.name for checkpoint_dir in list_checkpoints(self._run_dir)]
         if not local_checkpoints or not self._uploaded_manifests.get(local_checkpoints[0]):
             return
@@ -239,7 +249,7 @@ class BackgroundUploader:
         try:
             self._store.write(self._uri.child(name).key, data)
         except ObjectMissing:
-            if isinstance(data, Path) and not data.exists():  # what is missing is our own file
+            if isinstance(data, Path) and not data.exists():  # the local file is missing, not the object
                 raise FileNotFoundError(data) from None
             raise
 
@@ -254,5 +264,5 @@ def _parse_step(name: str) -> int:
 
 
 def _format_error(error: StorageError | OSError) -> str:
-    """An error in a line."""
+    """An error on one line."""
     return f"{error.what} {error.cause or ''}".strip() if isinstance(error, StorageError) else str(error)

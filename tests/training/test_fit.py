@@ -265,7 +265,7 @@ def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "retinanet_tiny_fpn"
     assert found["image_size"] == [32, 32]
-    (tried,) = found["tried"]
+    (tried,) = found["trials"]
     assert tried["micro_batch_size"] == found["fastest_batch"] == 4
     assert tried["peak_bytes"] > 0
     assert tried["seconds_per_image"] > 0
@@ -283,7 +283,7 @@ def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["image_size"] == [64, 32]
-    assert [some["micro_batch_size"] for some in found["tried"]][:3] == [2, 4, 8]  # norms that learn want two
+    assert [some["micro_batch_size"] for some in found["trials"]][:3] == [2, 4, 8]  # norms that learn want two
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
-"""Ember: a small, modern detector without anchors, after the literature alone.
+"""Ember: a small, modern anchor-free detector, written from the literature alone.
 
-A backbone of cross-stage-partial blocks, or an ImageNet-pretrained one; path aggregation over strides 8, 16 and 32
-(`csp_pafpn.py`); for each level two towers, one for classes and one for boxes. A point predicts a logit per class and,
-for each side of its box, a distribution over distances, whose mean is the distance (GFL, Li et al. 2020, arXiv
-2006.04388). Which points have to find which box is decided by what the network predicts already
-(`task_aligned_assigner.py`).
+A CSP backbone or an ImageNet-pretrained one; a PAFPN over strides 8, 16 and 32 (`csp_pafpn.py`); a decoupled head per
+level, for classes and for boxes. A point predicts a logit per class and, for each side of its box, a distribution over
+distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388). Boxes are assigned to points by the
+current predictions (`task_aligned_assigner.py`).
 
-With `nms_free` there is a second pair of towers, which learns to find each box at one point alone (YOLOv10, Wang et al.
-2024, arXiv 2405.14458): its boxes need no NMS. It learns from the features and does not change them.
+With `nms_free` there is a second, one-to-one head, trained to detect each box at a single point (YOLOv10, Wang et al.
+2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
+from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, FamilyTuning, ModelBuilder
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.ember.csp_pafpn import PAFPN
@@ -34,32 +33,31 @@ from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and
 from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 
 REG_MAX = 16
-"""Distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
+"""Number of distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
 MAX_BOX_PX = 2 * (REG_MAX - 1) * 32
-"""Pixels of the model input: the longest side of a box that it can predict."""
+"""Longest side of a box that can be predicted, in pixels of the model input."""
 TAL_TOPK = 10
-"""Points that learn to find a box, at most. TOOD: 13, on five levels; here on three."""
+"""Maximum number of positive points of a box. TOOD: 13 on five levels; here there are three."""
 IOU_THRESHOLD = 0.7
-"""Of NMS: two objects of a class may overlap by more than the usual 0.5."""
+"""NMS threshold: two objects of a class may overlap by more than the usual 0.5."""
 CLASS_LAYER_INDEX = 2
-"""Place of the last layer in a tower of classes."""
+"""Index of the last layer of a class head."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
-"""Of the parts of the loss: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes; LOG.md,
-"Ember", has what that brings."""
+"""Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes (LOG.md,
+"Ember", has the effect)."""
 
 
 class HeadOutputs(NamedTuple):
-    """Of B images at A points, in the type the network computed in."""
+    """Of B images at A points, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
     ltrb_logits: Tensor
-    """[B, A, 4 · BINS], logits of the distances to the left, top, right and bottom of the box, in the level's unit."""
+    """[B, A, 4 · REG_MAX], logits of the distances to the left, top, right and bottom of the box, in strides."""
 
 
 class EmberOutputs(NamedTuple):
-    """What the network predicts. many: many points for each box; one: one for each. Either is None where it has no
-    use: `one` without `nms_free`, `many` beside it outside of training."""
+    """Predictions. one_to_many: None in evaluation with `nms_free`; one_to_one: None without `nms_free`."""
 
     one_to_many: HeadOutputs | None
     one_to_one: HeadOutputs | None
@@ -69,15 +67,13 @@ class EmberOutputs(NamedTuple):
 
 
 class DecoupledHead(nn.Module):
-    """For each level: two convolutions and the boxes' sides; two pairs of a depthwise and a 1 × 1 convolution and the
-    classes. The classes' tower is the lighter one: what is there is easier to say than where it ends."""
+    """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch is
+    the lighter one, since classification is easier than localization."""
 
     def __init__(self, channels: list[int], num_classes: int, norm: Norm) -> None:
         super().__init__()
-        box_channels, class_channels = (
-            4 * REG_MAX,
-            channels[0],
-        )  # whatever the number of classes: weights for one are a start for another
+        # The width does not depend on the number of classes, so weights of other classes can be loaded.
+        box_channels, class_channels = 4 * REG_MAX, channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
                 conv_norm_relu(width, box_channels, norm),
@@ -101,7 +97,7 @@ class DecoupledHead(nn.Module):
             )
 
     def forward(self, levels: list[Tensor]) -> HeadOutputs:
-        """Levels, each [B, channels, h, w], finest first."""
+        """levels: each [B, channels, h, w], finest first."""
         logits, ltrb_logits = (
             # In channels-last memory the permutation and the flattening are views.
             torch.cat(
@@ -117,10 +113,10 @@ class DecoupledHead(nn.Module):
 
 
 class Ember(Detector):
-    """The detector. `channels`: of the three levels; `depth`: of the neck's blocks."""
+    """The detector. channels: of the three levels."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a level that go into NMS."""
+    """Boxes of a level before NMS."""
 
     bin_distances: Tensor
 
@@ -149,21 +145,20 @@ class Ember(Detector):
         return EmberOutputs(one_to_many, one_to_one, points, tuple(height * width for height, width in grids))
 
     def decode_boxes(self, ltrb_logits: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-        """Boxes xyxy, float32 [..., 4], of distributions [..., 4 · BINS] at points `center` [..., 2]."""
+        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points `center` [..., 2] of `stride` [...]."""
         probabilities = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).softmax(-1)
-        # By a column: onnxruntime multiplies a vector place by place, which took 8 % of a image's time.
+        # A column instead of a vector: 8 % less time per image in onnxruntime.
         return ltrb_to_boxes(
             (probabilities @ self.bin_distances.to(probabilities.dtype)[:, None]).squeeze(-1), center, stride
         )
 
     def loss(self, outputs: EmberOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (cross-entropy with the quality), `bbox_regression` (1 - GIoU) and `bbox_distribution`
-        (cross-entropy of the two distances around the true one), fp32 scalars; with `nms_free` the same with `one_`.
+        (distribution focal loss), fp32 scalars; with `nms_free` also those of the one-to-one head, prefix `one_`.
 
-        The last two are sums over the points with a box. (TOOD weighs them by quality, so that boxes which are found
-        badly, the small ones above all, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over
-        the batch, at least 1: the parts of a batch that is accumulated or spread over devices weigh the same, however
-        many boxes each has.
+        The last two are sums over the points with a box. (TOOD weights them by quality, so that badly predicted boxes,
+        mostly small ones, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over the batch, at
+        least 1. So the parts of an accumulated or distributed batch have equal weights, regardless of their boxes.
         """
         assert outputs.one_to_many is not None
         losses = self._loss(outputs.one_to_many, outputs.points, batch, TAL_TOPK)
@@ -183,13 +178,13 @@ class Ember(Detector):
             total_quality = assignment.quality.sum().clamp(min=1)
             label = batch.labels.gather(1, assignment.gt_index.clamp(min=0))
             class_losses = soft_binary_cross_entropy(logits, label, assignment.quality)
-            # At most so many points have a box: what follows is computed for them alone, and stays of a fixed shape.
+            # No more points than that have a box: the box losses are computed for them only, with a fixed shape.
             gt_index, point_index = assignment.gt_index.topk(
                 min(assignment.gt_index.shape[1], topk * batch.valid.shape[1]), dim=1
             )
             positive = gt_index >= 0
             center, stride = points.center[point_index], points.stride[point_index]
-            # Points without a box get one of two units around themselves: what is masked out stays finite.
+            # Points without a box get one of two strides, so that the masked losses are finite.
             dummy_boxes = ltrb_to_boxes(torch.ones_like(center).repeat(1, 1, 2), center, stride)
             gt_boxes = batch.boxes.gather(1, gt_index.clamp(min=0)[..., None].expand(-1, -1, 4))
             gt_boxes = torch.where(positive[..., None], gt_boxes, dummy_boxes)
@@ -203,7 +198,7 @@ class Ember(Detector):
             }
 
     def candidates(self, outputs: EmberOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """The `per_level` best of each level; with `nms_free` those of the towers that find each box once."""
+        """The `pre_nms_top_n` best of each level; with `nms_free` of the one-to-one head."""
         predicted = outputs.one_to_many if outputs.one_to_one is None else outputs.one_to_one
         assert predicted is not None
         with torch.autocast(predicted.logits.device.type, enabled=False):
@@ -228,16 +223,16 @@ class Ember(Detector):
 
 
 def boxes_to_ltrb(boxes: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """From points [..., 2] to the left, top, right and bottom of boxes [..., 4], in `unit` pixels [...]: [..., 4]; the
-    inverse of `decode`."""
+    """Distances of points [..., 2] to the left, top, right and bottom of boxes [..., 4], in strides [...]: [..., 4]. The
+    inverse of `ltrb_to_boxes`."""
     return torch.cat((center - boxes[..., :2], boxes[..., 2:] - center), dim=-1) / stride[..., None]
 
 
 def distribution_focal_loss(ltrb_logits: Tensor, distances: Tensor) -> Tensor:
-    """Cross-entropy of the two whole distances around the true one, weighed by how near they are: [...], the mean of
-    the four sides (distribution focal loss, GFL, equation 6).
+    """Distribution focal loss (GFL, equation 6): cross-entropy of the two bins around the target distance, weighted
+    linearly; the mean over the four sides: [...].
 
-    sides: [..., 4 · BINS], logits; distances: [..., 4]; what does not fit between the first and the last bin is cut.
+    ltrb_logits: [..., 4 · REG_MAX]; distances: [..., 4], clipped to the range of the bins.
     """
     log_probs = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).log_softmax(-1)
     distances = distances.to(log_probs.dtype).clamp(0, REG_MAX - 1.01)
@@ -248,7 +243,7 @@ def distribution_focal_loss(ltrb_logits: Tensor, distances: Tensor) -> Tensor:
 
 
 def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
-    """`nms_free` and `depthwise` of the ember whose weights these are; nothing where they are of something else."""
+    """`nms_free` and `depthwise` of the ember with these weights; empty for weights of another model."""
     if not any(name.startswith("head.many.") for name in tensors):
         return {}
     return {
@@ -260,20 +255,37 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 EMBER_DEFAULTS: Defaults = {
     "backbone_norm": ("bn", "as its weights were trained"),
     "trainable_backbone_layers": (5, "as its weights were trained"),
-    "nms_free": (False, "one pair of towers less; ember_n on BCCD has AP 0.595 so, and 0.574 with them"),
-    "depthwise": (False, "no faster on a CPU; ember_n on BCCD has AP 0.595 so, and 0.584 with it"),
+    "nms_free": (False, "without the one-to-one head ember_n has AP 0.595 on BCCD, with it 0.574"),
+    "depthwise": (False, "not faster on a CPU; without it ember_n has AP 0.595 on BCCD, with it 0.584"),
 }
-"""Of those with a backbone of their own."""
+"""Of ember with a CSP backbone."""
 EMBER_PRETRAINED_DEFAULTS: Defaults = {
     **PRETRAINED_DEFAULTS,
     "nms_free": EMBER_DEFAULTS["nms_free"],
     "depthwise": EMBER_DEFAULTS["depthwise"],
 }
-"""Of those on a classifier's backbone."""
+"""Of ember with an ImageNet-pretrained backbone."""
+
+
+EMBER_TUNING = FamilyTuning(
+    cpu_image_size=320,
+    min_box_px=8.0,
+    many_views=80.0,
+    strong_augmentation={"scale_jitter_prob": 0.8, "scale_range": (0.5, 2.0)},
+    frozen_backbone_lr_mult=0.3,
+    max_box_px=MAX_BOX_PX,
+)
+"""Measured on BCCD (LOG.md, "Ember").
+
+cpu_image_size: with its images of 640 × 480 the AP per CPU-second is higher on a quarter of the pixels. min_box_px: the
+stride of the finest feature map. strong_augmentation: 32 images seen 100 times have AP 0.508 without it, 0.537 with it,
+0.521 with mosaics instead and 0.511 with both; 292 images seen 119 times overfit without it (AP 0.586) and not with it
+(0.616 after 135 to 156 times). frozen_backbone_lr_mult: with frozen norms nothing bounds the backbone's features; at the
+full learning rate they grow until ReLU6 clips nearly all of them and the neck's norms amplify bf16 rounding."""
 
 
 def ember_builder(backbone_name: str, *, channels: tuple[int, int, int], num_blocks: int) -> ModelBuilder:
-    """Builds ember on a backbone of BACKBONES: `channels` at strides 8, 16 and 32; `depth`: of the neck's blocks."""
+    """Builds ember on a backbone of BACKBONES; channels: at strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
 
     def build(settings: ModelSettings, num_classes: int) -> Ember:
         norm = NORMS[trainable_norm(settings.backbone_norm)]

@@ -1,1 +1,1 @@
-"""Every setting that the user left open: derived from the data, the device and the recipe, each with its reason."""
+"""Values of all settings that the user did not set: derived from the data, the device and the recipe, with reasons."""

@@ -1,10 +1,12 @@
-"""Fills every setting that the user left open, from the data, the device and the recipe, each with its reason.
+"""Fills every setting that the user did not set, from the data, the device and the recipe, each with its reason.
 
-`derive` is the only place where a default is decided. It never changes what the user set. The batch is tried on the
-device by `auto_batch.py`; everything else is arithmetic on what the index says.
+`derive` is the only place where a default is decided. It never changes what the user set. `auto_batch.py` tries the
+batch size on the device; everything else is arithmetic on the index. Names of models are not here: what differs between
+architectures is in their rows of `MODELS`.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.config.durations import Duration, parse_duration
@@ -20,68 +22,60 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device, host_cores, untested_accelerator
 from stoker.models import Architecture, get_architecture
-from stoker.models.ember.ember import ember_options
-from stoker.models.ssd.backbones import detect_reduced_tail
+from stoker.models.architecture import FamilyTuning
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.defaults import auto_batch
 from stoker.training.defaults.model_choice import (
-    BACKBONE_LR_MULT,
-    MANY_VIEWS,
-    STRONG_AUGMENTATION,
     choose_image_side,
     choose_model,
     estimate_images_per_second,
-    is_ember,
 )
 
 EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
-"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most the pictures that this schedule takes of COCO."""
+"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most as many images as this schedule takes on COCO."""
 FROM_SCRATCH_FACTOR = 3
-"""Times as long where the weights are random: a detector then ends where pretrained ones do, after three to six times
-as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
+"""Factor of the length for random weights: a detector then reaches the accuracy of pretrained ones, after three to six
+times as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
 NUM_EVALUATIONS = 12
-"""Of the validation split, in the course of a training."""
+"""Evaluations of a training."""
 
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "classes": ((), "every class of the data set"),
-    "val_fraction": (0.1, "a tenth, where the data set names no validation split"),
-    "max_bad_fraction": (
-        DEFAULT_MAX_BAD_FRACTION,
-        "a few bad files are an accident, more are a wrong path or a broken copy",
-    ),
-    "resize": ("letterbox", "keeps the aspect of the pictures"),
-    "augment": ("default", "pictures are varied, so that a model learns what they share"),
+    "val_fraction": (0.1, "a tenth, if the data set has no validation split"),
+    "max_bad_fraction": (DEFAULT_MAX_BAD_FRACTION, "more bad files mean a wrong path or a broken copy"),
+    "resize": ("letterbox", "keeps the aspect ratio of the images"),
+    "augment": ("default", "varies the images against overfitting"),
     "hflip": (0.5, "as torchvision's detection references"),
-    "scale_jitter_prob": (0.5, "every other picture at another scale"),
-    "scale_range": ((0.7, 1.5), "mild: sizes of objects stay like those of the data"),
-    "min_object_covered": (0.5, "a crop shows half of some object at least (SSD: 0.1 to 0.9)"),
+    "scale_jitter_prob": (0.5, "every other image at another scale"),
+    "scale_range": ((0.7, 1.5), "mild: object sizes stay like those of the data"),
+    "min_object_covered": (0.5, "a crop shows at least half of one object (SSD: 0.1 to 0.9)"),
     "brightness": (0.125, "as SSD: 32 of 255"),
     "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
     "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
-    "hue": (0.0, "classes may differ by their colour alone"),
-    "mosaic": (0.0, "pays in long training only: objects at half their size, beside seams"),
-    "clip_grad_norm": (10.0, "holds back outliers only; a usual norm is 1 to 5"),
-    "max_skipped_steps": (20, "twenty bad steps in a row are no accident"),
+    "hue": (0.0, "classes may differ by color alone"),
+    "mosaic": (0.0, "helps in long training only: objects at half their size, next to seams"),
+    "clip_grad_norm": (10.0, "clips outliers only; a typical norm is 1 to 5"),
+    "max_skipped_steps": (20, "twenty skipped steps in a row are not an accident"),
     "seed": (0, "the same command gives the same run"),
     "price_per_device_hour": (0.0, "unknown"),
-    "patience": (0, "the rate's course is laid out for the whole length"),
-    "checkpoint_every": ("2min", "a killed run loses two minutes; saving is in the background"),
-    "momentum": (0.9, "usual, whatever the batch"),
-    "backbone_lr_mult": (1.0, "every weight at the same rate, as torchvision's and Detectron2's recipes"),
-    "auto_batch": (False, "the recipe's batch, or less where it does not fit"),
-    "compile": (False, "compiling takes minutes, and no GPU has shown yet that they pay; --compile tries"),
+    "patience": (0, "the learning rate schedule is for the whole length"),
+    "checkpoint_every": ("2min", "a killed run loses at most two minutes; saving is in the background"),
+    "momentum": (0.9, "usual for any batch size"),
+    "backbone_lr_mult": (1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"),
+    "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
+    "compile": (False, "compiling takes minutes; not measured on a GPU yet, --compile tries it"),
     "activation_checkpointing": (False, "the batch fits without"),
 }
-
+"""Setting → value and reason, if nothing else decides it."""
 
 AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
-"""What `--augment none` sets to 0."""
+"""Settings that `--augment none` sets to 0."""
 
 
 class _ConfigBuilder:
-    """A config that is being filled; keeps the reasons."""
+    """A config that is being filled, and the reasons."""
 
     def __init__(self, user_config: Config) -> None:
         self.config = user_config
@@ -91,16 +85,16 @@ class _ConfigBuilder:
         return self.config.set_fields().get(name)
 
     def set_default(self, name: str, value: Any, reason: str) -> None:
-        """Sets the field unless it is set."""
+        """Sets the field unless it is set already."""
         if self.get(name) is None:
             self.config = self.config.replace(**{name: value})
             self.reasons[name] = reason
 
 
 def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
-    """(config without an open field, reasons of the fields that `asked` left open).
+    """(complete config, reasons of the fields that `user_config` did not set).
 
-    Raises ConfigError for settings that cannot be, OutOfMemoryError when not even one picture fits.
+    Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     builder = _ConfigBuilder(user_config)
     set_default, get = builder.set_default, builder.get
@@ -108,23 +102,19 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
     train_indices = index.image_indices("train")
     arch = get_architecture(get("model"))
     check_settings(user_config.replace(model=get("model")).model)
-    if "reduced_tail" in arch.defaults:
-        set_default("reduced_tail", *_choose_tail(get("weights"), get("reduced_tail")))
-    if is_ember(arch) and get("weights") not in ("none", *PRETRAINED_NAMES):
-        _fill_ember_options(builder)
+    _fill_options_of_weights(builder, arch)
     if get("weights") == "none":
         set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
         set_default("trainable_backbone_layers", 5, "the weights are random")
         if arch.recipe == "tiny":
             image_size = get("image_size")
-            set_default("anchor_sizes", *percentile_anchor_sizes(box_dimensions(index, train_indices, image_size, get("resize")).resized_wh, image_size,
-                                             len(arch.defaults["anchor_sizes"])))  # fmt: skip
+            box_sizes = box_dimensions(index, train_indices, image_size, get("resize")).resized_wh
+            num_sizes = len(arch.defaults["anchor_sizes"])
+            set_default("anchor_sizes", *percentile_anchor_sizes(box_sizes, image_size, num_sizes))
     if arch.anchors_scale_with_image_size:
         factor = math.sqrt(math.prod(get("image_size"))) / arch.default_image_size
         sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
-        set_default(
-            "anchor_sizes", sizes, f"{arch.reasons['anchor_sizes']}, on this canvas {factor:.3g} times as large"
-        )
+        set_default("anchor_sizes", sizes, f"{arch.reasons['anchor_sizes']}, times {factor:.3g} at this image size")
     for name, value in arch.defaults.items():
         set_default(name, value, arch.reasons[name])
     set_default("precision", *device.best_precision())
@@ -133,7 +123,7 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
     _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
     if get("jpeg_decoder") == "nvjpeg":
         _check_nvjpeg(get("cache"), device)
-        set_default("cache", "none", "--jpeg-decoder nvjpeg: the host decodes for a cache")
+        set_default("cache", "none", "--jpeg-decoder nvjpeg: images for a cache are decoded on the CPU")
     if get("cache") is None:
         set_default("cache", *_choose_cache(builder.config, index))
     if get("jpeg_decoder") is None:
@@ -143,17 +133,17 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
 
 
 def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
-    """The first part of `derive`: all that decides what a picture looks like to the model. Nothing is tried."""
+    """The first part of `derive`: the settings that decide the model's input. Nothing is tried on the device."""
     builder = _ConfigBuilder(user_config)
     _fill_basics(builder, index, device)
     return builder.config, builder.reasons
 
 
 def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
-    """What the data, the model, its recipe and PLAIN say by themselves."""
+    """What the data, the model, its recipe and DEFAULTS decide."""
     set_default, get = builder.set_default, builder.get
     set_default("device", str(device.torch_device), _device_reason(device))
-    set_default("format", index.format, "found")
+    set_default("format", index.format, "detected")
     if get("augment") == "none":
         for name in AUGMENTATIONS:
             set_default(name, 0.0, "--augment none")
@@ -162,11 +152,10 @@ def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
         if name not in ("batch_size", "lr"):
             set_default(name, value, f"recipe {arch.recipe}")
     if arch.urls:
-        best = "coco" if "coco" in arch.urls else "imagenet"
-        set_default(
-            "weights", best, "a detector's own" if best == "coco" else "the backbone's; there are none of a detector"
-        )
-    set_default("weights", "none", "there are none for this model")
+        if "coco" in arch.urls:
+            set_default("weights", "coco", "trained as a detector")
+        set_default("weights", "imagenet", "the backbone's; there are none for the whole detector")
+    set_default("weights", "none", "there are no pretrained weights for this model")
     set_default("resize", *DEFAULTS["resize"])
     side = choose_image_side(arch, index, device, get("resize"))
     note = "" if side == arch.default_image_size else "on a CPU "
@@ -175,29 +164,29 @@ def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
         *best_image_size(index.original_size[index.image_indices("train")], side, arch.size_divisor, context=note),
     )
     check_image_size(builder.config)
-    if is_ember(arch) and arch.urls and get("weights") != "none" and get("backbone_norm") in (None, "frozen_bn"):
-        set_default(
-            "backbone_lr_mult",
-            BACKBONE_LR_MULT,
-            "its norms are frozen, and its features must not outgrow those of the neck",
-        )
-    if is_ember(arch) and get("scale_jitter_prob") != 0:
-        _fill_stronger_augmentation(builder, arch, len(index.image_indices("train")), device)
+    if arch.tuning is not None:
+        if arch.urls and get("weights") != "none" and get("backbone_norm") in (None, "frozen_bn"):
+            reason = "its norms are frozen, and its features must not outgrow those of the neck"
+            set_default("backbone_lr_mult", arch.tuning.frozen_backbone_lr_mult, reason)
+        if get("scale_jitter_prob") != 0:
+            _fill_stronger_augmentation(builder, arch, arch.tuning, len(index.image_indices("train")), device)
     for name, (value, reason) in DEFAULTS.items():
         set_default(name, value, reason)
 
 
-def _fill_stronger_augmentation(builder: _ConfigBuilder, arch: Architecture, num_images: int, device: Device) -> None:
-    """VARIED, where each picture is seen OFTEN with the recipe's batch: what `--auto-batch` will find is not known yet."""
+def _fill_stronger_augmentation(
+    builder: _ConfigBuilder, arch: Architecture, tuning: FamilyTuning, num_images: int, device: Device
+) -> None:
+    """If each image is seen many times, with the recipe's batch size: that of `--auto-batch` is not known yet."""
     get = builder.get
     batch_size = get("batch_size") or min(num_images, RECIPES[arch.recipe]().run.batch_size)
     images_per_second = estimate_images_per_second(arch, get("image_size")) if device.is_cpu else None
     views = views_per_image(
         get("max_duration"), _default_epochs(arch, get("weights")), num_images, batch_size, images_per_second
     )
-    if views is not None and views >= MANY_VIEWS:
-        for name, value in STRONG_AUGMENTATION.items():
-            reason = f"each picture is seen about {views:.0f} times: varied more, or it is learnt by heart"
+    if views is not None and views >= tuning.many_views:
+        for name, value in tuning.strong_augmentation.items():
+            reason = f"each image is seen about {views:.0f} times: stronger augmentation against overfitting"
             builder.set_default(name, value, reason)
 
 
@@ -208,48 +197,38 @@ def _device_reason(device: Device) -> str:
     return (
         "no accelerator"
         if untried_device is None
-        else f"training on {untried_device} was never tried; --device {untried_device} takes it"
+        else f"training on {untried_device} is untested; --device {untried_device} uses it"
     )
 
 
 def _fill_model(builder: _ConfigBuilder, index: Index, device: Device) -> Architecture:
-    """The model's row; sets the model where it is not set."""
+    """The model's row of MODELS; chooses the model if it is not set."""
     if builder.get("model") is None:
         builder.set_default("model", *choose_model(index, device, builder.get("weights")))
     return get_architecture(builder.get("model"))
 
 
-def _choose_tail(weights: str, requested: bool | None) -> tuple[bool, str]:
-    """Whether the weights have a reduced tail, and why. Raises ConfigError where another is asked for."""
-    if weights == "none":
-        return True, "table 6 of the MobileNetV3 paper"
-    known = {"coco": True, "imagenet": False}
-    expected = known[weights] if weights in known else detect_reduced_tail(read_weights(local_path(weights)).tensors)
-    if requested not in (None, expected):
-        raise ConfigError(
-            f"--{'' if requested else 'no-'}reduced-tail does not fit --weights {weights}.",
-            fix=f"--{'' if expected else 'no-'}reduced-tail, or leave it out",
-        )
-    return expected, f"as the weights ({weights}) have it"
-
-
-def _fill_ember_options(builder: _ConfigBuilder) -> None:
-    """Of an ember's file. Raises ConfigError where others are asked for."""
+def _fill_options_of_weights(builder: _ConfigBuilder, arch: Architecture) -> None:
+    """Settings of the model that its initial weights decide. Raises ConfigError if the user set others."""
     weights = builder.get("weights")
-    for name, value in ember_options(read_weights(local_path(weights)).tensors).items():
+    options: Mapping[str, bool] = arch.pretrained_options.get(weights, {})
+    if arch.options_from_weights is not None and weights not in ("none", *PRETRAINED_NAMES):
+        options = arch.options_from_weights(read_weights(local_path(weights)).tensors)
+    for name, value in options.items():
         if builder.get(name) not in (None, value):
             flag = name.replace("_", "-")
             raise ConfigError(
-                f"--weights {weights} was trained {'with' if value else 'without'} --{flag}.",
-                fix=f"leave --{'' if builder.get(name) else 'no-'}{flag} out, or start from other weights",
+                f"--{'no-' if value else ''}{flag} does not fit --weights {weights}.",
+                cause=f"it was trained {'with' if value else 'without'} --{flag}",
+                fix=f"--{'' if value else 'no-'}{flag}, or other weights",
             )
-        builder.set_default(name, value, "as the weights have it")
+        builder.set_default(name, value, f"as the weights ({weights}) have it")
 
 
 def _choose_workers(device: Device) -> tuple[str, str]:
     initial_workers = default_num_workers(host_cores(), is_cpu=device.is_cpu)
-    note = "; no more than these decode, as the model needs the cores itself" if device.is_cpu else ""
-    return "auto", f"tuned while training, from {initial_workers} on{note}"
+    note = "; at most as many decode, as the model needs the cores itself" if device.is_cpu else ""
+    return "auto", f"tuned while training, starting with {initial_workers}{note}"
 
 
 def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device) -> None:
@@ -261,22 +240,25 @@ def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, dev
         builder.config, index, device, recipe_batch_size=recipe_config.run.batch_size, num_images=num_images
     )
     builder.set_default("batch_size", batch_size, reason)
-    builder.set_default("grad_accum_steps", accumulate, "the batch fits whole" if accumulate == 1 else reason)
+    builder.set_default("grad_accum_steps", accumulate, "the whole batch fits" if accumulate == 1 else reason)
     base_lr, base_batch_size, source = _reference_lr(recipe, optimizer)
     exponent, rule = LR_SCALING_RULES[optimizer]
     lr = base_lr * (builder.get("batch_size") / base_batch_size) ** exponent
-    builder.set_default("lr", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} pictures, {rule}")
+    builder.set_default("lr", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}")
 
 
-LR_SCALING_RULES = {"sgd": (1.0, "linear rule (Goyal et al. 2017)"), "adamw": (0.5, "root rule (Malladi et al. 2022)")}
-"""Optimizer → power of the batch with which the rate grows, and its name.
+LR_SCALING_RULES = {
+    "sgd": (1.0, "linear rule (Goyal et al. 2017)"),
+    "adamw": (0.5, "square root rule (Malladi et al. 2022)"),
+}
+"""Optimizer → exponent of the batch size in the learning rate, and the rule's name.
 
-SGD: a step of k times the pictures goes as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). AdamW
-divides by the gradient's size, so noise, which falls with the root of the batch, is what must stay the same (Malladi et
-al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014 has the root for all).
-Momentum and the betas stay: the linear rule is derived for a fixed momentum, and Malladi's rule for the betas,
-1 - k (1 - beta), has no value for k of 10 and more. The averaged weights follow by themselves: their horizon is a share
-of the length, so the same number of pictures at any batch."""
+SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). AdamW
+divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the batch size
+(Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014 takes the square
+root for all). Momentum and the betas stay: the linear rule is derived for a fixed momentum, and Malladi's rule for the
+betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no rule: its horizon is a fraction of the
+length, so it covers the same number of images at any batch size."""
 
 
 def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
@@ -298,21 +280,21 @@ def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
 
 
 def _check_nvjpeg(cache: str | None, device: Device) -> None:
-    """Raises ConfigError where --jpeg-decoder nvjpeg cannot be."""
+    """Raises ConfigError if --jpeg-decoder nvjpeg is impossible."""
     if device.is_cpu:
         raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
     if cache not in (None, "none"):
         raise ConfigError(
-            f"--jpeg-decoder nvjpeg does not go with --cache {cache}.",
-            cause="the cache is filled by what the host decodes, and then nothing is decoded any more",
+            f"--jpeg-decoder nvjpeg cannot be combined with --cache {cache}.",
+            cause="the cache holds images that the CPU decoded, and then nothing is decoded any more",
             fix="leave one of them out",
         )
 
 
 def _choose_decoder(config: Config, index: Index, device: Device) -> tuple[str, str]:
-    """Who decodes, and why; on a GPU both are tried, with a step of the batch that was chosen."""
+    """The decoder and the reason; on a GPU both are tried, with a step of the chosen batch size."""
     if config.run.cache != "none":
-        return "cpu", "decoded pictures are kept, and the host decodes them once"
+        return "cpu", "decoded images are cached; the CPU decodes each once"
 
     def step_s() -> float:
         count = config.run.batch_size // config.optim.grad_accum_steps
@@ -320,13 +302,18 @@ def _choose_decoder(config: Config, index: Index, device: Device) -> tuple[str, 
 
     data = config.data
     return decoder_choice.measure_and_choose_decoder(
-        index, index.image_indices("train"), device, image_size=data.image_size, resize=data.resize, batch_size=config.run.batch_size,
+        index,
+        index.image_indices("train"),
+        device,
+        image_size=data.image_size,
+        resize=data.resize,
+        batch_size=config.run.batch_size,
         measure_step_s=step_s,
-    )  # fmt: skip
+    )
 
 
 def _reference_lr(recipe: str, optimizer: str) -> tuple[float, int, str]:
-    """(rate, the batch that it is for, whose it is)."""
+    """(learning rate, its batch size, its source)."""
     recipe_config = RECIPES[recipe]()
     if optimizer == recipe_config.optim.optimizer:
         return recipe_config.optim.lr, recipe_config.run.batch_size, f"recipe {recipe}"
@@ -336,20 +323,21 @@ def _reference_lr(recipe: str, optimizer: str) -> tuple[float, int, str]:
 
 
 def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
-    """Steps of the warm-up and why. total: steps of the run, None when it has a time; times: of the usual batch.
+    """Warm-up steps and the reason. total: steps of the run, None if it has a time; batch_ratio: batch size relative to
+    the reference.
 
-    Goyal et al. need a warm-up that is longer the larger the batch: 5 of 90 epochs, 780 steps, at 32 times theirs. Root
-    of the batch: 500 steps at 16 pictures become 2,000 at 256, a little over four epochs of COCO.
+    Goyal et al. need a longer warm-up for a larger batch: 5 of 90 epochs, 780 steps, at 32 times their reference. With
+    the square root of the batch size, 500 steps at 16 images become 2,000 at 256, a little over four epochs of COCO.
     """
     scale = math.sqrt(max(1.0, batch_ratio))
     max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
     if total is None:
-        steps, reason = round(100 * scale), "the number of steps is not known beforehand"
+        steps, reason = round(100 * scale), "the number of steps is not known in advance"
     else:
         steps = min(max_steps, max(1, int(total * fraction)))
         reason = f"{fraction * 100:.3g} % of the length, at most {max_steps:,} steps"
     if scale > 1:
-        reason += f"; longer, as the batch is {batch_ratio:.3g} times the usual one (Goyal et al. 2017)"
+        reason += f"; longer, as the batch size is {batch_ratio:.3g} times the reference (Goyal et al. 2017)"
     return steps, reason
 
 
@@ -359,7 +347,7 @@ def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int
     steps_per_epoch = num_images / batch_size
     epochs = _default_epochs(get_architecture(get("model")), get("weights"))
     full_steps, steps = round(epochs * steps_per_epoch), _default_steps(epochs, num_images, batch_size)
-    reason = f"{epochs} epochs of {num_images:,} pictures{' from random weights' if epochs > EPOCHS else ''}"
+    reason = f"{epochs} epochs of {num_images:,} images{' from random weights' if epochs > EPOCHS else ''}"
     if steps != full_steps:
         bound = "at least" if steps > full_steps else "at most"
         reason += f" would be {full_steps:,} steps; {bound} {steps:,}"
@@ -370,20 +358,20 @@ def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int
     if total is None:
         set_default("warmup_steps", *choose_warmup_steps(None, batch_ratio))
         eval_duration = Duration(max(0.001, round(duration.value / NUM_EVALUATIONS, 3)), "minutes")
-        set_default("eval_every", str(eval_duration), "12 times in all")
-        set_default("ema_decay", 0.98, "averages over about 50 steps; their number is not known beforehand")
+        set_default("eval_every", str(eval_duration), "12 times in total")
+        set_default("ema_decay", 0.98, "averages over about 50 steps; the number of steps is not known in advance")
         return
     set_default("warmup_steps", *choose_warmup_steps(total, batch_ratio))
     # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
     cost_interval = math.ceil(3.5 * num_val_images / batch_size)
     interval = max(math.ceil(steps_per_epoch), cost_interval, math.ceil(total / NUM_EVALUATIONS))
-    reason = "at most once an epoch, 12 times in all, and for a tenth of the time"
+    reason = "at most once per epoch, 12 times in total, and for a tenth of the time"
     if interval >= total:
         set_default("eval_every", "0", f"only at the end: {reason}")
     else:
         set_default("eval_every", str(interval), reason)
     horizon = max(10.0, 0.02 * total)
-    horizon_reason = "2 % of the length" if horizon > 10 else "the fewest that make an average"
+    horizon_reason = "2 % of the length" if horizon > 10 else "the minimum"
     set_default(
         "ema_decay",
         float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
@@ -392,7 +380,7 @@ def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int
 
 
 def _default_epochs(arch: Architecture, weights: str) -> int:
-    """The tiny model has too few weights to go on learning for long."""
+    """The tiny model has too few weights to profit from a longer training."""
     return EPOCHS * (FROM_SCRATCH_FACTOR if weights == "none" and arch.recipe != "tiny" else 1)
 
 
@@ -404,9 +392,9 @@ def _default_steps(epochs: int, num_images: int, batch_size: int) -> int:
 def views_per_image(
     max_duration: str | None, epochs: int, num_images: int, batch_size: int, images_per_second: float | None = None
 ) -> float | None:
-    """How often each picture is seen in the length that is asked for, or the usual one of so many epochs.
+    """How often each image is seen in the requested length, or in the default one for so many epochs.
 
-    a_second: pictures, for a length in minutes; None where that is not known, and then the answer is None, too.
+    images_per_second: for a length in minutes; without it, the result is None for such a length.
     """
     duration = None if max_duration is None else parse_duration(max_duration)
     steps = (
@@ -421,7 +409,7 @@ def views_per_image(
 
 
 def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
-    """Optimizer steps of a length; None when it is given in minutes."""
+    """Optimizer steps of a length; None if it is given in minutes."""
     match duration.unit:
         case "steps":
             return int(duration.value)

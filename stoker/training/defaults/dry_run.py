@@ -1,7 +1,7 @@
-"""A rehearsal of training: whole steps of the worst case that a run can produce, for their memory and their time.
+"""Dry run of training: whole steps on the worst case that a run can produce, to measure their memory and time.
 
-The worst case is the full canvas with every box slot filled. What follows from it is decided in `auto_batch.py`. On an
-accelerator memory is what the allocator counted; on a CPU the tensors that live at the same time are counted.
+The worst case fills the whole model input and all padded boxes. `auto_batch.py` decides with the results. On an
+accelerator, memory is what the allocator counted; on a CPU, the bytes of the tensors alive at the same time.
 """
 
 import dataclasses
@@ -23,48 +23,48 @@ from stoker.models import build
 from stoker.training.optim import OptimizerStep
 
 MEMORY_FRACTION = 0.9
-"""Share of the free memory that a step may plan with; the rest is for fragmentation and cuDNN's work space."""
+"""Fraction of the free memory that a step may use; the rest is for fragmentation and cuDNN's workspace."""
 ROUNDS = 3
-"""Times that the steps of a batch are measured; the shortest counts, since whatever else happens only adds."""
+"""Measurements per batch size; the shortest counts, since disturbances only add time."""
 STEPS_PER_ROUND = 3
-"""Steps of a round, on an accelerator: waiting after each would hide that the host works ahead."""
+"""Steps per round on an accelerator: waiting after each step would hide that the host runs ahead."""
 MAX_ROUNDS_S = 4.0
-"""No further round of a batch begins after this many seconds."""
+"""No further round of a batch size begins after this many seconds."""
 MAX_TRIALS_S = 60.0
-"""Seconds that the trials of all batches may take; the next begins only where it can be expected to end in time."""
+"""Seconds for the trials of all batch sizes; the next one begins only if it is expected to end in time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchTrial:
-    """Steps of one size, tried."""
+    """The measurement of one batch size."""
 
     micro_batch_size: int
-    """Of a micro-batch."""
+    """Images."""
     peak_bytes: int
     seconds_per_image: float
 
 
 class DryRun:
-    """A model and its optimizer as the config has them, with random weights that do not move.
+    """The model and optimizer of a config, with random weights that are never updated.
 
-    `config` needs canvas, precision, the optimizer and the model's settings.
+    `config` needs the image size, precision, the optimizer and the model's settings.
     """
 
     def __init__(self, config: Config, device: Device, *, num_classes: int, max_boxes: int) -> None:
         self.config, self.device, self.num_classes, self.max_boxes = config, device, num_classes, max_boxes
         self.budget_bytes = int(MEMORY_FRACTION * device.memory().free)
-        """Bytes that steps may plan with, weights included."""
+        """Bytes that steps may use, weights included."""
         model = build(config.model, num_classes).to(device.torch_device).train()
         optim = (
             config.optim if config.optim.ema_decay is not None else dataclasses.replace(config.optim, ema_decay=0.99)
         )
         self.optimizer = OptimizerStep(model, optim, device, precision=config.run.precision)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-        """Pictures of the smallest step: of one picture, norms that learn see no spread where a map has one place, and
-        leave their statistics as they began (`models.norms.BatchNorm`)."""
+        """Images of the smallest step: with one image, trainable norms have no variance where a feature map has a
+        single position, and keep their initial statistics (`models.layers.norms.BatchNorm`)."""
 
     def make_batch(self, count: int) -> Batch:
-        """The worst case of `count` pictures."""
+        """The worst case of `count` images."""
         return make_worst_case_batch(
             count,
             image_size=self.config.data.image_size,
@@ -74,14 +74,14 @@ class DryRun:
         )
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """The sum of the losses, a scalar; operator by operator, since compiling for every size would take minutes."""
+        """The sum of the losses, a scalar; not compiled, since compiling for every batch size would take minutes."""
         model = self.optimizer.model
         with self.device.autocast(self.config.run.precision):
             losses = model.loss(model(batch.images), batch)
         return torch.stack(list(losses.values())).sum()
 
     def step(self, batch: Batch) -> None:
-        """Forward, losses, backward, and the optimizer at a rate of 0."""
+        """Forward, losses, backward, and the optimizer at a learning rate of 0."""
         self.optimizer.backward(self.compute_loss(batch))
         self.optimizer.step(0.0, 0)
 
@@ -115,7 +115,7 @@ class DryRun:
             self.device.empty_cache()
 
     def measure_step_s(self, count: int) -> float:
-        """Of a step of `count` pictures, after one that warms up. Waits for the device between rounds only."""
+        """Seconds of a step of `count` images, after a warm-up step. Waits for the device between rounds only."""
         batch = self.make_batch(count)
         self.step(batch)
         self.device.synchronize()
@@ -133,8 +133,9 @@ class DryRun:
 
 
 def try_sizes(dry_run: DryRun, sizes: Iterable[int]) -> Iterator[BatchTrial | str]:
-    """Tries micro-batches of rising `sizes`, as long as they fit into the budget and LIMIT_S; the last thing said is
-    why there are no more, unless all were tried."""
+    """Tries micro-batches of increasing `sizes` as long as they fit the memory budget and MAX_TRIALS_S.
+
+    If it ends before the last size, the last item is the reason, a string."""
     start_s = time.perf_counter()
     peaks: dict[int, int] = {}
     duration_s = 0.0
@@ -160,7 +161,7 @@ def try_sizes(dry_run: DryRun, sizes: Iterable[int]) -> Iterator[BatchTrial | st
 
 
 def _extrapolate_peak_bytes(peaks: dict[int, int], count: int) -> float:
-    """Bytes at `count` on the line through the last two that were tried; 0 where there are not two."""
+    """Bytes at `count` on the line through the last two trials; 0 if there are not two."""
     if len(peaks) < 2:
         return 0.0
     (a, at_a), (b, at_b) = list(peaks.items())[-2:]
@@ -170,7 +171,7 @@ def _extrapolate_peak_bytes(peaks: dict[int, int], count: int) -> float:
 def make_worst_case_batch(
     count: int, *, image_size: tuple[int, int], max_boxes: int, num_classes: int, device: Device
 ) -> Batch:
-    """A batch of `count` pictures that fills the canvas (height, width) and every one of `slots` box slots."""
+    """A batch of `count` images that fill the image size (height, width), each with `max_boxes` boxes."""
     height, width = image_size
     torch_device = device.torch_device
     images = torch.zeros(count, height, width, 3, dtype=torch.uint8, device=torch_device).permute(0, 3, 1, 2)
@@ -194,9 +195,9 @@ def make_worst_case_batch(
 
 
 class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
-    """Counts the bytes of tensors on a kind of device from their making to their end: `now`, and the `peak` of it.
+    """Counts the bytes of live tensors on a device type: `current_bytes`, and their maximum `peak_bytes`.
 
-    Every storage counts once, rounded up to `granule` bytes. What lies inside one operator is not seen.
+    Every storage counts once, rounded up to `rounding_bytes`. Memory used inside a single operator is not counted.
     """
 
     def __init__(self, device_type: str, rounding_bytes: int = 1) -> None:
@@ -204,10 +205,10 @@ class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.device_type, self.rounding_bytes = device_type, rounding_bytes
         self.current_bytes = self.peak_bytes = 0
         self.live_storages: dict[int, tuple[int, str]] = {}
-        """Storage → bytes and type of the tensor that it was made for."""
+        """Storage → bytes, and data type of the tensor that created it."""
 
     def add(self, tensor: Tensor, operator: str = "before") -> None:
-        """Counts a tensor that was made outside."""
+        """Counts a tensor that was created before this mode was entered."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if tensor.device.type != self.device_type or key in self.live_storages:
@@ -221,7 +222,7 @@ class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self.at_peak(operator)
 
     def at_peak(self, operator: str) -> None:
-        """`operator` has just made the peak higher; for those that want to know what lives then."""
+        """Called when `operator` has raised the peak; override it to see which tensors are alive."""
 
     def _free(self, key: int) -> None:
         self.current_bytes -= self.live_storages.pop(key)[0]

@@ -1,0 +1,182 @@
+"""What a run trains with (`TrainSetup`), what changes while it trains (`TrainState`), and both as a checkpoint's state.
+
+`start.py` builds the setup and restores the newest checkpoint into it, `recovery.py` restores an earlier one. The files
+of a checkpoint are written and read by `checkpoint.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker import models
+from stoker.config.settings import Config
+from stoker.data.index import Index
+from stoker.data.loading.loader import Loader, QuarantinedImage
+from stoker.errors import CheckpointError
+from stoker.hardware.device import Device
+from stoker.models.weights.model_file import ModelMetadata
+from stoker.runs.records import EVENTS, QUARANTINE, STEPS, RunFolder, read_lines
+from stoker.runs.schemas import Event, Quarantined, StepWindow
+from stoker.training import checkpoint
+from stoker.training.optim import LossAccumulator, OptimizerStep
+
+
+class EventLogger(Protocol):
+    """Prints a line and writes it into the run's events, with the numbers that belong to it."""
+
+    def __call__(self, kind: str, text: str, /, **data: Any) -> None: ...
+
+
+@dataclasses.dataclass
+class TrainState:
+    """What changes from step to step, except for tensors and the loader. A checkpoint holds all of it but `redo_until`,
+    which comes from steps.jsonl."""
+
+    step: int = 0
+    """Optimizer steps that the weights contain."""
+    trained_s: float = 0.0
+    """Wall seconds that these steps took, over all attempts."""
+    best_ap: float = -1.0
+    evals_since_best: int = 0
+    """Evaluations since the best one."""
+    evaluated_step: int = -1
+    """Step of the last evaluation."""
+    pending_eval: dict[str, Any] | None = None
+    """The last evaluation, if the state was saved before its metrics were known (`async_eval.PendingEvaluation`)."""
+    rollback_count: int = 0
+    """Rollbacks so far; each divides the learning rate (`recovery.py`)."""
+    diverged_step: int | None = None
+    """Step at which the limit of consecutive skipped steps was reached. The run rolls back then."""
+    redo_until: int = 0
+    """Steps up to this one were done before and lost, by a kill or a rollback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSetup:
+    """What is fixed while a run trains: settings, data, and the objects that the loop works with."""
+
+    folder: RunFolder
+    config: Config
+    device: Device
+    index: Index
+    train_indices: NDArray[np.int64]
+    """Image indices of the training split."""
+    val_indices: NDArray[np.int64]
+    model: models.Detector
+    optimizer: OptimizerStep[models.Detector]
+    loss_accumulator: LossAccumulator
+    loader: Loader
+    quarantine: Callable[[QuarantinedImage], None]
+    """Records an image that cannot be used; evaluation calls it too."""
+    writer: checkpoint.CheckpointWriter
+    metadata: ModelMetadata
+    total_steps: int | None
+    """None if the length is given in minutes."""
+    max_boxes: int
+    """M, padded boxes per image."""
+    state: TrainState = dataclasses.field(default_factory=TrainState)
+
+
+def collect_state(setup: TrainSetup) -> dict[str, Any]:
+    """What `restore_state` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
+    state = setup.state
+    return {
+        "optimizer_step": setup.optimizer.state_dict(),
+        "loader": setup.loader.state_dict(),
+        "trained_s": state.trained_s,
+        "best_ap": state.best_ap,
+        "evals_since_best": state.evals_since_best,
+        "evaluated_step": state.evaluated_step,
+        "data": dataset_fingerprint(setup),
+        "skipped_streak": setup.loss_accumulator.skipped_streak(),
+        "rollbacks": state.rollback_count,
+    }
+
+
+def restore_state(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger) -> None:
+    """Restores a checkpoint, or the state of step 0 if there is none; the weights are then left as they are.
+
+    Raises CheckpointError if the data set changed.
+    """
+    state, run = setup.state, setup.folder.path
+    rollbacks = read_rollbacks(run)
+    state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
+    state.rollback_count = max([state.rollback_count, *(event.data["count"] for event in rollbacks)])
+    state.diverged_step = state.pending_eval = None
+    setup.loss_accumulator.reset()
+    # The best weights stay the best, even if training rolled back to a step before them.
+    best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
+    if loaded is None:
+        if setup.folder.attempt > 1 or state.rollback_count:
+            log_event("info", "no checkpoint yet: starting from the first step")
+        quarantined = _known_bad_images(run, {})
+        setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
+        state.step, state.trained_s = 0, 0.0
+        state.best_ap, state.evals_since_best, state.evaluated_step = best_ap, 0, -1
+        return
+    saved = loaded.state
+    if saved["data"] != dataset_fingerprint(setup):
+        raise CheckpointError(
+            "The data set is not the one that the run was started with.",
+            location=setup.index.source,
+            cause=f"then {_describe_dataset(saved['data'])}, now {_describe_dataset(dataset_fingerprint(setup))}",
+            fix="start a new run with another --run-dir, or restore the data set",
+        )
+    setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
+    quarantined = _known_bad_images(run, saved["loader"]["quarantined"])
+    setup.loader.load_state_dict(saved["loader"] | {"quarantined": quarantined})
+    state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
+    state.rollback_count = max(state.rollback_count, saved["rollbacks"])
+    state.step, state.trained_s = loaded.step, saved["trained_s"]
+    state.best_ap, state.evaluated_step = max(best_ap, saved["best_ap"]), saved["evaluated_step"]
+    if saved["rollbacks"] == state.rollback_count:
+        state.evals_since_best, state.pending_eval = saved["evals_since_best"], saved["pending_eval"]
+    else:  # a rollback: patience counts again from 0, and the evaluation that was pending then has its metrics by now
+        state.evals_since_best = 0
+    lost_steps = max(0, state.redo_until - state.step)
+    log_event(
+        "info",
+        f"continuing from step {state.step:,}" + (f"; {lost_steps:,} steps are done again" if lost_steps else ""),
+    )
+
+
+def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheckpoint | None:
+    """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
+    if rollbacks := read_rollbacks(run):
+        checkpoint.discard_checkpoints(
+            run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"]
+        )
+    return checkpoint.load_newest(run, log_event)
+
+
+def read_rollbacks(run: Path) -> list[Event]:
+    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
+    run that diverges again, a kill after it a run that continues from there."""
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
+
+
+def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
+    """What must be unchanged for a checkpoint to continue: a part of its state."""
+    return {
+        "num_images": len(setup.train_indices),
+        "classes": list(setup.index.class_names),
+        "max_boxes": setup.max_boxes,
+    }
+
+
+def _describe_dataset(data: dict[str, Any]) -> str:
+    return f"{data['num_images']:,} images, {len(data['classes'])} classes, at most {data['max_boxes']} boxes"
+
+
+def _known_bad_images(run: Path, from_checkpoint: dict[int, int]) -> dict[int, int]:
+    """Image index → sample position of every image that an attempt excluded in training.
+
+    from_checkpoint: those of the checkpoint. The others come from quarantine.jsonl: an attempt that repeats steps
+    substitutes the same images, even if a file is readable by now.
+    """
+    lines = read_lines(run, QUARANTINE, Quarantined)
+    return {line.image_index: line.sample_position for line in lines if line.replaced_by >= 0} | from_checkpoint
