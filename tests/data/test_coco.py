@@ -248,7 +248,10 @@ def broken(**changes: Any) -> Content:
             broken(images=[image_entry(1), image_entry(1, "b.jpg")]),
             ["a unique id and a unique file name", "id 1: 1.jpg, b.jpg"],
         ),
-        (broken(images=[image_entry(1, "b.jpg"), image_entry(2, "b.jpg")]), ["a unique file name", "b.jpg: image ids 1, 2"]),
+        (
+            broken(images=[image_entry(1, "b.jpg"), image_entry(2, "b.jpg")]),
+            ["a unique file name", "b.jpg: image ids 1, 2"],
+        ),
         (broken(images=[{"id": 2}, 5]), ['No entry of "images"', "number 0", "file_name"]),
         (broken(annotations=[box(7, "?", 1)]), ['No entry of "annotations"', "number 0", "image_id"]),
         (broken(annotations=[box(7, 3, 1)]), ["training split has no boxes", "annotation 7: image_id 3"]),

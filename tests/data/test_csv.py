@@ -243,7 +243,7 @@ def test_a_table_without_classes(tmp_path: Path) -> None:
     table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax", "a.jpg,1,1,9,9")
     index = open_index(tmp_path)
     assert index.class_names == ("object",)
-    assert any("no column of classes" in note for note in index.notes)
+    assert any("no class column" in note for note in index.notes)
     table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax,colour,maker", "a.jpg,1,1,9,9,red,acme")
     with pytest.raises(DataError, match="unclear which column") as raised:
         open_index(tmp_path)
@@ -265,7 +265,7 @@ def test_several_tables_for_one_split(tmp_path: Path) -> None:
     for name in ("first", "second"):
         table(tmp_path / f"{name}.csv", HEADER, f"a.jpg,{name},1,1,9,9")
     table(tmp_path / "results.csv", "epoch,loss", "1,0.5")
-    with pytest.raises(DataError, match="2 tables could be") as raised:
+    with pytest.raises(DataError, match="2 files could be") as raised:
         open_index(tmp_path)
     assert raised.value.choices == ("first.csv", "second.csv")
     assert open_index(tmp_path / "second.csv").class_names == ("second",)

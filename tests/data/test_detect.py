@@ -192,7 +192,7 @@ def test_splits_that_are_data_sets_of_their_own(tmp_path: Path) -> None:
     assert missing_images(index) == []
     assert index.notes[0].startswith("COCO JSON in annotations/ per split folder")
     (drawn_here / "valid").rename(drawn_here / "more")
-    with pytest.raises(DataError, match="holds 2 data sets"):
+    with pytest.raises(DataError, match="contains 2 data sets"):
         open_index(drawn_here)
 
 
@@ -226,12 +226,12 @@ def test_what_is_in_a_folder_without_annotations_is_said(tmp_path: Path) -> None
     assert "why:    the folder is empty;" in complaint(tmp_path)
     for n in range(12):
         (tmp_path / f"{n}.jpg").touch()
-    assert "it holds 12 images and nothing else;" in complaint(tmp_path)
+    assert "it contains only 12 images;" in complaint(tmp_path)
     (tmp_path / "boxes.csv").write_bytes("filename;class;xmin;ymin;xmax;ymax\na.jpg;Bär;1;2;3;4\n".encode("cp1252"))
     said = complaint(tmp_path)
-    assert "it holds boxes.csv, 12 images; boxes.csv is no table of boxes: it is not UTF-8" in said
+    assert "it contains boxes.csv, 12 images; boxes.csv is not a table of boxes: it is not UTF-8" in said
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
-    assert "boxes.csv is no table of boxes: its first row, 'Datei;Klasse;links;oben', names no" in complaint(tmp_path)
+    assert "boxes.csv is not a table of boxes: its first row, 'Datei;Klasse;links;oben', has no" in complaint(tmp_path)
 
 
 def test_a_folder_of_images_inside_a_data_set_leads_to_it(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_folder_of_images_inside_a_data_set_leads_to_it(tmp_path: Path) -> Non
     (tmp_path / "images" / "a.jpg").touch()
     assert "name the folder or the file" in complaint(tmp_path / "images")
     (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
-    assert f"name the folder above, {tmp_path}" in complaint(tmp_path / "images")
+    assert f"name the parent folder, {tmp_path}" in complaint(tmp_path / "images")
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.loading.spec import LoaderSpec
 from stoker.data.validation.check import check_dataset
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import StokerError
@@ -105,10 +106,11 @@ def test_the_rest_can_be_loaded(name: str, tmp_path: Path) -> None:
     planted = SETS[name](tmp_path / "set")
     index = open_index(tmp_path / "set")
     image_indices = index.image_indices("train")
-    loader = Loader(
-        index, image_indices, device=select_device("cpu"), batch_size=4, image_size=(64, 64), resize="letterbox",
+    spec = LoaderSpec(
+        device=select_device("cpu"), batch_size=4, image_size=(64, 64), resize="letterbox",
         max_boxes=compute_max_boxes(index, image_indices), seed=0, workers=2, max_bad_fraction=1.0,
     )  # fmt: skip
+    loader = Loader(index, image_indices, spec)
     loaded: set[int] = set()
     with contextlib.closing(loader):
         for _ in range(-(-len(image_indices) // 4)):

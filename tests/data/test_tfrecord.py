@@ -116,7 +116,7 @@ def test_entries_laid_out_in_other_ways_are_read() -> None:
     assert tf_example.read_integers(in_pieces, tf_example.ByteRange(0, len(in_pieces))) == [5, 6]
     replaced = field(1, field(1, b"x")) + feature([7])  # of a oneof the last one counts
     assert tf_example.read_integers(replaced, tf_example.ByteRange(0, len(replaced))) == [7]
-    with pytest.raises(tf_example.MalformedExample, match="holds integers, not floats"):
+    with pytest.raises(tf_example.MalformedExample, match="contains integers, not floats"):
         tf_example.read_floats(replaced, tf_example.ByteRange(0, len(replaced)))
 
 
@@ -253,7 +253,7 @@ def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert "record 3: it has no image/encoded" in said
     assert "record 4: it is a web page" in said
     assert "image/object/class/label has 1" in said
-    assert "holds floats, not integers" in said
+    assert "contains floats, not integers" in said
 
 
 def test_empty_and_missing_shards_are_named(tmp_path: Path) -> None:
@@ -422,16 +422,16 @@ def test_label_maps_as_people_write_them(tmp_path: Path, text: str, ids: list[in
     ("text", "words"),
     [
         ("item { name: 'x' }", ["m.pbtxt:1", "no id"]),
-        ("\nitem { id: 1 }", ["m.pbtxt:2", "no name"]),
+        ("# item {\nitem { id: 1 comment: 'item {' }", ["m.pbtxt:2", "no name"]),
         ("item { id: 0 name: 'x' }", ["m.pbtxt:1", "the id 0", "background"]),
         ("item { id: 1 name: 'x' }\nitem { id: 1 name: 'y' }", ["m.pbtxt:1 and line 2", "the id 1"]),
         ("item { id: 1 name: 'x' }\nitem { id: 2 name: 'x' }", ["m.pbtxt:1 and line 2", "called 'x'"]),
-        ("item {\n id: 1\n name: x }", ["m.pbtxt:3", "quoted"]),
-        ("item { id: one name: 'x' }", ["no whole number"]),
-        ("item { id: 1 name: 'x'", ["m.pbtxt:1", "the end of the file"]),
-        ("item { id: 1 name: 'x\n' }", ["m.pbtxt:1", "not understood"]),
-        ("item { id: 1 name: '\\q' }", ["no escape"]),
-        ("item { id: 1 name: '\\377' }", ["not UTF-8"]),
+        ("item {\n id: 1\n name: x }", ["m.pbtxt:3", "Expected string"]),
+        ("item { id: one name: 'x' }", ["m.pbtxt:1", "Couldn't parse integer: one"]),
+        ("item { id: 1 name: 'x'", ["m.pbtxt:1", 'Expected "}"']),
+        ("item { id: 1 name: 'x\n' }", ["m.pbtxt:1", "missing ending quote"]),
+        ("item { id: 1 name: '\\377' }", ["m.pbtxt:1", "'utf-8' codec can't decode byte 0xff"]),
+        ("item { id: 1 name: 'x' }\n" + "a {" * 3000, ["nested too deeply"]),
         ("", ["no classes"]),
     ],
 )
@@ -460,7 +460,7 @@ def test_a_file_that_only_has_the_name_gives_way(tmp_path: Path) -> None:
     (tmp_path / "notes.record").write_text("first record of the day")
     with pytest.raises(DataError, match="No record can be used") as error:
         open_index(tmp_path)
-    assert "notes.record @ byte 0, record 1: it does not begin as a TFRecord does" in str(error.value)
+    assert "notes.record @ byte 0, record 1: it does not begin like a TFRecord" in str(error.value)
     (tmp_path / "labels.csv").write_text("filename,width,height,class,xmin,ymin,xmax,ymax\na.jpg,9,9,x,1,2,3,4\n")
     (tmp_path / "a.jpg").write_bytes(jpeg(9, 9))
     assert open_index(tmp_path).format == "csv"

@@ -205,9 +205,9 @@ def test_a_data_set_of_its_file(tmp_path: Path) -> None:
 def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
     index = open_index(roboflow(tmp_path / "set"))
     notes = " ".join(index.notes)
-    assert f"'../train/images' is {tmp_path / 'set' / 'train' / 'images'}" in notes
+    assert f"'../train/images' is read from {tmp_path / 'set' / 'train' / 'images'}" in notes
     assert "the test split is left out" in notes
-    assert "path '/content/datasets/mine' of data.yaml is not there" in " ".join(
+    assert "path '/content/datasets/mine' of data.yaml does not exist" in " ".join(
         open_index(another_machine(tmp_path / "other")).notes
     )
 
@@ -321,7 +321,7 @@ def test_a_changed_label_file_is_read_again(tmp_path: Path) -> None:
 def test_classes(tmp_path: Path) -> None:
     index = open_index(flat(tmp_path / "a", names=None))
     assert index.class_names == ("class 0", "class 1")
-    assert any("nothing names the classes" in note for note in index.notes)
+    assert any("the classes have no names" in note for note in index.notes)
     root = flat(tmp_path / "b", names=None)
     (root / "notes.json").write_text('{"categories": [{"id": 1, "name": "no"}, {"id": 0, "name": "yes"}]}')
     assert open_index(root).class_names == ("yes", "no")
@@ -330,7 +330,7 @@ def test_classes(tmp_path: Path) -> None:
     (root / "data.yaml").write_text("train: images\nnc: 3\nnames: {'0': cat, 1: dog}\n")
     index = open_index(root)
     assert index.class_names == ("cat", "dog")
-    assert any("nc says 3 classes, names has 2" in note for note in index.notes)
+    assert any("nc is 3, but names has 2 classes" in note for note in index.notes)
     root = flat(tmp_path / "c", names=None)
     (root / "data.yaml").write_text("train: images\nnc: 3\n")
     assert open_index(root).class_names == ("class 0", "class 1", "class 2")
@@ -340,11 +340,11 @@ def test_classes(tmp_path: Path) -> None:
     ("text", "fragment"),
     [
         ("train: images\nnames: {0: cat, 2: dog}\n", "none with the number 1"),
-        ("train: images\nnames: {0: cat, dog: 1}\n", "'dog', which is no whole number"),
+        ("train: images\nnames: {0: cat, dog: 1}\n", "'dog', which is not a whole number"),
         ("train: images\nnames: [cat, [dog]]\n", "class 1 has no name"),
         ("train: images\nnames: [cat\n", "data.yaml:3"),
         ("train: photos\nnames: [cat]\n", "train: photos"),
-        ("train: images\nval: gone\nnames: [cat]\n", "delete it to have a part"),
+        ("train: images\nval: gone\nnames: [cat]\n", "delete it to split validation images off"),
         ("train: labels\nnames: [cat]\n", "no file in it ends in .jpg"),
         ("train: {a: 1}\nnames: [cat]\n", "train is neither a path nor a list"),
     ],
@@ -360,7 +360,7 @@ def test_a_description_that_cannot_be_used(tmp_path: Path, text: str, fragment: 
 def test_lists_of_names_that_disagree(tmp_path: Path) -> None:
     flat(tmp_path)
     (tmp_path / "labels" / "classes.txt").write_text("dog\ncat\n")
-    with pytest.raises(DataError, match="disagree"):
+    with pytest.raises(DataError, match="differ"):
         open_index(tmp_path)
 
 

@@ -1,6 +1,6 @@
-"""From the category lists of a COCO data set's files to one list of classes with labels 0 … C-1.
+"""Merges the category lists of a COCO data set's files into one list of classes with labels 0 … C-1.
 
-Ids may be sparse, files may number the same names differently, and exports of Roboflow carry a super-category as
+Ids may be sparse, files may number the same names differently, and Roboflow's exports contain a super-category as
 category 0. Not here: reading files (`coco.py`).
 """
 
@@ -38,10 +38,10 @@ class ClassMap:
 def merge_categories(
     files: list[Path], categories: list[list[Category]], used_ids: list[NDArray[np.int64]]
 ) -> ClassMap:
-    """The classes of a data set: those of its first file, its training split where there is one.
+    """The classes of a data set: those of its first file, which is the training split if there is one.
 
-    used: per file, the category ids that have annotations; each is one of the file's own. Raises DataError when another
-    file has annotations of a class that the first one does not define.
+    used_ids: per file, the category ids that have annotations; the file defines each of them. Raises DataError if
+    another file has annotations of a class that the first one does not define.
     """
     first = sorted(categories[0], key=lambda category: category.id)
     id_maps = [
@@ -58,12 +58,12 @@ def merge_categories(
     kept = [category for category in first if category.id not in parents]
     label_by_id = {category.id: i for i, category in enumerate(kept)}
     notes = [
-        f"category {category.id} ({category.name}) is a super-category without a box: it is no class"
+        f"category {category.id} ({category.name}) is a super-category without a box, so it is not a class"
         for category in first
         if category.id in parents
     ]
     if any(own != first_id for id_map in id_maps for own, first_id in id_map.items()):
-        notes.append(f"the files number their categories differently: matched by name, ids as in {files[0].name}")
+        notes.append(f"the files number their categories differently: matched by name, with the ids of {files[0].name}")
     to_labels = [
         partial(
             _lookup_labels,
@@ -92,7 +92,7 @@ def _map_to_first(
             raise DataError(
                 f"The class {category.name!r} (category {category.id}) is not defined in {first_file.name}.",
                 location=file,
-                cause=f"{first_file} decides which classes there are",
+                cause=f"the classes are those of {first_file}",
                 choices=sorted(ids_by_name)[:100],
                 fix="add the category to that file, or correct its name in this one",
             )

@@ -1,9 +1,9 @@
-"""COCO JSON: reads the files of a data set into columns.
+"""COCO JSON: reads the files of a data set.
 
-Each file is memory-mapped and decoded once (`coco_entries.py`); polygons are skipped without becoming objects, and the
-decoded annotations become numpy columns at once. COCO's own size (118,287 images, 860,001 boxes, 401 MB) takes about
-a seventh of pycocotools' time and a third of its memory: `benchmarks/index.py`. What is wrong with single entries is
-put among the problems, and the rest is read. Which files there are: `coco_files.py`; classes: `categories.py`.
+Each file is memory-mapped and decoded once (`coco_entries.py`). Polygons are skipped without creating objects, and the
+annotations become numpy arrays directly. A file of COCO's size (118,287 images, 860,001 boxes, 401 MB) takes about a
+seventh of pycocotools' time and a third of its memory: `benchmarks/index.py`. Wrong entries are reported as problems;
+the others are read. Finding the files: `coco_files.py`; classes: `categories.py`.
 """
 
 import os
@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from stoker.data.formats.categories import Category, merge_categories
 from stoker.data.formats.coco_entries import Annotation, ImageEntry, read_entries
 from stoker.data.formats.coco_files import locate_images
-from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, FolderTable
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 MAX_NAME_BYTES = 255
-"""Bytes of a file name that file systems take."""
+"""Longest file name, in bytes, that file systems allow."""
 
 
 @dataclass(kw_only=True)
 class _SplitTable:
-    """One file as columns; boxes [K, 4] xyxy, sorted by image."""
+    """One file as arrays; boxes [K, 4] xyxy, sorted by image."""
 
     categories: list[Category]
     file_names: list[str]
@@ -45,8 +45,9 @@ class _SplitTable:
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all files of a COCO data set. Raises DataError that names file and place."""
-    parts, splits = [], []
+    """Reads all files of a COCO data set. Raises DataError with file and location."""
+    parts: list[SplitFiles] = []
+    splits: list[_SplitTable] = []
     for part in layout.parts:
         location = os.path.relpath(part.annotations, layout.root)
         allow_empty = part.split == "test" and len(layout.parts) > 1
@@ -74,7 +75,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         folder_index=np.concatenate(folder_index),
         file_names=file_names,
         split=np.repeat(
-            np.array([UNASSIGNED if part.split is None else SPLITS.index(part.split) for part in parts], np.int8),
+            np.array([part.split_index for part in parts], np.int8),
             np.diff(offsets),
         ),
         original_size=np.concatenate([split.original_size for split in splits]),
@@ -95,7 +96,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _SplitTable | None:
-    """None for a file that lists no images and may do so. where: the file's name in messages."""
+    """None for an allowed file without images. location: the file's name in messages."""
     entries = read_entries(path, location, problems)
     if not entries.images and allow_empty:
         problems.add("split-without-boxes", f"{location}: no images")
@@ -141,7 +142,7 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
 
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
-    """The images whose `file_name` can be the name of a file."""
+    """The images whose `file_name` is a possible file name."""
 
     def is_valid(name: str) -> bool:
         if not name or "\0" in name or name.endswith(("/", "\\")) or not _is_encodable(name):
@@ -153,7 +154,7 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
     invalid = [i for i, image in enumerate(images) if not is_valid(image.file_name)]
     for i in invalid:
         quoted = f"{images[i].file_name[:60]!r}"
-        problems.add("malformed-image", f"{location}, image id {images[i].id}: {quoted} is no name of a file")
+        problems.add("malformed-image", f"{location}, image id {images[i].id}: {quoted} is not a file name")
     dropped = set(invalid)
     return [image for i, image in enumerate(images) if i not in dropped] if invalid else images
 
@@ -161,7 +162,7 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
 def _is_encodable(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         return False
     return True
 
@@ -169,8 +170,10 @@ def _is_encodable(name: str) -> bool:
 def _drop_ambiguous(
     path: Path, images: list[ImageEntry], location: str, problems: ProblemCollector
 ) -> list[ImageEntry]:
-    """The images that have an id and a file name of their own. Which boxes are those of the others is not known: data
-    sets were merged without new ids, or without their folders."""
+    """The images with a unique id and a unique file name.
+
+    The boxes of the others cannot be told apart: data sets were merged without new ids, or without their folders.
+    """
     num_images = len(images)
     if len({p.id for p in images}) == num_images == len({p.file_name for p in images}):
         return images
@@ -195,16 +198,16 @@ def _drop_ambiguous(
     if not kept:
         problem = next(p for p in problems.summarize(1) if p.kind in ("ambiguous-id", "listed-twice"))
         raise DataError(
-            "No image has an id and a file name of its own.",
+            "No image has a unique id and a unique file name.",
             location=path,
             cause=f"e.g. {problem.examples[0]}: data sets were merged without new ids, or without their folders",
-            fix="give every entry its own id and file name",
+            fix="give every entry a unique id and file name",
         )
     return kept
 
 
 def _sizes(images: list[ImageEntry], location: str, problems: ProblemCollector) -> NDArray[np.int32]:
-    """[R, 2], height and width; 0, to be read from the image, where the file has none that makes sense."""
+    """[R, 2], height and width; 0, to be read from the image, if the file has no valid size."""
     annotated_size = np.array([(image.height or 0, image.width or 0) for image in images], np.float64).reshape(-1, 2)
     is_valid = (annotated_size >= 0) & (annotated_size < 2**31)
     for image_index in np.flatnonzero(~is_valid.all(1)).tolist():
@@ -232,7 +235,7 @@ def _drop_without_box(location: str, annotations: list[Annotation], problems: Pr
 
 
 def _annotation_ids(annotations: list[Annotation]) -> NDArray[np.int64]:
-    """The ids by which messages name annotations; positions in the list where they are not whole numbers."""
+    """The annotation ids for messages; positions in the list if the ids are not whole numbers."""
     try:
         return np.fromiter(map(attrgetter("id"), annotations), np.int64, len(annotations))
     except (TypeError, ValueError, OverflowError):
@@ -246,7 +249,7 @@ def _match_images(
     box_id: NDArray[np.int64],
     problems: ProblemCollector,
 ) -> NDArray[np.int64]:
-    """The row of the image that each annotation [K] belongs to; -1 for none."""
+    """The image index of each annotation [K]; -1 for none."""
     order = np.argsort(image_id)
     image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
     unmatched = image_id[image_index] != box_image_id
@@ -262,7 +265,7 @@ def _has_known_class(
     box_id: NDArray[np.int64],
     problems: ProblemCollector,
 ) -> NDArray[np.bool_]:
-    """[K], whether the class of an annotation is one that the file defines."""
+    """[K], whether the file defines the class of an annotation."""
     is_known = np.isin(category_id, np.array([category.id for category in categories], np.int64))
     for i in np.flatnonzero(~is_known).tolist():
         problems.add("unknown-class", f"{location}, annotation {box_id[i]}: category_id {category_id[i]}")
@@ -272,7 +275,7 @@ def _has_known_class(
 def _unique_categories(
     path: Path, categories: list[Category], location: str, problems: ProblemCollector
 ) -> list[Category]:
-    """Those of a file, each once. Raises DataError when two have one id."""
+    """The categories of a file without copies. Raises DataError if two different ones have the same id."""
     first: dict[int, Category] = {}
     for category in categories:
         earlier = first.setdefault(category.id, category)
@@ -283,7 +286,7 @@ def _unique_categories(
                 f"The category id {category.id} appears more than once.",
                 location=path,
                 cause=f"it is {earlier.name!r} and {category.name!r}: two data sets were merged without new ids",
-                fix="give every category its own id, also in the annotations",
+                fix="give every category a unique id, also in the annotations",
             )
         problems.add("copied-class", f"{location}, category id {category.id}: {category.name}")
     return list(first.values())

@@ -1,8 +1,7 @@
-"""The entries of a COCO JSON file: decoded at once where all are as COCO has them, else one by one.
+"""Decodes the entries of a COCO JSON file: all at once if all are valid, else one by one.
 
-One by one, an entry that does not fit is put among the problems and left out; numbers written as text are read. What
-makes the whole file meaningless (no JSON, no list of images) is a `DataError`. Not here: what the entries mean
-together (`coco.py`).
+One by one, an invalid entry is reported and dropped, and numbers written as text are read. A file that is not JSON or
+has no list of images is a `DataError`. Not here: combining the entries (`coco.py`).
 """
 
 import json
@@ -21,7 +20,7 @@ from stoker.errors import DataError
 Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
 MAX_QUOTED_CHARS = 120
-"""Characters of an entry that a message quotes."""
+"""Characters of an entry that are quoted in a message."""
 
 
 class ImageEntry(msgspec.Struct, gc=False):
@@ -45,7 +44,7 @@ class Annotation(msgspec.Struct, gc=False):
 
 
 class CocoFile(msgspec.Struct):
-    """What is read of a COCO file."""
+    """The parts of a COCO file that are read."""
 
     images: list[ImageEntry]
     categories: list[Category]
@@ -53,7 +52,7 @@ class CocoFile(msgspec.Struct):
 
 
 class _RawFile(msgspec.Struct):
-    """The same with entries that nobody has looked at."""
+    """The same with undecoded entries."""
 
     images: list[msgspec.Raw]
     categories: list[msgspec.Raw] = []
@@ -61,7 +60,7 @@ class _RawFile(msgspec.Struct):
 
 
 class _UntypedFile(msgspec.Struct):
-    """The same of what Python's own parser made."""
+    """The same with entries from Python's own parser."""
 
     images: list[Any]
     categories: list[Any] = []
@@ -75,11 +74,11 @@ class _ImageWithoutSize(msgspec.Struct):
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 Convert = Callable[..., Any]
-"""(entry, type=, strict=) → an object of that type; raises msgspec.ValidationError."""
+"""(entry, type=, strict=) → an object of that type. Raises msgspec.ValidationError."""
 
 
 def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoFile:
-    """Decodes an annotation file. where: its name in messages. Raises DataError."""
+    """Decodes an annotation file. location: its name in messages. Raises DataError."""
     if path.stat().st_size == 0:
         raise DataError("The annotation file is empty.", location=path, fix="export or copy it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -89,7 +88,7 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoF
                 try:
                     return msgspec.json.decode(text, type=CocoFile)
                 except msgspec.ValidationError:
-                    # it stops at the first entry that does not fit; what comes behind may not even be JSON
+                    # the decoder stopped at the first invalid entry; what follows may not even be JSON
                     raw = msgspec.json.decode(bytes(text), type=_RawFile)
                 return _convert_each(path, raw, msgspec.json.decode, location, problems)
             except msgspec.ValidationError as error:
@@ -101,7 +100,7 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoF
 
 
 def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> CocoFile:
-    """NaN and Infinity are not JSON, but Python writes them: their boxes are to be dropped and named, not the file."""
+    """NaN and Infinity are not JSON, but Python writes them. Only their boxes are dropped, not the file."""
     try:
         data = json.loads(text)
     except ValueError as error:

@@ -1,9 +1,8 @@
-"""Which files make up a COCO data set, and in which folder its images lie.
+"""Finds the files of a COCO data set and the folder of its images.
 
-Recognised: `train/_annotations.coco.json` per split (Roboflow) and its relatives;
-`annotations/instances_train2017.json` beside `train2017/` (the official one); JSON files in the folder itself, beside
-`images/` or the images; one JSON file.
-Not here: what is in the files (`coco.py`).
+Recognized: `train/_annotations.coco.json` per split (Roboflow) and similar names; the official
+`annotations/instances_train2017.json` with `train2017/`; JSON files in the folder itself, with `images/` or the images
+next to them; one JSON file. Not here: reading the files (`coco.py`).
 """
 
 import os
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.names import count_matching_files
 from stoker.data.formats.tables import (
-    SPLITS,
     DatasetLayout,
     FolderTable,
     SplitFiles,
     check_unannotated_splits,
+    choose_file_per_split,
     iter_dirs_below,
     iter_split_dirs,
     list_image_dirs,
@@ -36,15 +35,15 @@ SPLIT_FILE_NAMES = (
     "instances.json",
     "labels.json",
 )
-"""What the file in a folder of one split is called; FiftyOne writes labels.json beside data/."""
+"""Names of the file in a split folder; FiftyOne writes labels.json and data/."""
 OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 MAX_PROBES = 16
-"""Images that are looked for in each folder in which they may lie; the folder that has the most is taken."""
+"""Images that are searched for in each possible folder; the folder with the most of them is used."""
 
 
 def find(folder: Path) -> DatasetLayout | None:
-    """The COCO data set in a folder (not below it), or None. Raises DataError when two files fit one split."""
+    """The COCO data set in a folder (not in subfolders), or None. Raises DataError if a split has two files."""
     parts = []
     for split, path in iter_split_dirs(folder):
         file = next((path / name for name in SPLIT_FILE_NAMES if (path / name).is_file()), None)
@@ -80,7 +79,7 @@ def from_file(path: Path) -> DatasetLayout:
 
 
 def _looks_like_coco(path: Path) -> bool:
-    """Whether the first 64 KiB have one of COCO's keys: package.json and the like lie about in folders, too."""
+    """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -89,30 +88,17 @@ def _looks_like_coco(path: Path) -> bool:
 
 
 def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
-    """The file of each split, those for boxes preferred to those for other tasks; notes on the files not read."""
+    """The file of each split, preferring those for boxes to those for other tasks; notes on the files not read."""
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
-    by_split: dict[str | None, list[Path]] = {}
-    for path in box_files or files:
-        by_split.setdefault(split_from_name(path.stem), []).append(path)
-    if len(by_split) > 1:
-        by_split.pop(None, None)
-    for split, paths in by_split.items():
-        if len(paths) > 1:
-            raise DataError(
-                f"{len(paths)} files could be the annotations" + (f" of the {split} split." if split else "."),
-                location=folder,
-                choices=[path.name for path in paths],
-                fix="name one of the files instead of the folder, or move the others away",
-            )
-    selected = [(split, by_split[split][0]) for split in (*SPLITS, None) if split in by_split]
-    ignored = [path.name for path in files if path not in [chosen for _, chosen in selected]]
-    return selected, [f"not read: {', '.join(ignored)}"] if ignored else []
+    chosen = choose_file_per_split(folder, box_files or files)
+    ignored = [path.name for path in files if path not in [used for _, used in chosen]]
+    return chosen, [f"not read: {', '.join(ignored)}"] if ignored else []
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
-    """A file with the folders in which its images may lie: "instances_train2017" points at train2017/, train/, …"""
+    """A file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
     dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
     candidates = [root / dir_name for dir_name in dir_names] + [root / "images" / dir_name for dir_name in dir_names]
     default_dirs = [*list_image_dirs(root), *list_image_dirs(path.parent)]
@@ -122,7 +108,7 @@ def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
 def _count_probe_hits(
     directories: Sequence[Path], names: Sequence[str], base_names: Sequence[str]
 ) -> list[tuple[int, Path, bool]]:
-    """(how many of the names are files there, folder, whether without the folders in the names), for each folder."""
+    """For each folder: (number of the names that are files there, folder, whether folders in the names are ignored)."""
     hits = [(sum((directory / name).is_file() for name in names), directory, False) for directory in directories]
     if base_names != names and not any(count for count, _, _ in hits):
         hits += [
@@ -133,20 +119,20 @@ def _count_probe_hits(
 
 @dataclass(frozen=True)
 class ImageLocations:
-    """Where the images of a file lie."""
+    """The folder and name of each image of an annotation file."""
 
     folder_index: NDArray[np.int32]
-    """[R], numbers of Folders."""
+    """[R], index into the FolderTable."""
     file_names: list[str]
     notes: list[str]
 
 
 def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTable) -> ImageLocations:
-    """Finds the folder that a file's `file_name`s [R] are relative to, by looking for a few of the images.
+    """Finds the folder to which a file's `file_name`s [R] are relative, by searching for a few of the images.
 
-    Where none is found, folders below the root are looked into; where none is there either, the likeliest is taken, and
-    the check that images exist tells. Folders inside a name are kept, unless the images are there only without them
-    (exports that carry another machine's paths).
+    If none is found, the folders below the root are searched. If they have none either, the most likely folder is used,
+    and the check for missing images reports it. Folders inside a name are kept, unless the images exist only without
+    them (exports that contain another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
     step = max(1, len(names) // MAX_PROBES)
@@ -155,7 +141,7 @@ def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTa
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
     near_hits = _count_probe_hits(existing, probes, base_names)
     if not any(count for count, _, _ in near_hits):
-        # Nothing is there as it is written: in another case, then, or another form of Unicode (`names.mend`).
+        # no name exists as written; it may differ in case or Unicode form (`names.py`)
         near_hits = [
             (count_matching_files(folder, probe_names), folder, probe_names is base_names)
             for probe_names in (probes, base_names)
@@ -172,14 +158,14 @@ def locate_images(part: SplitFiles, file_names: Sequence[str], folders: FolderTa
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
     if strip_dirs:
         notes.append(
-            f"{part.annotations.name}: the folders in its file names are ignored, the images are in {base.name}"
+            f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
         )
         names = [name.rpartition("/")[2] for name in names]
         if len(set(names)) != len(names):
             raise DataError(
-                "Images in different folders have the same file name, and those folders are not here.",
+                "Images in different folders have the same file name, and these folders do not exist.",
                 location=part.annotations,
-                fix=f"restore the folders that the file names speak of below {base}",
+                fix=f"restore the folders in the file names below {base}",
             )
     index_by_dir: dict[str, int] = {}
     folder = np.empty(len(names), np.int32)

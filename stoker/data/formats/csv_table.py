@@ -1,8 +1,8 @@
-"""How a table of boxes is written: its delimiter, whether it has a header, which column is what.
+"""Detects the layout of a table of boxes: its delimiter, its header, the meaning of its columns.
 
-There is no standard: the tutorials of TensorFlow, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML
-each have their own columns. Columns are known by their names, in any order and case; a table without a header by its
-pattern. Not here: where tables lie (`csv_files.py`), their rows (`csv.py`).
+There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
+different columns. Columns are recognized by their names, in any order and case; a table without a header by its values.
+Not here: finding tables (`csv_files.py`), reading their rows as boxes (`csv.py`).
 """
 
 import csv
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stoker.data.formats.tables import IMAGE_SUFFIXES, SPLIT_BY_NAME
+from stoker.data.formats.tables import SPLIT_BY_NAME, is_image_name
 from stoker.errors import DataError
 
 HEAD_BYTES = 1 << 16
@@ -37,30 +37,30 @@ CENTER_COLUMNS = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "y
 WIDTH_HEIGHT_COLUMNS = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
 IMAGE_SIZE_COLUMNS = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "usage", "mluse")
-"""Names of columns, without what is neither letter nor digit, the likeliest first."""
+"""Column names, only letters and digits, the most likely first."""
 BOX_COLUMNS = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
-"""Names of a column that holds all four numbers."""
+"""Names of a column with all four numbers."""
 _BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
 _BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CsvLayout:
-    """Which column of a table is what, by number."""
+    """The meaning of the columns of a table, by column number."""
 
     delimiter: str
     header: tuple[str, ...]
-    """As written; empty where there is none."""
+    """As written; empty if there is none."""
     file_column: int
     label_column: int | None
     box_columns: tuple[int, ...]
-    """Four columns, or one that holds "[x, y, width, height]"."""
-    box_format: Literal["corners", "corner and sides", "centre and sides"]
+    """Four columns, or one with "[x, y, width, height]"."""
+    box_format: Literal["xyxy", "xywh", "cxcywh"]
     size_columns: tuple[int, int] | None = None
     """Height and width of the image."""
     split_column: int | None = None
     class_candidates: tuple[str, ...] = ()
-    """Columns of text that could be the class, where none is named so."""
+    """Text columns that could be the class, if no column has such a name."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -68,7 +68,7 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
     try:
         text = _read_text(path, HEAD_BYTES)
-    except DataError:  # not text: no table of boxes; where it is asked for by name, reading it says why
+    except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
         return None
     for delimiter in DELIMITERS:
         try:
@@ -82,18 +82,19 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
 
 
 def explain_rejection(path: Path) -> str:
-    """Why a file for which `layout_of` finds none is no table of boxes, in words."""
+    """The reason why `detect_csv_layout` finds no layout, for messages."""
     try:
         first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
     except DataError as error:
         return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
-    return f"its first row, {first[:80]!r}, names no images or no boxes" if first else "it is empty"
+    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row but the header and empty ones. Raises DataError where the file is not text.
+    """(line, values) of every row except the header and empty ones. Raises DataError if the file is not text.
 
-    most_bytes: only the rows of so much of its beginning."""
+    max_bytes: read only the rows in the first so many bytes.
+    """
     reader = csv.reader(io.StringIO(_read_text(path, max_bytes), newline=""), delimiter=layout.delimiter)
     header = bool(layout.header)
     while True:
@@ -115,7 +116,7 @@ def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) ->
 
 
 def _read_text(path: Path, max_bytes: int | None) -> str:
-    """The text of a file, UTF-8 or, with its mark, UTF-16 (Excel), or the whole lines of its beginning."""
+    """The text of a file, or the whole lines of its beginning. UTF-8, or UTF-16 with a byte order mark (Excel)."""
     with path.open("rb") as file:
         data = file.read() if max_bytes is None else file.read(max_bytes)
     is_whole = max_bytes is None or len(data) < max_bytes
@@ -148,46 +149,42 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
             None,
         )
 
-    box_format: Literal["corners", "corner and sides", "centre and sides"] = "corners"
+    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
     box_columns, notes = first_match(*XYXY_COLUMNS), []
     if box_columns is None:
         width_height = first_match(*WIDTH_HEIGHT_COLUMNS)
         corner, center = first_match(("x", "y"), *(group[:2] for group in XYXY_COLUMNS)), first_match(*CENTER_COLUMNS)
         whole_box = [column_by_name[name] for name in BOX_COLUMNS if name in column_by_name]
         if width_height is not None and (center or corner) is not None:
-            box_format = "centre and sides" if center is not None else "corner and sides"
+            box_format = "cxcywh" if center is not None else "xywh"
             box_columns = (*(center or corner or ()), *width_height)
         elif whole_box:
-            box_format, box_columns = "corner and sides", (whole_box[0],)
-            notes.append(f"column {rows[0][whole_box[0]]!r} is taken as x, y, width, height")
+            box_format, box_columns = "xywh", (whole_box[0],)
+            notes.append(f"column {rows[0][whole_box[0]]!r} is read as x, y, width, height")
         else:
             return None
     used = set(box_columns)
-    file_column = next(
-        (column_by_name[name] for name in FILE_COLUMNS if name in column_by_name and column_by_name[name] not in used),
-        None,
-    )
+
+    def first_unused(choices: tuple[str, ...]) -> int | None:
+        columns = (column_by_name[name] for name in choices if name in column_by_name)
+        return next((column for column in columns if column not in used), None)
+
+    file_column = first_unused(FILE_COLUMNS)
     if file_column is None:
         return None
     used.add(file_column)
     width_height = first_match(
         *(group for group in IMAGE_SIZE_COLUMNS if not {column_by_name.get(name) for name in group} & used)
     )
-    split_column = next(
-        (column_by_name[name] for name in SPLIT_COLUMNS if name in column_by_name and column_by_name[name] not in used),
-        None,
-    )
+    split_column = first_unused(SPLIT_COLUMNS)
     used |= {column for column in (*(width_height or ()), split_column) if column is not None}
-    label_column = next(
-        (column_by_name[name] for name in CLASS_COLUMNS if name in column_by_name and column_by_name[name] not in used),
-        None,
-    )
+    label_column = first_unused(CLASS_COLUMNS)
     text_columns: list[int] = []
     if label_column is None:
         text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
         if len(text_columns) == 1:
             label_column = text_columns[0]
-            notes.append(f"column {rows[0][label_column]!r} is taken as the class")
+            notes.append(f"column {rows[0][label_column]!r} is read as the class")
     return CsvLayout(
         delimiter=delimiter,
         header=tuple(rows[0]),
@@ -205,43 +202,39 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
     first = rows[0]
-    if len(first) == 6 and _is_image_name(first[0]) and _are_numbers(first[1:5]):
-        note = "no header: the columns are taken as image, x1, y1, x2, y2, class"
+    if len(first) == 6 and is_image_name(first[0]) and _are_numbers(first[1:5]):
+        note = "no header: the columns are read as image, x1, y1, x2, y2, class"
         return CsvLayout(
             delimiter=delimiter,
             header=(),
             file_column=0,
             label_column=5,
             box_columns=(1, 2, 3, 4),
-            box_format="corners",
+            box_format="xyxy",
             notes=(note,),
         )
     if (
         len(first) == 11
         and first[0].lower() in (*SPLIT_BY_NAME, "unassigned", "validate")
-        and _is_image_name(first[1])
+        and is_image_name(first[1])
         and _are_numbers([first[column] for column in (3, 4, 7, 8)])
     ):
-        note = "no header: the columns are taken as AutoML's split, image, class, x1, y1, …, x2, y2"
+        note = "no header: the columns are read as AutoML's split, image, class, x1, y1, …, x2, y2"
         return CsvLayout(
             delimiter=delimiter,
             header=(),
             file_column=1,
             label_column=2,
             box_columns=(3, 4, 7, 8),
-            box_format="corners",
+            box_format="xyxy",
             split_column=0,
             notes=(note,),
         )
     return None
 
 
-def _is_image_name(text: str) -> bool:
-    return text.lower().endswith(IMAGE_SUFFIXES)
-
-
 def _are_numbers(values: Sequence[str]) -> bool:
-    """Whether all are numbers, or all empty: an image without objects."""
+    """Whether all are numbers, or all are empty, for an image without objects."""
     return not any(values) or all(_is_number(value) for value in values)
 
 

@@ -1,13 +1,14 @@
-"""Which format a data set has, found by looking at the names in its folder.
+"""Detects the format of a data set from the names in its folder.
 
-Each format looks for its own layouts; where a folder has several, the first of FORMATS is read, and a note says what
-else is there and how to read that. Not here: reading (`formats/`, called by `index.py`), the demo (`demo.py`), the
-cache (`index.py`).
+Each format recognizes its own layouts. If a folder has several formats, the first in FORMATS is read, and a note tells
+what else is there and how to read it. Not here: reading (the other modules of `formats/`, called by `index.py`), the
+demo (`demo.py`), the cache (`index.py`).
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,11 @@ from stoker.data.formats import (
 from stoker.data.formats.tables import (
     ANNOTATION_DIRS,
     IMAGE_DIRS,
-    IMAGE_SUFFIXES,
     SPLIT_BY_NAME,
     SPLITS,
     AnnotationTable,
     DatasetLayout,
+    is_image_name,
     list_subdirs,
 )
 from stoker.data.formats.yolo_yaml import YAML_SUFFIXES
@@ -38,7 +39,7 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, UsageError, nearest
 
 MAX_LISTED_NAMES = 8
-"""Names in a folder that an error lists."""
+"""Names in a folder that an error message lists."""
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
@@ -46,29 +47,29 @@ class Format(NamedTuple):
     """A row of the table of formats."""
 
     find: Callable[[Path], DatasetLayout | None]
-    """The data set in a folder (not below it)."""
+    """The data set in a folder (not in subfolders), or None."""
     read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
     expected_files: str
-    """What `find` looks for, in words."""
+    """What `find` recognizes, for the message that nothing was found."""
     from_file: Callable[[Path], DatasetLayout] | None = None
     """The data set of a single file."""
     suffixes: tuple[str, ...] = ()
-    """Of such files, in lower case."""
+    """The suffixes of such files, in lower case."""
 
 
 FORMATS = {
     "coco": Format(
         coco_files.find,
         coco.read,
-        "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json beside images/)",
+        "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json with images/)",
         coco_files.from_file,
         (".json",),
     ),
-    "voc": Format(voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml beside the images)"),
+    "voc": Format(voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml with the images)"),
     "yolo": Format(
         yolo_files.find,
         yolo.read,
-        "YOLO (data.yaml, images/ with labels/, *.txt beside the images)",
+        "YOLO (data.yaml, images/ with labels/, *.txt with the images)",
         yolo_files.from_file,
         (".yaml", ".yml", ".data"),
     ),
@@ -91,15 +92,15 @@ FORMATS = {
 
 
 def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
-    """The layout of a data set: a folder, or a file that stands for one. Reads no annotations.
+    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations.
 
-    format: look for this one only. Raises DataError when there is none or more than one, UsageError when there is no
-    such format.
+    format: detect only this one. Raises DataError if there is no data set or more than one, UsageError for an unknown
+    format.
     """
     if format is not None and format not in FORMATS:
-        raise UsageError(f"There is no data format {format!r}.", choices=FORMATS)
+        raise UsageError(f"{format!r} is not a data format.", choices=FORMATS)
     if not data.exists():
-        if tfrecord_files.is_glob(data) and (layout := tfrecord_files.from_glob(data)) is not None:
+        if has_magic(data.name) and (layout := tfrecord_files.from_glob(data)) is not None:
             return layout
         raise _path_not_found(data)
     data = data.resolve()
@@ -120,14 +121,14 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
         path, layout = candidates[0]
         notes = [f"read from the folder {path.name}/"]
         if root_layout is not None:
-            reason = "its images are not where it says"
-            notes.append(f"not read: {root_layout.description}, {reason}; --format {root_layout.format} reads it")
+            hint = f"its images were not found; --format {root_layout.format} reads it"
+            notes.append(f"not read: {root_layout.description}, {hint}")
         return replace(layout, notes=(*notes, *layout.notes))
     if candidates:
         if (merged := _merge_split_folders(data, candidates)) is not None:
             return merged
         raise DataError(
-            f"The folder holds {len(candidates)} data sets.",
+            f"The folder contains {len(candidates)} data sets.",
             location=data,
             choices=[path.name for path, _ in candidates],
             fix=f"name one of them, e.g. {candidates[0][0]}",
@@ -138,12 +139,12 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
 
 
 def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
-    """Of the names of files that stand for a data set, in lower case."""
+    """The suffixes, in lower case, of files that are a data set by themselves."""
     return tuple(suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes)
 
 
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
-    """The data set whose splits are data sets of one format, each in a folder named after it; None for any others."""
+    """One data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
     splits = [SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
     parts = [
@@ -172,19 +173,18 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
     for name, spec in FORMATS.items():
         if spec.from_file is not None and file_name.endswith(spec.suffixes) and format in (None, name):
             return spec.from_file(data)
-    suffixes = [suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes]
     is_archive = file_name.endswith(ARCHIVE_SUFFIXES)
     raise DataError(
         f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
         location=data,
         cause="it is an archive" if is_archive else None,
-        choices=["a folder", *(f"*{suffix}" for suffix in suffixes if not suffix.endswith(".gz"))],
-        fix="unpack it, and name the folder" if is_archive else "name the folder that has annotations and images",
+        choices=["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))],
+        fix="unpack it, and name the folder" if is_archive else "name the folder with the annotations and images",
     )
 
 
 def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
-    """The data set of a folder; notes say what else it has."""
+    """The data set of a folder, with notes on other formats in it."""
     layouts: list[DatasetLayout] = []
     notes = []
     for name, spec in FORMATS.items():
@@ -195,8 +195,8 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
         except DataError as error:
             if not any(other.is_certain for other in layouts):
                 raise
-            # another format, preferred to this one, is found already
-            notes.append(f"not read: annotations in the format {name!r}, which are wrong ({error.what.rstrip('.')})")
+            # a format that is preferred to this one is found already
+            notes.append(f"not read: annotations in the format {name!r}, because of an error: {error.what.rstrip('.')}")
             continue
         if layout is not None:
             layouts.append(layout)
@@ -204,7 +204,7 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
         return None
     chosen, *others = sorted(layouts, key=lambda layout: not layout.is_certain)
     ambiguity_notes = [
-        f"both {chosen.description} and {other.description} found: the first is read; --format {other.format} reads the other"
+        f"found {chosen.description} and {other.description}: read the first; --format {other.format} reads the other"
         for other in others
     ]
     return replace(chosen, notes=(*ambiguity_notes, *notes, *chosen.notes))
@@ -218,10 +218,8 @@ def _path_not_found(data: Path) -> DataError:
     return DataError(
         f"{str(data)!r} does not exist.",
         location=data.absolute(),
-        cause=f"the last folder of it that exists is {parent.absolute()}",
-        fix=f"did you mean {parent / closest}?"
-        if closest
-        else 'check the path; "demo" draws a data set to try things with',
+        cause=f"of its folders, {parent.absolute()} exists",
+        fix=f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set',
     )
 
 
@@ -231,22 +229,20 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         location=data,
-        cause="; ".join(
-            [_describe_contents(data), *near_misses, f"looked, there and one folder below, for {expected}"]
-        ),
-        fix=f"name the folder above, {data.parent}, which holds annotations"
+        cause="; ".join([_describe_contents(data), *near_misses, f"expected, there or one folder below: {expected}"]),
+        fix=f"name the parent folder, {data.parent}, which has annotations"
         if _is_inside_dataset(data)
-        else "name the folder or the file that holds the annotations",
+        else "name the folder or the file with the annotations",
     )
 
 
 def _is_inside_dataset(data: Path) -> bool:
-    """Whether a folder is a part of the data set in the folder above."""
+    """Whether a folder belongs to the data set in its parent folder."""
     if data.name.lower() not in (*SPLIT_BY_NAME, *ANNOTATION_DIRS, *(name.lower() for name in IMAGE_DIRS)):
         return False
     try:
         return _detect_in_folder(data.parent, None) is not None
-    except (DataError, OSError):  # whatever is wrong there is not what was asked for
+    except (DataError, OSError):  # an error in the parent folder is not relevant here
         return False
 
 
@@ -254,12 +250,12 @@ def _describe_contents(folder: Path) -> str:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     if not entries:
         return "the folder is empty"
-    num_images = sum(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
+    num_images = sum(is_image_name(entry.name) for entry in entries)
     names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
-    names = [name for name in names if not name.lower().endswith(IMAGE_SUFFIXES)]
+    names = [name for name in names if not is_image_name(name)]
     listed = [
         *names[:MAX_LISTED_NAMES],
         *([f"{len(names) - MAX_LISTED_NAMES} more"] if len(names) > MAX_LISTED_NAMES else []),
     ]
-    listed += [f"{num_images:,} images" if num_images > 1 else "an image"] if num_images else []
-    return f"it holds {', '.join(listed)}" if names else f"it holds {listed[0]} and nothing else"
+    listed += [f"{num_images:,} images" if num_images > 1 else "one image"] if num_images else []
+    return f"it contains {', '.join(listed)}" if names else f"it contains only {listed[0]}"

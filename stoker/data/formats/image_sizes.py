@@ -1,7 +1,7 @@
-"""The sizes of images, from their headers, for the formats that need and do not say them: YOLO, some CSV tables.
+"""Image sizes from the image headers, for formats that need them and do not give them: YOLO, some CSV tables.
 
-Boxes in shares of an image's width and height belong to the image as it is shown, turned as EXIF says. Not here: the
-headers themselves (`stoker/data/images/headers.py`).
+Normalized boxes refer to the upright image, after the EXIF rotation. Not here: parsing the headers
+(`stoker/data/images/headers.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from stoker.data.images.headers import read_header
 from stoker.errors import DataError
 
 IO_WORKERS = 16
-"""What waits is the disk: on a file system across a network, sixteen small reads at a time."""
+"""Threads that wait for the disk: on a network file system, sixteen small reads at a time."""
 CHUNK_SIZE = 64
-"""Files per task: less, and handing out tasks costs more than reading them."""
+"""Files per task: with fewer, scheduling the tasks takes longer than reading the files."""
 REMOTE_IO_WORKERS = 64
-"""For images in a bucket, of which each answer takes 10 … 100 ms and no processor."""
+"""Threads for images in a bucket: a request takes 10 … 100 ms and almost no CPU."""
 NOTICE_MIN_IMAGES = 2000
-"""Images in a bucket from which on reading their sizes takes so long that it is said."""
+"""From this number of images in a bucket on, a status line tells that sizes are being read."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,12 +46,12 @@ def map_in_threads(
 
 
 def read_sizes(paths: Sequence[Path]) -> tuple[NDArray[np.int32], dict[int, str]]:
-    """int32 [R, 2], height and width of the upright images, 0 where they cannot be read; why not, by row."""
+    """int32 [R, 2], height and width of the upright images, 0 where unreadable; and the reasons, by position."""
     sizes = np.zeros((len(paths), 2), np.int32)
     unreadable = {}
     if paths and (uri := source.path_to_uri(paths[0])) is not None:
         if len(paths) >= NOTICE_MIN_IMAGES:
-            source.print_status(f"Reading the sizes of {len(paths):,} images, {uri} and on: the first bytes of each")
+            source.print_status(f"Reading the sizes of {len(paths):,} images from their first bytes, starting at {uri}")
         results = map_in_threads(_read_size, paths, workers=REMOTE_IO_WORKERS, chunk_size=1)
     else:
         results = map_in_threads(_read_size, paths)

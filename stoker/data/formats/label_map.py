@@ -3,81 +3,111 @@
     item { id: 1  name: 'cat' }
     item { id: 2  name: '/m/0bt9lr'  display_name: "dog" }
 
-It is protobuf's text format (https://protobuf.dev/reference/protobuf/textformat-spec/); of the message
-(object_detection/protos/string_int_label_map.proto) id, name and display_name are read, everything else is passed over.
-Not here: which label map belongs to which records (`tfrecord_files.py`, `tfrecord_classes.py`).
+It is protobuf's text format, read by protobuf. Of the message (object_detection/protos/string_int_label_map.proto) id,
+name and display_name are read, all other fields are skipped. Not here: which label map belongs to which records
+(`tfrecord_files.py`, `tfrecord_classes.py`).
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stoker.errors import DataError
 
 BACKGROUND = 0
-"""TensorFlow's own id for "no object"; an entry for it may only be called "background"."""
+"""TensorFlow's own id for "no object"; an item with this id must be called "background"."""
 PEEK_BYTES = 1 << 16
 EXAMPLE = "item { id: 1 name: 'cat' } for each class, ids from 1"
-_TOKEN = re.compile(
-    r"""(?P<space>[\s,;]+|\#[^\n]*)|(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
-    r"""|(?P<word>[A-Za-z_][\w.]*)|(?P<number>-\s*[\w.][\w.+-]*|[\d.][\w.+-]*)|(?P<mark>[{}<>:\[\]/])"""
-)
-_CLOSING = {"{": "}", "<": ">", "[": "]"}
-_ITEM = re.compile(rb"\bitem\s*:?\s*[{<]")
-_ESCAPE = re.compile(
-    rb"\\(?:([abfnrtv?'\"\\])|x([0-9A-Fa-f]{1,2})|([0-7]{1,3})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))"
-)
-_SIMPLE_ESCAPES = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
+_ITEM = re.compile(r"""(?:\#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<item>(?<![\w.])item\s*:?\s*[{<])""")
+"""An item's beginning; also matches comments and strings, so that none is found inside them."""
 
 
 class LabelMap(NamedTuple):
-    """The classes of a file in order of their ids."""
+    """The classes of a file, in the order of their ids."""
 
     path: Path
     ids: list[int]
     """1 or more, all different."""
     names: list[str]
-    """[C], what a class is called: its display_name where it has one."""
+    """[C], the display_name of each class, else its name."""
     index_by_name: dict[str, int]
-    """What a record may call a class, its name or its display_name → its place in `ids`."""
+    """Name or display_name of a class → index into `ids`. Records may use either."""
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
+class _Item(NamedTuple):
+    id: int | None
+    names: list[str]
+    """Display name and name, without absent ones."""
     line: int
-
-
-@dataclass
-class _Item:
-    line: int
-    id: int | None = None
-    name: str | None = None
-    display_name: str | None = None
 
 
 def looks_like_label_map(path: Path) -> bool:
-    """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files, too."""
+    """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files too."""
     with path.open("rb") as file:
-        head = re.sub(rb"#[^\n]*", b"", file.read(PEEK_BYTES))
-    return _ITEM.search(head) is not None
+        return bool(_item_lines(file.read(PEEK_BYTES).decode(errors="replace")))
 
 
-def read(path: Path) -> LabelMap:
-    """Reads a label map. Raises DataError that names file and line."""
+def _item_lines(text: str) -> list[int]:
+    """The line of each item."""
+    return [text.count("\n", 0, match.start()) + 1 for match in _ITEM.finditer(text) if match["item"]]
+
+
+@cache
+def _message_class() -> Any:
+    """The message StringIntLabelMap with the fields that are read."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # takes 0.1 s
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="label_map.proto", package="stoker", syntax="proto2")
+    item = file.message_type.add(name="Item")
+    for number, (name, type) in enumerate(
+        (("name", field.TYPE_STRING), ("id", field.TYPE_INT32), ("display_name", field.TYPE_STRING)), 1
+    ):
+        item.field.add(name=name, number=number, type=type, label=field.LABEL_OPTIONAL)
+    label_map = file.message_type.add(name="LabelMap")
+    label_map.field.add(
+        name="item", number=1, type=field.TYPE_MESSAGE, type_name=".stoker.Item", label=field.LABEL_REPEATED
+    )
+    for message in (item, label_map):
+        message.extension_range.add(start=100, end=1 << 29)  # without it, protobuf refuses unknown extensions
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("stoker.LabelMap"))
+
+
+def _parse_items(path: Path) -> list[_Item]:
+    from google.protobuf import text_format
+
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError("A label map is not UTF-8.", location=path, cause=str(error), fix="save it as UTF-8") from error
-    items = []
-    for item in sorted(_Parser(text, path).parse_items(), key=lambda item: item.id or 0):
-        if item.id is None or not (item.name or item.display_name):
+    message = _message_class()()
+    try:
+        text_format.Parse(text, message, allow_unknown_field=True, allow_unknown_extension=True)
+    except text_format.ParseError as error:
+        location = path if error.GetLine() is None else f"{path}:{error.GetLine()}"
+        raise DataError("A label map cannot be read.", location=location, cause=str(error), fix=EXAMPLE) from error
+    except RecursionError as error:
+        cause = "its messages are nested too deeply"
+        raise DataError("A label map cannot be read.", location=path, cause=cause, fix=EXAMPLE) from error
+    return [
+        _Item(item.id if item.HasField("id") else None, [n for n in (item.display_name, item.name) if n], line)
+        for item, line in zip(message.item, _item_lines(text), strict=False)
+    ]
+
+
+def read(path: Path) -> LabelMap:
+    """Reads a label map. Raises DataError with file and line."""
+    items: list[tuple[int, _Item]] = []
+    for item in _parse_items(path):
+        if item.id is None or not item.names:
             missing = "id" if item.id is None else "name"
             raise DataError(f"An item of a label map has no {missing}.", location=f"{path}:{item.line}", fix=EXAMPLE)
-        if item.id == BACKGROUND and "background" in (item.name, item.display_name):
+        if item.id == BACKGROUND and "background" in item.names:
             continue
         if item.id < 1:
             raise DataError(
@@ -89,27 +119,23 @@ def read(path: Path) -> LabelMap:
         items.append((item.id, item))
     if not items:
         raise DataError("A label map has no classes.", location=path, fix=EXAMPLE)
+    items.sort(key=lambda entry: entry[0])
     for (first_id, first), (second_id, second) in pairwise(items):
         if first_id == second_id:
             location = f"{path}:{first.line} and line {second.line}"
             raise DataError(
                 f"Two items of a label map have the id {first_id}.", location=location, fix="give each its own"
             )
-    return LabelMap(path, [class_id for class_id, _ in items], *_collect_names([item for _, item in items], path))
-
-
-def _collect_names(items: Sequence[_Item], path: Path) -> tuple[list[str], dict[str, int]]:
     index_by_name: dict[str, int] = {}
-    for class_index, item in enumerate(items):
-        for name in dict.fromkeys(name for name in (item.name, item.display_name) if name):
-            earlier = index_by_name.setdefault(name, class_index)
-            if earlier != class_index:
+    for class_index, (_, item) in enumerate(items):
+        for name in item.names:
+            if (earlier := index_by_name.setdefault(name, class_index)) != class_index:
                 raise DataError(
                     f"Two items of a label map are called {name!r}.",
-                    location=f"{path}:{items[earlier].line} and line {item.line}",
+                    location=f"{path}:{items[earlier][1].line} and line {item.line}",
                     fix="give each class a name of its own",
                 )
-    return [item.display_name or item.name or "" for item in items], index_by_name
+    return LabelMap(path, [class_id for class_id, _ in items], [item.names[0] for _, item in items], index_by_name)
 
 
 def to_text(class_names: Sequence[str]) -> str:
@@ -122,133 +148,3 @@ def to_text(class_names: Sequence[str]) -> str:
 def _quote(text: str) -> str:
     escapes = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return "'" + "".join(escapes.get(character, character) for character in text) + "'"
-
-
-class _Parser:
-    """Walks over the tokens of one file."""
-
-    def __init__(self, text: str, path: Path) -> None:
-        self._path = path
-        self._tokens = list(self._tokenize(text))
-        self._position = 0
-
-    def _tokenize(self, text: str) -> Iterator[_Token]:
-        offset, line = 0, 1
-        while offset < len(text):
-            match = _TOKEN.match(text, offset)
-            if match is None:
-                raise self._error(line, f"{text[offset : offset + 20].splitlines()[0]!r} is not understood")
-            if match.lastgroup != "space":
-                yield _Token(str(match.lastgroup), match[0], line)
-            line += match[0].count("\n")
-            offset = match.end()
-        yield _Token("end", "the end of the file", line)
-
-    def _error(self, line: int, cause: str) -> DataError:
-        return DataError("A label map cannot be read.", location=f"{self._path}:{line}", cause=cause, fix=EXAMPLE)
-
-    def _next(self) -> _Token:
-        token = self._tokens[self._position]
-        self._position += 1 if token.kind != "end" else 0
-        return token
-
-    def _peek(self) -> _Token:
-        return self._tokens[self._position]
-
-    def parse_items(self) -> Iterator[_Item]:
-        """The items of the file. Raises DataError."""
-        while self._peek().kind != "end":
-            field = self._parse_field_name()
-            if field.text != "item":
-                self._skip_value()
-                continue
-            if self._peek().text == ":":
-                self._next()
-            opening = self._next()
-            if opening.text not in ("{", "<"):
-                raise self._error(opening.line, f"{opening.text} follows item where {{ should")
-            item = _Item(field.line)
-            while self._peek().text != _CLOSING[opening.text]:
-                self._parse_field(item)
-            self._next()
-            yield item
-
-    def _parse_field_name(self) -> _Token:
-        token = self._next()
-        if token.text == "[":  # an extension's name
-            while self._next().text != "]":
-                if self._peek().kind == "end":
-                    raise self._error(token.line, "a bracket is never closed")
-            return token
-        if token.kind != "word":
-            raise self._error(token.line, f"{token.text} stands where the name of a field should")
-        return token
-
-    def _parse_field(self, item: _Item) -> None:
-        field = self._parse_field_name()
-        if field.text not in ("id", "name", "display_name"):
-            self._skip_value()
-            return
-        colon, value = self._next(), self._peek()
-        if colon.text != ":":
-            raise self._error(colon.line, f"{colon.text} follows {field.text} where a colon should")
-        if field.text == "id":
-            try:
-                item.id = int(self._next().text, 0 if value.text.lower().startswith("0x") else 10)
-            except ValueError as error:
-                raise self._error(value.line, f"the id {value.text} is no whole number") from error
-        elif value.kind != "text":
-            raise self._error(value.line, f"{value.text} follows {field.text} where a quoted text should")
-        elif field.text == "name":
-            item.name = self._parse_text()
-        else:
-            item.display_name = self._parse_text()
-
-    def _parse_text(self) -> str:
-        """Quoted texts that stand one behind the other are one; escapes are those of C, in UTF-8."""
-        pieces = []
-        while self._peek().kind == "text":
-            token = self._next()
-            inner, offset = token.text[1:-1].encode(), 0
-            for match in _ESCAPE.finditer(inner):
-                pieces += [inner[offset : match.start()], self._decode_escape(match, token.line)]
-                offset = match.end()
-            pieces.append(inner[offset:])
-        try:
-            return b"".join(pieces).decode()
-        except UnicodeDecodeError as error:
-            line = self._tokens[self._position - 1].line
-            raise self._error(line, f"the escapes of a text are not UTF-8: {error.reason}") from error
-
-    def _decode_escape(self, match: re.Match[bytes], line: int) -> bytes:
-        letter, hexadecimal, octal, short, long, other = match.groups()
-        if letter:
-            return bytes([_SIMPLE_ESCAPES[letter[0]]])
-        if octal:
-            return bytes([int(octal, 8) & 0xFF])
-        if hexadecimal:
-            return bytes([int(hexadecimal, 16)])
-        if other is None and (code := int(short or long, 16)) < 0x110000 and not 0xD800 <= code < 0xE000:
-            return chr(code).encode()
-        raise self._error(line, f"there is no escape {match[0].decode()}")
-
-    def _skip_value(self) -> None:
-        """Passes over the value of a field that is not read: a scalar, a message or a list."""
-        if self._peek().text == ":":
-            self._next()
-        token = self._next()
-        if token.text in _CLOSING:
-            closing_brackets = [_CLOSING[token.text]]
-            while closing_brackets:
-                inner = self._next()
-                if inner.kind == "end":
-                    raise self._error(token.line, f"{token.text} is never closed")
-                if inner.kind == "mark" and inner.text in _CLOSING:
-                    closing_brackets.append(_CLOSING[inner.text])
-                elif inner.kind == "mark" and inner.text == closing_brackets[-1]:
-                    closing_brackets.pop()
-        elif token.kind == "text":
-            while self._peek().kind == "text":
-                self._next()
-        elif token.kind not in ("word", "number"):
-            raise self._error(token.line, f"{token.text} stands where a value should")

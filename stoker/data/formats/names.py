@@ -1,9 +1,9 @@
-"""Image names that annotations write otherwise than the disk does, matched where only one file can be meant.
+"""Corrects image names that annotations write differently from the disk, if only one file fits.
 
-Annotations made on Windows or macOS say `IMG_1.JPG` for a file `img_1.jpg`, write é as one character where the disk has
-two (NFC and NFD), `%20` for a space, or leave a space at the end. `mend` sets right what a format's reader has read,
-for all formats at once; a reader that looks for files itself, to choose a folder, asks `alike`. Names that are right
-cost one listing of their folder. Not here: images that are under another name altogether (`index.require_pictures`).
+Annotations made on Windows or macOS have `IMG_1.JPG` for a file `img_1.jpg`, write é as one character where the disk
+has two (NFC and NFD), `%20` for a space, or end with a space. `repair_names` corrects the table of any format;
+`count_matching_files` is for readers that search for the image folder. If all names are correct, the cost is one
+listing per folder. Not here: images with an entirely different name (`index.require_images`).
 """
 
 import os
@@ -19,7 +19,7 @@ from stoker.data.validation.problems import ProblemCollector
 
 
 def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector) -> None:
-    """Gives images the names of their files, in place, where they differ as above; each is a problem, and fixed."""
+    """Changes image names in place to the names of their files; each change is reported as a fixed problem."""
     is_file = np.ones(len(table.file_names), np.bool_) if table.byte_range is None else table.byte_range[:, 1] == 0
     for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(is_file)):
         image_indices, folder_name = indices.tolist(), table.folders[folder_index]
@@ -41,9 +41,9 @@ def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector)
 
 
 def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Of the `names` that are no file in `folder`, those for which one file there can be meant → that file's name.
+    """Name → file name, for those `names` that are not a file in `folder` but fit exactly one.
 
-    A file that another name stands for already cannot be meant. Raises OSError where the folder cannot be listed.
+    A file that has one of the names itself is not a candidate. Raises OSError if the folder cannot be listed.
     """
     if not folder.is_dir():
         return {}
@@ -62,14 +62,14 @@ def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
             for k in absent_by_key.keys() & files_by_key.keys()
             if len(absent_by_key[k]) == len(files_by_key[k]) == 1
         }
-        # macOS finds a name in any case and form by itself: nothing to mend there.
+        # macOS opens a name in any case and Unicode form, so such a name needs no change.
         matches |= {name: file for name, file in matched.items() if not (folder / name).is_file()}
         absent, unclaimed = absent - matched.keys(), unclaimed - set(matched.values())
     return matches
 
 
 def find_existing_dir(folder: Path) -> Path | None:
-    """A folder, or the one that can be meant where parts of its path are written otherwise; None: there is none."""
+    """A folder, or the only one that fits if parts of its path are written differently; None if there is none."""
     if folder.is_dir():
         return folder
     if folder == folder.parent:
@@ -82,7 +82,7 @@ def find_existing_dir(folder: Path) -> Path | None:
 
 
 def count_matching_files(folder: Path, names: Iterable[str]) -> int:
-    """How many of the names, with "/" between folders, can mean a file below `folder` though they are not its name."""
+    """How many of the names (with "/" between folders) fit a file below `folder`, in any writing."""
     names_by_dir: dict[str, list[str]] = {}
     for name in names:
         head, _, tail = name.rpartition("/")

@@ -1,12 +1,12 @@
-"""What every format speaks: `Found`, a layout that was recognised, and `Columns`, everything that was read from it.
+"""The types that all format readers share: `DatasetLayout` (which files) and `AnnotationTable` (everything read).
 
-Plain data between the format readers beside this file and the index (`stoker/data/index.py`). Not here: reading
-annotations.
+The readers in this folder produce them, the index (`stoker/data/index.py`) uses them. Also here: how splits, image
+folders and annotation folders are recognized by name. Not here: reading annotations.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,13 +26,13 @@ SPLIT_BY_NAME = {
     "test": "test", "testing": "test",
 }  # fmt: skip
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Of the files that are images where no annotation names them, in lower case."""
+"""Files with these suffixes (lower case) are images where no annotation names them."""
 IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
-"""Where images lie beside their annotations: COCO's habit, Pascal VOC's, FiftyOne's, and two that people use."""
+"""Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
 ANNOTATION_DIRS = ("annotations", "annotation", "xmls", "xml", "labels", "label")
-"""Folders that hold annotations and nothing else, also in folders of their own (CVAT keeps those of a task)."""
+"""Names of folders that contain only annotations. They may have subfolders: CVAT writes one per task."""
 MAX_SEARCHED_DIRS = 256
-"""Folders that are looked into for images that are not beside their annotations."""
+"""Folders that are searched for images that are not near their annotations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +42,32 @@ class SplitFiles:
     split: str | None
     """One of SPLITS; None: the data set names no split."""
     annotations: Path
-    """A file, or the folder of one file per image (XML, YOLO's labels); it need not exist where none has labels."""
+    """A file, or the folder of one file per image (XML, YOLO labels). It may be absent if no image has labels."""
     image_dirs: tuple[Path, ...]
-    """Folders in which the images may lie, the likeliest first; they need not exist."""
+    """Folders that may contain the images, the most likely first. They may be absent."""
     image_list: Path | None = None
-    """A text file that names the images of the split (Pascal VOC's ImageSets)."""
+    """A text file that lists the images of the split (Pascal VOC's ImageSets, YOLO's train.txt)."""
+
+    @property
+    def split_index(self) -> int:
+        """Index into SPLITS, or UNASSIGNED."""
+        return UNASSIGNED if self.split is None else SPLITS.index(self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetLayout:
-    """A layout that was recognised; nothing of it has been read."""
+    """The files of a data set whose format was recognized. No annotation has been read."""
 
     format: str
     description: str
-    """In words, for notes: "Roboflow's COCO JSON per split"."""
+    """For notes: "COCO JSON per split folder"."""
     root: Path
     parts: tuple[SplitFiles, ...]
     notes: tuple[str, ...] = ()
     metadata_files: tuple[Path, ...] = ()
-    """Small files about the set as a whole, which are read besides the parts: YOLO's data.yaml, lists of classes, label
-    maps of TFRecords (the likeliest first)."""
+    """Small files about the whole data set, the most likely first: YOLO's data.yaml, class lists, label maps."""
     is_certain: bool = True
-    """False: the images are not where the annotations point, so a data set elsewhere in the folder is preferred."""
+    """False: the images are not where the annotations say, so another data set in the folder is preferred."""
 
 
 @dataclass(kw_only=True)
@@ -79,28 +83,29 @@ class AnnotationTable:
     file_names: list[str]
     """[R], file names without a folder."""
     split: NDArray[np.int8]
-    """[R], index into SPLITS, or UNDECIDED."""
+    """[R], index into SPLITS, or UNASSIGNED."""
     original_size: NDArray[np.int32]
-    """[R, 2], height and width in pixels, 0 where the source does not say."""
+    """[R, 2], height and width in pixels, 0 if the source does not give them."""
     image_id: NDArray[np.int64]
-    """[R], the source's id, else the row."""
+    """[R], the source's id, else the image index."""
     image_index: NDArray[np.int64]
     """[K], the image of each box, ascending."""
     boxes: NDArray[np.float64]
     """[K, 4], xyxy in pixels."""
     labels: NDArray[np.int32]
+    """[K], index into `class_names`."""
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
-    """[K], pixels²; NaN where the source does not say."""
+    """[K], pixels²; NaN if the source does not give it."""
     box_id: NDArray[np.int64]
-    """[K], how the source names the box: COCO's annotation id, the number of the <object> in its XML file."""
+    """[K], the source's number of the box: COCO's annotation id, the number of the <object> in its XML file, a line."""
     box_id_kind: str
-    """What `box_id` is, for messages: "annotation", "object"."""
+    """What `box_id` is, for messages: "annotation", "object", "line"."""
     byte_range: NDArray[np.int64] | None = None
-    """[R, 2], where images lie inside other files: first byte and number of bytes of each encoded image within the
-    file that its "folder" is. `names` then only tell the images apart. None: every image is a file."""
+    """[R, 2], for images inside other files: offset and length in bytes of each encoded image in the file that is its
+    "folder". `file_names` are then only labels. None: every image is a file."""
     sizes_from_headers: bool = False
-    """Whether sizes were read from the images, so that the boxes are right only while these stay as they are."""
+    """True if sizes were read from the image files: the boxes are correct only while these files do not change."""
     notes: list[str] = field(default_factory=list)
 
     def image_path(self, image_index: int) -> str:
@@ -110,7 +115,7 @@ class AnnotationTable:
 
 
 class FolderTable:
-    """Numbers folders in the order in which they are first asked for; as text relative to the root where possible."""
+    """Numbers folders in order of first use; stores paths relative to the root where possible."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -125,30 +130,41 @@ class FolderTable:
         return list(self._index_by_path)
 
 
+def display_path(path: Path, root: Path) -> str:
+    """A path as messages show it: relative to the root if it is inside."""
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
 def group_by_folder(
     folder_index: NDArray[np.int32], image_indices: NDArray[np.int64]
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The rows by their folder, ascending. One sort: there may be a folder to every few images."""
+    """The image indices of each folder, ascending. Sorts once, because a folder may have only a few images."""
     ordered = image_indices[np.argsort(folder_index[image_indices], kind="stable")]
     folder_indices, starts = np.unique(folder_index[ordered], return_index=True)
     yield from zip(folder_indices.tolist(), np.split(ordered, starts[1:]), strict=False)
 
 
+def is_image_name(name: str) -> bool:
+    """Whether a file name has the suffix of an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
 def split_from_name(stem: str) -> str | None:
-    """The split that a file name speaks of: "instances_train2017" is "train", "my-validation" is "val"; else None."""
+    """The split in a file name: "instances_train2017" is "train", "my-validation" is "val"; None if there is not
+    exactly one."""
     splits = {SPLIT_BY_NAME[token] for token in re.split(r"[^a-z]+", stem.lower()) if token in SPLIT_BY_NAME}
     return splits.pop() if len(splits) == 1 else None
 
 
 def list_subdirs(folder: Path) -> dict[str, Path]:
-    """The folders inside a folder by lower-case name, in order of name; hidden ones apart."""
+    """The subfolders of a folder by lower-case name, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     return {name.lower(): folder / name for name in names}
 
 
 def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The folders inside a folder that are named after a split. Raises DataError when two speak of the same one."""
+    """The subfolders that are named after a split, in the order of SPLITS. Raises DataError for two of one split."""
     path_by_split: dict[str, Path] = {}
     for name, path in list_subdirs(folder).items():
         split = SPLIT_BY_NAME.get(name)
@@ -166,8 +182,10 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def check_unannotated_splits(folder: Path, parts: list[SplitFiles]) -> list[str]:
-    """Notes on folders that are named after a split, beside those of `parts`, but have no annotations. Raises DataError
-    where that is the training or validation split: images of a test are often given without."""
+    """Notes on split folders that have no annotations.
+
+    Raises DataError if the training or validation split has none; test images are often published without.
+    """
     notes = []
     for split, path in iter_split_dirs(folder):
         if split in [part.split for part in parts]:
@@ -176,16 +194,43 @@ def check_unannotated_splits(folder: Path, parts: list[SplitFiles]) -> list[str]
             raise DataError(
                 f"The {split} split is empty: its folder has no annotations.",
                 location=path,
-                cause=f"{parts[0].annotations} is where those of the {parts[0].split} split are",
-                fix="put them there, or delete the folder to have a part of the training images held back",
+                cause=f"the annotations of the {parts[0].split} split are in {parts[0].annotations}",
+                fix="put its annotations there, or delete the folder to split validation images off the training set",
             )
         notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
 
 
+def choose_file_per_split(folder: Path, files: Iterable[Path]) -> list[tuple[str | None, Path]]:
+    """The annotation file of each split, by the file names, in the order of SPLITS.
+
+    A file whose name has no split is used only if no other file is there. Raises DataError for two files of one split.
+    """
+    by_split: dict[str | None, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(split_from_name(path.stem), []).append(path)
+    if len(by_split) > 1:
+        by_split.pop(None, None)
+    return [(split, choose_only_file(folder, by_split[split], split)) for split in (*SPLITS, None) if split in by_split]
+
+
+def choose_only_file(folder: Path, files: list[Path], split: str | None) -> Path:
+    """The annotation file of a split. Raises DataError if there are several."""
+    if len(files) > 1:
+        raise DataError(
+            f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else "."),
+            location=folder,
+            choices=[path.name for path in files],
+            fix="name one of the files instead of the folder, or move the others away",
+        )
+    return files[0]
+
+
 def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """The paths of the files in a folder with one of the endings, in lower case, by name, hidden ones apart; also of
-    those further below, where the folder is called after annotations."""
+    """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones.
+
+    Subfolders are included if the folder has the name of an annotation folder.
+    """
     recursive = folder.name.lower() in ANNOTATION_DIRS
     for dirpath, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if recursive and not name.startswith("."))
@@ -194,7 +239,7 @@ def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[s
 
 
 def iter_dirs_below(root: Path) -> Iterator[Path]:
-    """The folders up to two below one, at most MOST_FOLDERS, where images may be that are nowhere near."""
+    """The folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
 
     def iter_two_levels() -> Iterator[Path]:
         for path in list_subdirs(root).values():
@@ -205,12 +250,12 @@ def iter_dirs_below(root: Path) -> Iterator[Path]:
 
 
 def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
-    """The folders named after a split in a folder and in those for images in it."""
+    """The folders named after a split in a folder and in its image folders."""
     for image_dir in list_image_dirs(folder):
         yield from (path for name, path in list_subdirs(image_dir).items() if split_from_name(name) == split)
 
 
 def list_image_dirs(folder: Path) -> tuple[Path, ...]:
-    """Where images may lie below a folder, whatever the case of its name; the folder itself comes last."""
+    """The image folders in a folder, in any case, and the folder itself as the last."""
     subdirs = list_subdirs(folder)
     return (*(subdirs[name.lower()] for name in IMAGE_DIRS if name.lower() in subdirs), folder)

@@ -1,14 +1,14 @@
-"""tf.train.Example on the wire: where each feature of a record lies, its values, and the bytes of a new one.
+"""The wire format of tf.train.Example: finds the features of a record, reads their values, encodes new records.
 
-The reader is given a mapped file and hands out positions in it, so the encoded image inside a record is found and not
-copied. Messages, as tensorflow/core/example/{example,feature}.proto have them:
+The reader works on a mapped file and returns byte ranges, so that the encoded image in a record is not copied; this is
+why it does not use protobuf. Messages, from tensorflow/core/example/{example,feature}.proto:
 
     Example   { Features features = 1; }
     Features  { map<string, Feature> feature = 1; }        an entry is { key = 1; value = 2; }
     Feature   { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
     BytesList { repeated bytes value = 1; }   FloatList, Int64List { repeated … value = 1; }, packed or not
 
-Encoding: https://protobuf.dev/programming-guides/encoding/. Not here: what the features mean (`tfrecord.py`).
+Encoding: https://protobuf.dev/programming-guides/encoding/. Not here: the meaning of the features (`tfrecord.py`).
 """
 
 import mmap
@@ -27,18 +27,18 @@ Values: TypeAlias = Sequence[bytes] | Sequence[int] | NDArray[np.float32]
 
 
 class MalformedExample(ValueError):
-    """The bytes are no tf.train.Example, or a feature has another type than it should."""
+    """The bytes are not a tf.train.Example, or a feature has the wrong type."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes [start, stop) of the content."""
+    """Bytes [start, stop) of the file."""
 
     start: int
     stop: int
 
 
 def parse_features(data: Buffer, start: int, stop: int) -> dict[bytes, ByteRange]:
-    """Where the Feature of each key lies, in the Example that bytes [start, stop) are. Raises Malformed."""
+    """The byte range of each key's Feature in the Example at bytes [start, stop). Raises MalformedExample."""
     ranges: dict[bytes, ByteRange] = {}
     for field_number, wire_type, begin, end in _iter_fields(data, start, stop):
         if field_number == 1 and wire_type == BYTES:
@@ -48,7 +48,7 @@ def parse_features(data: Buffer, start: int, stop: int) -> dict[bytes, ByteRange
 
 
 def _parse_entries(data: Buffer, start: int, stop: int) -> dict[bytes, ByteRange]:
-    """The map of a Features message: its entries in any order, key or value absent or there twice, unknown fields."""
+    """The map of a Features message. Key and value may be in any order, absent or repeated; skips unknown fields."""
     ranges: dict[bytes, ByteRange] = {}
     for entry_number, entry_wire, entry, entry_end in _iter_fields(data, start, stop):
         if entry_number != 1 or entry_wire != BYTES:
@@ -64,8 +64,10 @@ def _parse_entries(data: Buffer, start: int, stop: int) -> dict[bytes, ByteRange
 
 
 def _parse_entries_fast(data: Buffer, offset: int, stop: int) -> dict[bytes, ByteRange] | None:
-    """The same in a third of the time, where the entries are as every writer lays them out: a key below 128 bytes and
-    then the value. None where one is not."""
+    """The same in a third of the time, for the usual layout of entries: a key below 128 bytes, then the value.
+
+    None if an entry has another layout.
+    """
     ranges: dict[bytes, ByteRange] = {}
     last = stop - 1
     while offset < stop:
@@ -95,7 +97,7 @@ def _parse_entries_fast(data: Buffer, offset: int, stop: int) -> dict[bytes, Byt
 
 
 def find_byte_values(data: Buffer, feature: ByteRange | None) -> list[ByteRange]:
-    """Where the values of a bytes feature lie; none where it is None (absent) or empty. Raises Malformed."""
+    """The byte ranges of a bytes feature's values; none if it is absent or empty. Raises MalformedExample."""
     if feature is None:
         return []
     if (single := _find_single_list(data, feature, 0x0A)) is not None:
@@ -109,7 +111,7 @@ def find_byte_values(data: Buffer, feature: ByteRange | None) -> list[ByteRange]
 
 
 def read_floats(data: Buffer, feature: ByteRange | None) -> bytes:
-    """The values of a float feature as little-endian float32, 4 bytes each. Raises Malformed."""
+    """The values of a float feature as little-endian float32, 4 bytes each. Raises MalformedExample."""
     if feature is None:
         return b""
     if (single := _find_single_list(data, feature, 0x12)) is not None:
@@ -127,7 +129,7 @@ def read_floats(data: Buffer, feature: ByteRange | None) -> bytes:
 
 
 def read_integers(data: Buffer, feature: ByteRange | None) -> list[int]:
-    """The values of an int64 feature. Raises Malformed."""
+    """The values of an int64 feature. Raises MalformedExample."""
     if feature is None:
         return []
     if (single := _find_single_list(data, feature, 0x1A)) is not None:
@@ -142,7 +144,7 @@ def read_integers(data: Buffer, feature: ByteRange | None) -> list[int]:
     values: list[int] = []
     for offset, end in ranges:
         packed = data[offset:end]
-        if packed.isascii():  # every value below 128: a byte each
+        if packed.isascii():  # every value is below 128, one byte each
             values += packed
             continue
         while offset < end:
@@ -152,8 +154,10 @@ def read_integers(data: Buffer, feature: ByteRange | None) -> list[int]:
 
 
 def _find_single_list(data: Buffer, feature: ByteRange, tag: int) -> ByteRange | None:
-    """The value of a Feature that is one list (of the kind of `tag`) with one value or all of them packed, as nearly
-    every Feature is; None where it is anything else. It takes a quarter of the time of `_lists` and `_fields`."""
+    """The value of a Feature that is one list (of the kind of `tag`) with one value or packed ones; None for any other.
+
+    Almost every Feature is. Takes a quarter of the time of `_find_lists` and `_iter_fields`.
+    """
     offset, stop = feature
     if stop - offset < 4 or data[offset] != tag:
         return None
@@ -171,21 +175,21 @@ def _find_single_list(data: Buffer, feature: ByteRange, tag: int) -> ByteRange |
 
 
 def _find_lists(data: Buffer, feature: ByteRange, kind: int) -> list[ByteRange]:
-    """The lists of a Feature, nearly always one: several of a kind are one that was cut in pieces."""
+    """The lists of a Feature. It is almost always one; several of a kind are concatenated."""
     ranges: list[ByteRange] = []
     actual_kind = kind
     for field_number, wire_type, begin, end in _iter_fields(data, feature.start, feature.stop):
         if wire_type == BYTES and field_number in KINDS:
-            if field_number != actual_kind:  # of a oneof the last one counts
+            if field_number != actual_kind:  # the last one of a oneof counts
                 ranges, actual_kind = [], field_number
             ranges.append(ByteRange(begin, end))
     if actual_kind != kind and any(stop > start for start, stop in ranges):
-        raise MalformedExample(f"it holds {KINDS[actual_kind]}, not {KINDS[kind]}")
+        raise MalformedExample(f"it contains {KINDS[actual_kind]}, not {KINDS[kind]}")
     return ranges if actual_kind == kind else []
 
 
 def _iter_fields(data: Buffer, offset: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """(field number, wire type, first byte, byte behind) of each field of the message that [at, stop) is."""
+    """(field number, wire type, first byte, byte after it) of each field of the message at bytes [offset, stop)."""
     while offset < stop:
         tag = data[offset]
         offset += 1
@@ -205,7 +209,7 @@ def _iter_fields(data: Buffer, offset: int, stop: int) -> Iterator[tuple[int, in
         elif wire_type in (FIXED32, FIXED64):
             end = offset + (4 if wire_type == FIXED32 else 8)
         else:
-            raise MalformedExample(f"there is no wire type {wire_type}, at byte {offset - 1:,}")
+            raise MalformedExample(f"unknown wire type {wire_type}, at byte {offset - 1:,}")
         if end > stop or tag < 8:
             raise MalformedExample(f"a field is cut off or has no number, at byte {offset - 1:,}")
         yield tag >> 3, wire_type, offset, end
@@ -213,7 +217,7 @@ def _iter_fields(data: Buffer, offset: int, stop: int) -> Iterator[tuple[int, in
 
 
 def _read_varint(data: Buffer, offset: int, stop: int) -> tuple[int, int]:
-    """(value in 0 … 2^64 - 1, the byte behind it)."""
+    """(value in 0 … 2^64 - 1, the byte after it)."""
     value = shift = 0
     while offset < stop and shift < 70:
         byte = data[offset]
@@ -226,8 +230,10 @@ def _read_varint(data: Buffer, offset: int, stop: int) -> tuple[int, int]:
 
 
 def encode(values: Mapping[str, Values]) -> bytes:
-    """The bytes of an Example with the given features: byte strings, int64 or an array of float32, each a list. A list
-    without values is left out, which means the same and cannot be of another type than a reader expects."""
+    """The bytes of an Example with the given features: lists of byte strings or int64, or an array of float32.
+
+    An empty list is left out: this means the same, and cannot have a type that a reader does not expect.
+    """
     entries = []
     for key, value in sorted(values.items()):
         if not len(value):

@@ -1,9 +1,9 @@
-"""TFRecord data sets of the TensorFlow Object Detection API: reads them into columns, without TensorFlow.
+"""TFRecord data sets of the TensorFlow Object Detection API: reads them without TensorFlow.
 
-Every checksum is compared; what is damaged is named with its byte and left out. Images stay where they are: the
-columns say where each one's bytes lie in its file. Keys are those of object_detection/data_decoders/
-tf_example_decoder.py; image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group
-(image/object/group_of) counts as COCO's crowd. `image/encoded` may be of any format that stoker reads.
+Every checksum is verified; damaged records are reported with their byte offset and dropped. Images are not copied: the
+table has the byte range of each in its file. Keys are those of object_detection/data_decoders/tf_example_decoder.py;
+image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group (image/object/group_of) counts as
+COCO's crowd. `image/encoded` may have any format that stoker reads.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats import tf_example
-from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, FolderTable
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable
 from stoker.data.formats.tf_example import ByteRange, MalformedExample
 from stoker.data.formats.tfrecord_classes import NO_CLASS, NO_LABEL, NO_TEXT, assign_classes
 from stoker.data.formats.tfrecord_files import GZIP_MAGIC, describe_missing_shards
@@ -31,28 +31,28 @@ LABEL_KEY, TEXT_KEY = b"image/object/class/label", b"image/object/class/text"
 CROWD_KEY, GROUP_KEY, AREA_KEY = b"image/object/is_crowd", b"image/object/group_of", b"image/object/area"
 ENCODED_KEY, FILENAME_KEY, SOURCE_ID_KEY = b"image/encoded", b"image/filename", b"image/source_id"
 MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PN")
-"""Of JPEG and PNG, which nearly all images in records are; the headers of others are looked at."""
+"""The first bytes of JPEG and PNG, the usual formats in records. The headers of other images are parsed."""
 _NAN = np.array(math.nan, "<f4").tobytes()
 HEIGHT_KEY, WIDTH_KEY = b"image/height", b"image/width"
 
 
 class _UnusableRecord(Exception):
-    """A record cannot be used: (kind of problem, why)."""
+    """A record cannot be used: (kind of problem, reason)."""
 
 
 @dataclass
 class _RecordColumns:
-    """Columns that grow by a record at a time; a box is 40 bytes here, an image none of its own."""
+    """Columns that grow by one record at a time. A box takes 40 bytes."""
 
     xyxy: tuple[bytearray, ...] = field(default_factory=lambda: tuple(bytearray() for _ in BOX_KEYS))
-    """Four columns [K] of float32, shares of the image's width and height."""
+    """Four columns [K] of float32, normalized by image width and height."""
     label: "array[int]" = field(default_factory=lambda: array("q"))
     text_index: "array[int]" = field(default_factory=lambda: array("i"))
     crowd: bytearray = field(default_factory=bytearray)
     area: bytearray = field(default_factory=bytearray)
     index_by_text: dict[bytes, int] = field(default_factory=dict)
     num_boxes: list[int] = field(default_factory=list)
-    """[R], boxes."""
+    """[R], boxes per image."""
     byte_range: "array[int]" = field(default_factory=lambda: array("q"))
     original_size: "array[int]" = field(default_factory=lambda: array("q"))
     file_names: list[str] = field(default_factory=list)
@@ -60,18 +60,17 @@ class _RecordColumns:
     folder_index: list[int] = field(default_factory=list)
     split: list[int] = field(default_factory=list)
     record_number: list[int] = field(default_factory=list)
-    """[R], of the record in its file."""
+    """[R], number of the record in its file."""
     num_group_boxes: int = 0
     unpacked_bytes: dict[Path, int] = field(default_factory=dict)
-    """Where the content of each compressed shard lies, and its bytes."""
+    """Unpacked file of each compressed shard → its size."""
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all shards. Raises DataError when no record can be used, or a label map cannot be read."""
+    """Reads all shards. Raises DataError if no record is usable or a label map cannot be read."""
     columns, folders, notes = _RecordColumns(), FolderTable(layout.root), list(layout.notes)
     for part in layout.parts:
-        split = UNASSIGNED if part.split is None else SPLITS.index(part.split)
-        _read_shard(part.annotations, split, columns, folders, problems)
+        _read_shard(part.annotations, part.split_index, columns, folders, problems)
     for message in describe_missing_shards(part.annotations for part in layout.parts):
         problems.add("missing-shard", message)
     if not columns.file_names:
@@ -79,11 +78,11 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             "No record can be used.",
             location=layout.root if len(layout.parts) > 1 else layout.parts[0].annotations,
             cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.summarize()) or None,
-            fix="copy or write the records again; they have to be TFRecords of the TensorFlow Object Detection API",
+            fix="copy or write the records again; they must be TFRecords of the TensorFlow Object Detection API",
         )
     if columns.unpacked_bytes:
         count, first_path = len(columns.unpacked_bytes), next(iter(columns.unpacked_bytes))
-        files = "a file is compressed" if count == 1 else f"{count:,} files are compressed"
+        files = "one file is compressed" if count == 1 else f"{count:,} files are compressed"
         notes.append(f"{files}: unpacked into {first_path.parent}, {sum(columns.unpacked_bytes.values()):,} bytes")
     if columns.num_group_boxes:
         notes.append(f"{columns.num_group_boxes:,} boxes around groups (image/object/group_of) count as crowd")
@@ -104,7 +103,7 @@ def _read_shard(
         try:
             data_path = unpack(path)
         except DataError as error:
-            problems.add("damaged-shard", f"{path}: {error.cause}; it is compressed, and left out as a whole")
+            problems.add("damaged-shard", f"{path}: {error.cause}; the whole compressed file is left out")
             return
         columns.unpacked_bytes[data_path] = data_path.stat().st_size
         if columns.unpacked_bytes[data_path] == 0:
@@ -114,7 +113,7 @@ def _read_shard(
     used_names: set[str] = set()
     with data_path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_SEQUENTIAL"):
-            data.madvise(mmap.MADV_SEQUENTIAL)  # reads ahead further; every byte is needed, once
+            data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
         for frame in iter_frames(data, shard, problems):
             try:
                 name = _read_record(data, frame, data_path, columns, used_names)
@@ -130,7 +129,7 @@ def _read_shard(
 
 
 def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
-    """Adds what a record says of its image and boxes, and returns the image's name. Raises _LeftOut."""
+    """Adds the image and the boxes of a record; returns the image's name. Raises _UnusableRecord."""
     try:
         features = tf_example.parse_features(data, frame.start, frame.stop)
         encoded = tf_example.find_byte_values(data, features.get(ENCODED_KEY))
@@ -181,7 +180,7 @@ def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordCol
 
 
 def _read_header_size(data: mmap.mmap, byte_range: ByteRange, shard: Path) -> tuple[int, int]:
-    """Height and width of an image, as its own header has them."""
+    """Height and width of an image, from its header."""
     try:
         return parse_header(data[byte_range.start : byte_range.stop], shard).size
     except DataError as error:
@@ -208,7 +207,7 @@ def _check_lengths(
 
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
-    """The file name without folders; one that an earlier record of the shard has, or that is none, gets the number."""
+    """The file name without folders; with the record number if it is empty or already used in the shard."""
     name = filename.decode(errors="backslashreplace").replace("\\", "/").rpartition("/")[2].replace("\0", "")
     if name in ("", ".", ".."):
         name = f"record {record_number}"
@@ -228,7 +227,9 @@ def _make_table(
     def describe_box(box_index: int) -> str:
         image_index = int(image_indices[box_index])
         shard = Path(folders[columns.folder_index[image_index]]).name
-        return f"{shard}, record {columns.record_number[image_index]} ({columns.file_names[image_index]}), object {box_index - int(offsets[image_index]) + 1}"
+        number = box_index - int(offsets[image_index]) + 1
+        record = f"record {columns.record_number[image_index]} ({columns.file_names[image_index]})"
+        return f"{shard}, {record}, object {number}"
 
     classes = assign_classes(
         np.array(columns.label, np.int64),
@@ -264,7 +265,7 @@ def _make_table(
 
 
 def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
-    """[R], the source's ids where all are different whole numbers, else the rows."""
+    """[R], the source's ids if all are different whole numbers, else the image indices."""
     image_indices = np.arange(len(source_ids), dtype=np.int64)
     if not all(text.isdigit() and len(text) < 19 for text in source_ids):
         return image_indices

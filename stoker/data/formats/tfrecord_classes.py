@@ -1,7 +1,7 @@
-"""Which class each box of a TFRecord data set has, from its label, its text and a label map.
+"""Determines the class of each box of a TFRecord data set, from its label, its text and a label map.
 
-As in the TensorFlow Object Detection API the text decides where the label map has it, else the label. Of several label
-maps the one is taken that says what the records say. Not here: finding label maps (`tfrecord_files.py`), reading one
+As in the TensorFlow Object Detection API, the text decides if the label map has it, else the label. Of several label
+maps, the one that agrees with the records is used. Not here: finding label maps (`tfrecord_files.py`), reading one
 (`label_map.py`).
 """
 
@@ -28,29 +28,28 @@ class ClassAssignment(NamedTuple):
     names: list[str]
     ids: list[int]
     labels: NDArray[np.int32]
-    """[K], place of each box in `names`, or NO_CLASS."""
+    """[K], index into `names`, or NO_CLASS."""
     notes: list[str]
 
 
 class LabelTextPair(NamedTuple):
-    """What the records say of some boxes."""
+    """A label and a text that some boxes have in common."""
 
     label: int
-    """Or NO_LABEL."""
+    """NO_LABEL if the record has none."""
     text: str | None
     num_boxes: int
-    """How many."""
     first_box: int
-    """The first of the boxes."""
+    """Index of the first of these boxes."""
 
 
 @dataclass
 class _PairAssignment:
-    """What becomes of each pair, and what is wrong with it."""
+    """The class of each pair, and the problems."""
 
     labels: list[int] = field(default_factory=list)
     problems: list[tuple[str, LabelTextPair, str]] = field(default_factory=list)
-    """(kind of problem, pair, what is there)"""
+    """(kind of problem, pair, description)"""
 
     def add(self, label: int, pair: LabelTextPair, kind: str | None = None, description: str = "") -> None:
         self.labels.append(label)
@@ -70,9 +69,9 @@ def assign_classes(
 ) -> ClassAssignment:
     """The class of each box.
 
-    label [K]: image/object/class/label or NO_LABEL; text [K]: places in `texts` or NO_TEXT; maps: label maps that may
-    belong to the records below `root`; place: where a box is, in words, for problems. Raises DataError when a label map
-    cannot be read or when several fit.
+    label [K]: image/object/class/label or NO_LABEL; text_index [K]: index into `texts` or NO_TEXT; label_map_paths:
+    label maps that may belong to the records below `root`; describe_box: the location of a box, for messages. Raises
+    DataError if a label map cannot be read or if several fit.
     """
     pairs, pair_index = _group_pairs(label, text_index, texts)
     chosen, notes = _choose_label_map(pairs, label_map_paths, root)
@@ -85,8 +84,8 @@ def assign_classes(
         names, ids, assignment = _assign_by_label(pairs)
         if names:
             notes.append(
-                "no label map and no texts in the records: the classes are called after their labels;"
-                " a label_map.pbtxt beside the records names them"
+                "no label map and no texts in the records: the classes are named after their labels;"
+                " a label_map.pbtxt next to the records sets their names"
             )
     for kind, pair, description in assignment.problems:
         problems.add(kind, f"{describe_box(pair.first_box)}: {description}", pair.num_boxes)
@@ -96,7 +95,7 @@ def assign_classes(
 def _group_pairs(
     label: NDArray[np.int64], text_index: NDArray[np.int32], texts: Sequence[str]
 ) -> tuple[list[LabelTextPair], NDArray[np.int64]]:
-    """The different things that boxes say of their class, and which of them each box [K] says."""
+    """The different pairs of label and text, and the index of each box's pair [K]."""
     values, label_number = np.unique(label, return_inverse=True)
     codes, first, pair_index, counts = np.unique(
         label_number * (len(texts) + 1) + text_index + 1, return_index=True, return_inverse=True, return_counts=True
@@ -113,14 +112,14 @@ def _group_pairs(
 def _choose_label_map(
     pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
 ) -> tuple[LabelMap | None, list[str]]:
-    """The label map to believe, or None, and notes about it."""
+    """The label map to use, or None, and notes about it."""
     is_sibling = bool(paths) and is_in_sibling_dir(paths[0], root)
     distinct: dict[tuple[object, ...], LabelMap] = {}
     for path in paths:
         try:
             candidate = label_map.read(path)
         except DataError:
-            if is_sibling:  # of another data set, perhaps; which map was taken, if any, is told
+            if is_sibling:  # perhaps of another data set; a note tells which map is used
                 continue
             raise
         distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
@@ -136,13 +135,13 @@ def _choose_label_map(
         return fitting[0], [f"classes from {fitting[0].path}{more}"]
     if is_sibling:
         return None, [
-            f"label maps in folders beside the records are not used: {len(fitting)} of {len(label_maps)} fit them"
+            f"label maps in folders next to the records are not used: {len(fitting)} of {len(label_maps)} fit them"
         ]
     raise DataError(
         f"There are {len(label_maps)} different label maps, and {len(fitting) or 'none'} of them fit the records.",
         location=root,
         choices=[str(candidate.path) for candidate in label_maps],
-        fix="leave the right one with the records and move the others away",
+        fix="leave the correct one with the records and move the others away",
     )
 
 
@@ -173,7 +172,7 @@ def _assign_by_map(pairs: list[LabelTextPair], class_map: LabelMap) -> _PairAssi
 
 
 def _assign_by_text(pairs: list[LabelTextPair], names: list[str]) -> tuple[list[str], list[int], _PairAssignment]:
-    """Without a label map; a box without a text has the class whose label it shares."""
+    """Without a label map. A box without a text gets the class of the boxes with the same label."""
     class_index_by_key = {name: class_index for class_index, name in enumerate(names)}
     indices_by_label: dict[int, set[int]] = {}
     for pair in pairs:
@@ -206,7 +205,7 @@ def _assign_by_label(pairs: list[LabelTextPair]) -> tuple[list[str], list[int], 
 
 
 def _describe_unassigned(pair: LabelTextPair, reason: str) -> tuple[str, str]:
-    """Kind of problem and what is there, of boxes whose class cannot be told."""
+    """Kind of problem and description, for boxes whose class cannot be determined."""
     text = "" if pair.text is None else f", text {pair.text!r}"
     if pair.label == NO_LABEL and not text:
         return "no-class", "neither a label nor a text"

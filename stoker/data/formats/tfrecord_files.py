@@ -1,14 +1,13 @@
-"""Which files make up a TFRecord data set, and which label maps may be theirs.
+"""Finds the files of a TFRecord data set and the label maps that may belong to it.
 
-Recognised: files called *.record, *.tfrecord and the like, whole or numbered (`train.record-00003-of-00010`), plain or
-gzip, in one folder or in `train/`, `valid/`, `test/`; one such file; a pattern ("train.record*"). Their split is in the
-name of the file or of that folder. Not here: what is in the files (`tfrecord.py`), reading label maps (`label_map.py`).
+Recognized: files called *.record, *.tfrecord and similar, whole or numbered (`train.record-00003-of-00010`), plain or
+gzip, in one folder or in `train/`, `valid/`, `test/`; one such file; a pattern ("train.record*"). The split is in the
+name of the file or of that folder. Not here: reading the files (`tfrecord.py`) and label maps (`label_map.py`).
 """
 
 import os
 import re
 from collections.abc import Iterable, Iterator
-from glob import has_magic
 from pathlib import Path
 
 from stoker.data.formats import label_map
@@ -27,23 +26,15 @@ GZIP_MAGIC = b"\x1f\x8b"
 _SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)
 SUFFIXES = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
 SIBLING_DIRS = (
-    "annotations",
-    "labels",
-    "label_map",
-    "label_maps",
-    "labelmap",
-    "labelmaps",
-    "data",
-    "training",
-    "configs",
-)
-"""Folders beside that of the records in which people keep label maps. Others may be other data sets, with maps of
-their own."""
+    "annotations", "labels", "label_map", "label_maps", "labelmap", "labelmaps", "data", "training", "configs",
+)  # fmt: skip
+"""Folders next to that of the records in which people keep label maps. Other folders may be other data sets, with their
+own maps."""
 _SHARD_NAME = re.compile(r"(.*)-(\d{3,7})-of-(\d{3,7})(.*)", re.DOTALL)
 
 
 def find(folder: Path) -> DatasetLayout | None:
-    """The TFRecord data set in a folder or in its split folders (not further below), or None."""
+    """The TFRecord data set in a folder or in its split folders, or None."""
     parts, notes = _find_parts(folder, None)
     if parts:
         return _make_layout(folder, parts, notes)
@@ -62,18 +53,13 @@ def from_file(path: Path) -> DatasetLayout:
 
 
 def strip_shard_number(name: str) -> str:
-    """The name of a file of a numbered series without its number: "train.record" of "train.record-00003-of-00010"."""
+    """The name of a numbered file without its number: "train.record" for "train.record-00003-of-00010"."""
     match = _SHARD_NAME.fullmatch(name)
     return name if match is None else match[1] + match[4]
 
 
-def is_glob(data: Path) -> bool:
-    """Whether the name of a file that does not exist is a pattern: "train.record*", "train.record-?????-of-00010"."""
-    return has_magic(data.name)
-
-
 def from_glob(data: Path) -> DatasetLayout | None:
-    """The data set of the files in a folder whose names fit a pattern; None where there are none."""
+    """The data set of the files that match a pattern; None if there are none."""
     folder = data.parent.resolve()
     paths = [path for path in sorted(folder.glob(data.name)) if path.is_file() and _is_shard(path)]
     parts = [SplitFiles(split=split_from_name(path.name), annotations=path, image_dirs=()) for path in paths]
@@ -90,21 +76,21 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
         root=root,
         parts=tuple(parts),
         notes=tuple(notes),
-        # other programs have .record files, too; where nothing else is found, reading says what is wrong with these
+        # other programs use .record files too; if there is nothing else, reading them reports what is wrong
         is_certain=any(_has_tfrecord_header(part.annotations) for part in parts),
         metadata_files=tuple(_find_label_maps(folders, root)),
     )
 
 
 def _find_parts(folder: Path, split: str | None) -> tuple[list[SplitFiles], list[str]]:
-    """The shards in a folder by name, and notes on those that are not read."""
-    with os.scandir(folder) as entries:  # of which there may be a hundred thousand, all images
+    """The shards in a folder, sorted, and notes on those that are not read."""
+    with os.scandir(folder) as entries:  # there may be a hundred thousand, all of them images
         names = sorted(entry.name for entry in entries if "rec" in entry.name.lower() or "-of-" in entry.name)
     paths = [folder / name for name in names if _is_shard(folder / name) and (folder / name).is_file()]
     present = {path.name for path in paths}
     duplicates = [path for path in paths if path.suffix == ".gz" and path.name[: -len(".gz")] in present]
     paths = [path for path in paths if path not in duplicates]
-    notes = [f"{path.name} is not read: {path.stem} is there, too" for path in duplicates]
+    notes = [f"{path.name} is not read, because {path.stem} exists too" for path in duplicates]
     return [
         SplitFiles(split=split or split_from_name(path.name), annotations=path, image_dirs=()) for path in paths
     ], notes
@@ -119,7 +105,7 @@ def _is_shard(path: Path) -> bool:
 
 
 def _has_tfrecord_header(path: Path) -> bool:
-    """Whether a file is empty or begins as a plain or a gzip shard does."""
+    """Whether a file is empty or begins like a plain or a gzip shard."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -128,7 +114,7 @@ def _has_tfrecord_header(path: Path) -> bool:
 
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
-    """For each numbered series, the numbers that its names promise and that are not in its folder, in words."""
+    """For each numbered series with missing files, a message with their numbers."""
     series: dict[tuple[Path, str, int, str, int], None] = {}
     for path in paths:
         if match := _SHARD_NAME.fullmatch(path.name):
@@ -145,7 +131,7 @@ def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
-    """Label maps of the nearest place that has any: with the records, below them, above them, in a folder beside."""
+    """The label maps of the nearest folder that has any: with the records, below, above, in a sibling folder."""
     sibling_dirs = [path for name, path in list_subdirs(root.parent).items() if name in SIBLING_DIRS and path != root]
     for directories, pattern in (
         ([*folders, root], "*.pbtxt"),
@@ -160,5 +146,5 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
 
 
 def is_in_sibling_dir(path: Path, root: Path) -> bool:
-    """Whether a label map lies in a folder beside that of the records: it may belong to another data set."""
+    """Whether a label map is in a folder next to that of the records: it may belong to another data set."""
     return path.parent != root.parent and not path.is_relative_to(root)

@@ -1,9 +1,9 @@
-"""The frames of a TFRecord file: where its records lie, every checksum compared; and writing them.
+"""The frames of a TFRecord file: finds its records, verifies every checksum, writes records.
 
 A file is a sequence of records, each a little-endian uint64 length, the masked CRC-32C of those 8 bytes, the data, and
-the masked CRC-32C of the data. There is no mark between records, so behind a damaged length nothing can be found.
-Format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details. Not here: what is in the data
-(`tf_example.py`), which files there are (`tfrecord_files.py`).
+the masked CRC-32C of the data. There is no marker between records, so after a damaged length no record can be found.
+Format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details. Not here: parsing the data
+(`tf_example.py`), finding the files (`tfrecord_files.py`).
 """
 
 import mmap
@@ -19,21 +19,21 @@ from stoker.data.validation.problems import ProblemCollector
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
-"""tensorflow/core/lib/hash/crc32c.h: a CRC that is stored is rotated and shifted by this, so that the CRC of data that
-holds CRCs stays a good one."""
+"""tensorflow/core/lib/hash/crc32c.h: a stored CRC is rotated and shifted by this, so that the CRC of data that contains
+CRCs stays a good checksum."""
 
 
 class Frame(NamedTuple):
-    """A record whose checksums are right."""
+    """A record with correct checksums."""
 
     number: int
     """1 for the first record of the file; damaged ones count."""
     offset: int
-    """The first byte of the record, that of its length."""
+    """The first byte of the record, which is the first of its length."""
     start: int
     """The first byte of its data."""
     stop: int
-    """The byte behind its data."""
+    """The byte after its data."""
 
 
 def masked_crc(data: bytes) -> int:
@@ -43,13 +43,15 @@ def masked_crc(data: bytes) -> int:
 
 
 def is_record_header(head: bytes) -> bool:
-    """Whether the first 12 bytes of a file are a length with the right checksum."""
+    """Whether the first 12 bytes of a file are a length with the correct checksum."""
     return len(head) >= HEADER_BYTES and masked_crc(head[:8]) == _CRC.unpack_from(head, 8)[0]
 
 
 def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
-    """The sound records of a mapped file, in order. What is damaged is put into `problems` with byte and record number;
-    no byte is copied."""
+    """The undamaged records of a mapped file, in order. Copies no data.
+
+    Damage is reported with byte offset and record number.
+    """
     offset, number, total = 0, 0, len(data)
     view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
     try:
@@ -61,11 +63,9 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 problems.add("truncated-shard", f"{location}: the file ends within the record's length")
                 return
             if not is_record_header(head):
-                reason = (
-                    "it does not begin as a TFRecord does" if number == 1 else "the checksum of its length is wrong"
-                )
+                reason = "it does not begin like a TFRecord" if number == 1 else "the checksum of its length is wrong"
                 problems.add(
-                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from there on are left out"
+                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from here on are left out"
                 )
                 return
             start = offset + HEADER_BYTES
@@ -80,7 +80,7 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 problems.add("damaged-record", location)
             offset = stop + FOOTER_BYTES
     finally:
-        del view  # a mapping that is looked at cannot be closed
+        del view  # a mapping with a view cannot be closed
 
 
 def write_record(file: BinaryIO, data: bytes) -> None:

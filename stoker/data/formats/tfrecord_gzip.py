@@ -1,6 +1,7 @@
-"""Shards that are compressed as a whole, unpacked once into the cache folder: an image inside gzip cannot be read
-without everything before it. `<cache folder>/shards/` may be deleted at any time; what is needed is unpacked again. Not
-here: the frames of what comes out (`tfrecord_frames.py`).
+"""Unpacks compressed shards once into the cache folder, because gzip has no random access to an image.
+
+`<cache folder>/shards/` may be deleted at any time; shards are unpacked again when needed. Not here: the frames of the
+unpacked files (`tfrecord_frames.py`).
 """
 
 import gzip
@@ -17,16 +18,16 @@ _CHUNK_BYTES = 1 << 20
 
 
 def unpacked_path(shard: Path) -> Path:
-    """Where the content of a shard belongs: another place when its path, size or time of change is another."""
+    """The unpacked file of a shard. Its name depends on the shard's path, size and modification time."""
     stat = shard.stat()
     key = f"{shard}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape")
     return cache_folder() / "shards" / f"{shard.name[:80]}-{blake2b(key, digest_size=8).hexdigest()}"
 
 
 def unpack(shard: Path) -> Path:
-    """The unpacked file, made now unless it is there. Safe to be killed, and in several processes.
+    """The unpacked file; unpacks it if it does not exist. Safe against kills and in several processes.
 
-    Raises DataError where the gzip data are damaged, StorageError where there is no room.
+    Raises DataError if the gzip data are damaged, StorageError if the disk is full.
     """
     target = unpacked_path(shard)
     if target.exists():
@@ -47,8 +48,8 @@ def unpack(shard: Path) -> Path:
         raise StorageError(
             "A compressed shard cannot be unpacked into the cache folder.",
             location=temporary,
-            cause=f"{error.strerror}; {shard} is {shard.stat().st_size:,} bytes, unpacked it is more",
-            fix="make room, or set STOKER_CACHE_DIR to a folder that can be written",
+            cause=f"{error.strerror}; {shard} has {shard.stat().st_size:,} bytes, and more when unpacked",
+            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

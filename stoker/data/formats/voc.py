@@ -1,8 +1,8 @@
-"""Pascal VOC XML: reads a data set of one file per image into columns.
+"""Pascal VOC XML: reads a data set of one file per image.
 
-Boxes are taken as written: the 1-based corners of the original VOC are not shifted, since most files today come from
+Boxes are taken as written: the 1-based corners of the original VOC are not shifted, because most files today come from
 tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read.
-Which image a file is about: `voc_images.py`.
+The image of each file: `voc_images.py`.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000.
 """
 
@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import numpy as np
-
-from stoker.data.formats.tables import (
-    SPLITS,
-    UNASSIGNED,
-    AnnotationTable,
-    DatasetLayout,
-    FolderTable,
-    SplitFiles,
-)
+from stoker.data.formats.table_builder import Box, ImageFile, build_table
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.voc_files import list_xml
 from stoker.data.formats.voc_images import ImageLocator
 from stoker.data.validation.problems import ProblemCollector
@@ -29,8 +21,8 @@ from stoker.errors import DataError
 
 
 class _Object(NamedTuple):
-    name: str
-    box: tuple[float, float, float, float]
+    class_name: str
+    xyxy: tuple[float, float, float, float]
     number: int
     """1 for the first <object> of the file."""
 
@@ -40,26 +32,17 @@ class _Annotation:
     file: Path
     filename: str
     size: tuple[int, int]
-    """Height, width; 0 where the file does not say."""
+    """Height, width; 0 if the file does not give it."""
     objects: list[_Object]
 
 
-class _Entry(NamedTuple):
-    """An image with its annotations."""
-
-    annotation: _Annotation
-    folder: Path
-    name: str
-    split: int
-
-
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all XML files of a data set. Raises DataError when none can be read."""
+    """Reads all XML files of a data set. Raises DataError if none can be read."""
     notes = list(layout.notes)
     locators: dict[tuple[Path, tuple[Path, ...]], ImageLocator] = {}
     read_files: set[Path] = set()
     parsed: dict[Path, _Annotation | None] = {}
-    entries: list[_Entry] = []
+    entries: list[tuple[_Annotation, ImageFile]] = []
     for part in layout.parts:
         files = _list_files(part, layout.root, notes, problems)
         read_files.update(files)
@@ -67,13 +50,12 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         if key not in locators:
             locators[key] = ImageLocator(part, layout.root, files)
             notes += locators[key].notes
-        split = UNASSIGNED if part.split is None else SPLITS.index(part.split)
         for file in files:
             if file not in parsed:
                 parsed[file] = _parse_file(file, os.path.relpath(file, layout.root), problems)
-            annotation = parsed[file]
-            if annotation is not None:
-                entries.append(_Entry(annotation, *locators[key].locate(file, annotation.filename), split))
+            if (annotation := parsed[file]) is not None:
+                folder, name = locators[key].locate(file, annotation.filename)
+                entries.append((annotation, ImageFile(folder, name, part.split_index, annotation.size)))
     if not entries:
         raise DataError(
             "No annotation file can be read.",
@@ -83,40 +65,33 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         )
     entries = _drop_duplicate_files(entries, layout.root, problems)
     _note_unlisted(layout, read_files, notes)
-    folders = FolderTable(layout.root)
-    folder = [folders.add(str(entry.folder)) for entry in entries]
-    names = [entry.name for entry in entries]
-    splits = [entry.split for entry in entries]
-    annotations = [entry.annotation for entry in entries]
-    objects = [(image_index, item) for image_index, annotation in enumerate(annotations) for item in annotation.objects]
-    class_names = sorted({item.name for _, item in objects})
-    label_by_name = {name: i for i, name in enumerate(class_names)}
-    return AnnotationTable(
-        class_names=class_names,
-        category_ids=list(range(len(class_names))),
-        folders=folders.paths(),
-        folder_index=np.array(folder, np.int32),
-        file_names=names,
-        split=np.array(splits, np.int8),
-        original_size=np.array([annotation.size for annotation in annotations], np.int32).reshape(-1, 2),
-        image_id=np.arange(len(names), dtype=np.int64),
-        image_index=np.array([image_index for image_index, _ in objects], np.int64),
-        boxes=np.array([item.box for _, item in objects], np.float64).reshape(-1, 4),
-        labels=np.array([label_by_name[item.name] for _, item in objects], np.int32),
-        crowd=np.zeros(len(objects), np.bool_),
-        area=np.full(len(objects), np.nan),
-        box_id=np.array([item.number for _, item in objects], np.int64),
+    boxes = [
+        Box(image_index, item.class_name, item.xyxy, item.number)
+        for image_index, (annotation, _) in enumerate(entries)
+        for item in annotation.objects
+    ]
+    return build_table(
+        layout,
+        [image for _, image in entries],
+        boxes,
+        lambda kept: sorted({str(box.label) for box in kept}),
+        problems,
         box_id_kind="object",
         notes=notes,
+        read_headers=False,
     )
 
 
-def _drop_duplicate_files(entries: list[_Entry], root: Path, problems: ProblemCollector) -> list[_Entry]:
-    """Leaves out files about an image that another file is about, too. The one with the image's own name stays;
-    where none has it, which one is right is not known."""
+def _drop_duplicate_files(
+    entries: list[tuple[_Annotation, ImageFile]], root: Path, problems: ProblemCollector
+) -> list[tuple[_Annotation, ImageFile]]:
+    """Drops annotation files of an image that has several, except the one with the image's own name.
+
+    If none has this name, all are dropped, because the correct one is not known.
+    """
     files_by_image: dict[tuple[Path, str], set[Path]] = {}
-    for entry in entries:
-        files_by_image.setdefault((entry.folder, entry.name), set()).add(entry.annotation.file)
+    for annotation, image in entries:
+        files_by_image.setdefault((image.folder, image.name), set()).add(annotation.file)
     dropped: set[Path] = set()
     for (_, name), files in files_by_image.items():
         if len(files) > 1:
@@ -126,11 +101,11 @@ def _drop_duplicate_files(entries: list[_Entry], root: Path, problems: ProblemCo
                 location = os.path.relpath(file, root)
                 problems.add("two-annotation-files", f"{location}: about {name}, as {others} is")
             dropped |= files - own
-    return [entry for entry in entries if entry.annotation.file not in dropped] if dropped else entries
+    return [entry for entry in entries if entry[0].file not in dropped] if dropped else entries
 
 
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
-    """The XML files of a split: those that its list names, in its order, else all of the folder by name."""
+    """The XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
         return list_xml(part.annotations)
     known = {str(path.relative_to(part.annotations).with_suffix("")): path for path in list_xml(part.annotations)}
@@ -140,7 +115,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        # a name may be followed by 1 or -1, or carry the image's ending
+        # 1 or -1 may follow the name, and the name may have the image's suffix
         stem = next((stem for stem in (entry, os.path.splitext(entry)[0], entry.split()[0]) if stem in known), None)
         if stem is None:
             absent.append((number, entry))
@@ -178,13 +153,13 @@ def _note_unlisted(layout: DatasetLayout, read_files: set[Path], notes: list[str
 
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
-    """None, and a problem, for a file that cannot be read. where: its name in messages."""
+    """None, and a problem, for a file that cannot be read. location: its name in messages."""
     try:
         root = ElementTree.parse(file).getroot()
     except ElementTree.ParseError as error:
         problems.add("unreadable-annotations", f"{location}:{error.position[0]}: not valid XML, {error}")
         return None
-    except (ValueError, LookupError) as error:  # an encoding that Python's parser does not have
+    except (ValueError, LookupError) as error:  # an encoding that Python's parser does not support
         problems.add("unreadable-annotations", f"{location}:1: {error}; convert it to UTF-8")
         return None
     except OSError as error:
@@ -196,23 +171,23 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
     objects = []
     for number, item in enumerate(root.findall("object"), 1):
         object_location = f"{location}, object {number}"
-        name = (item.findtext("name") or "").strip()
+        class_name = (item.findtext("name") or "").strip()
         box = item.find("bndbox")
         xyxy = None if box is None else _parse_xyxy(box)
-        if not name:
+        if not class_name:
             problems.add("no-class", object_location)
         elif xyxy is None:
             problems.add("no-box", object_location)
         elif isinstance(xyxy, str):
             problems.add("malformed-box", f"{object_location}: {xyxy}")
         else:
-            objects.append(_Object(name, xyxy, number))
+            objects.append(_Object(class_name, xyxy, number))
     size = (_parse_pixels(root, "size/height"), _parse_pixels(root, "size/width"))
     return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects)
 
 
 def _parse_xyxy(box: ElementTree.Element) -> tuple[float, float, float, float] | str:
-    """x1, y1, x2, y2, or what is wrong with them."""
+    """x1, y1, x2, y2, or the reason why they cannot be read."""
     values = []
     for tag in ("xmin", "ymin", "xmax", "ymax"):
         text = box.findtext(tag)
@@ -224,7 +199,7 @@ def _parse_xyxy(box: ElementTree.Element) -> tuple[float, float, float, float] |
 
 
 def _parse_pixels(root: ElementTree.Element, path: str) -> int:
-    """A side in pixels; 0, unknown, where the file has none that makes sense."""
+    """A height or width in pixels; 0, unknown, if the file has no valid one."""
     try:
         value = float(root.findtext(path) or 0)
     except ValueError:

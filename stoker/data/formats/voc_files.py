@@ -1,8 +1,8 @@
-"""Which files make up a Pascal VOC data set.
+"""Finds the files of a Pascal VOC data set.
 
-Recognised: `Annotations/` (or `xml/`, `labels/` …) beside `JPEGImages/` (or `images/` …), with or without
-`ImageSets/Main`, also with folders inside both; `annotations/train/` with `images/train/`; XML files beside the
-images in one folder; any of these in `train/`, `valid/`, `test/`. Not here: what is in the files (`voc.py`).
+Recognized: `Annotations/` (or `xml/`, `labels/` …) next to `JPEGImages/` (or `images/` …), with or without
+`ImageSets/Main`, also with subfolders in both; `annotations/train/` with `images/train/`; XML files and images in one
+folder; any of these in `train/`, `valid/`, `test/`. Not here: reading the files (`voc.py`).
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from stoker.data.formats.tables import (
 
 
 def find(folder: Path) -> DatasetLayout | None:
-    """The Pascal VOC data set in a folder (not below it), or None."""
+    """The Pascal VOC data set in a folder (not in subfolders), or None."""
     annotations = _find_annotation_dir(folder)
     if annotations is not None:
         parts, notes = _parts_from_lists(folder, annotations)
@@ -52,7 +52,7 @@ def find(folder: Path) -> DatasetLayout | None:
 
 
 def list_xml(folder: Path) -> list[Path]:
-    """The XML files of a folder of annotations."""
+    """The XML files in a folder of annotations."""
     return [Path(file) for file in iter_annotation_files(folder, (".xml",))]
 
 
@@ -61,17 +61,17 @@ def _has_xml(folder: Path) -> bool:
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
-    """The folder of XML files in a folder."""
+    """The subfolder that contains the XML files."""
     subdirs = list_subdirs(folder)
     directory = next((subdirs[name] for name in ANNOTATION_DIRS if name in subdirs and _has_xml(subdirs[name])), None)
     if directory is None:
         return None
-    inner = list_subdirs(directory).get("xmls")  # the Oxford pets' habit
+    inner = list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
     return directory if inner is None or not _has_xml(inner) else inner
 
 
 def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
-    """The parts of a folder of annotations in which every XML file is in a folder named after its split."""
+    """The parts if every XML file is in a subfolder named after its split; else none."""
     split_dirs = [(split, path) for split, path in iter_split_dirs(annotations) if _has_xml(path)]
     if not split_dirs or len(list_xml(annotations)) > sum(len(list_xml(path)) for _, path in split_dirs):
         return []
@@ -87,9 +87,9 @@ def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
 
 
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
-    """The splits of ImageSets/Main; one part without a split where there are none.
+    """The splits of ImageSets/Main, and notes; without such lists one part without a split.
 
-    Only train, val, trainval and test: a file like aeroplane_train.txt says which images show that class.
+    Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
     """
     image_dirs = list_image_dirs(folder)
     main = folder / "ImageSets" / "Main"
@@ -99,7 +99,7 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     if trainval is not None and "train" not in lists:
         lists["train"] = trainval
         if "val" in lists:
-            notes.append("not read: ImageSets/Main/val.txt, its images are part of trainval.txt")
+            notes.append("not read: ImageSets/Main/val.txt, because trainval.txt contains its images")
             del lists["val"]
     parts = [
         SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])

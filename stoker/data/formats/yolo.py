@@ -1,49 +1,40 @@
-"""YOLO's text files: reads a data set of one label file per image into columns.
+"""YOLO text files: reads a data set of one label file per image.
 
-A row is `class x y width height` in shares of the upright image, x and y its centre. Rows of a segmentation data set
-(`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points; a sixth number is the confidence
-of a prediction, and is not used. A row that cannot be read is left out and named; the rest of its file, and its
-image, stay. The sizes come from the images' headers (`image_sizes.py`).
+A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
+a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
+number is a prediction's confidence and is not used. A row that cannot be read is dropped and reported; the rest of its
+file and its image stay. The image sizes come from the headers (`image_sizes.py`).
 Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-
-from stoker.data.formats.image_sizes import map_in_threads, read_sizes
+from stoker.data.formats.image_sizes import map_in_threads
 from stoker.data.formats.names import resolve_names
-from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, FolderTable
+from stoker.data.formats.table_builder import Box, ImageFile, build_table
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, display_path
 from stoker.data.formats.yolo_files import (
-    is_image_name,
     is_label_file,
+    is_visible_image,
     list_label_files,
     match_labels,
     read_image_list,
     resolve_base_dirs,
 )
-from stoker.data.formats.yolo_yaml import NAMES_FILES, YAML_SUFFIXES, read_definition, read_names
+from stoker.data.formats.yolo_yaml import NAMES_FILES, is_definition_name, read_definition, read_names
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 NORMALIZED_TOLERANCE = 0.1
-"""How far beyond 0 … 1 the centre and the sides of a box may be. Rounding and tools that draw over the edge reach a few
-percent; what was written in pixels by mistake is above 1.1, but for boxes in the first pixel."""
+"""How far the center and the size of a box may exceed 0 … 1. Rounding and boxes drawn over the edge exceed it by a few
+percent; values in pixels are above 1.1, except for boxes in the first pixel."""
 MAX_CLASSES = 10_000
-"""Where nothing says how many classes there are, a larger number is a defect of the row."""
-
-
-class _LabelRow(NamedTuple):
-    image_index: int
-    label: int
-    xyxy: tuple[float, float, float, float]
-    """x1, y1, x2, y2 in shares of the image."""
-    line: int
+"""If the number of classes is not given, a larger class number is an error in the row."""
 
 
 @dataclass
@@ -54,71 +45,39 @@ class _RowFormat:
     num_keypoint_values: int
     notes: list[str]
     other_row_kinds: Counter[str] = field(default_factory=Counter)
-    """How many rows were something else than a box."""
+    """Number of rows that are not plain boxes, by description."""
 
-
-class _ImageFiles(NamedTuple):
-    folder: Path
-    name: str
-    split: int
-    label_file: Path | None
+    def choose_class_names(self, boxes: Sequence[Box]) -> tuple[str, ...]:
+        if self.class_names is not None:
+            return self.class_names
+        self.notes.append("the classes have no names: called class 0, class 1, …; a data.yaml with `names` sets them")
+        return tuple(f"class {number}" for number in range(max((int(box.label) for box in boxes), default=-1) + 1))
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all label files and the headers of all images. Raises DataError when the classes cannot be known."""
+    """Reads all label files and the headers of all images. Raises DataError if the classes cannot be determined."""
     row_format = _read_row_format(layout)
-    images = _list_images(layout, problems)
-    texts = map_in_threads(lambda image: b"" if image.label_file is None else image.label_file.read_bytes(), images)
-    rows = [
-        row
-        for number, (image, text) in enumerate(zip(images, texts, strict=True))
-        if image.label_file is not None
-        for row in _parse_rows(number, text, _display_path(image.label_file, layout.root), row_format, problems)
+    images, label_files = _list_images(layout, problems)
+    texts = map_in_threads(lambda file: b"" if file is None else file.read_bytes(), label_files)
+    boxes = [
+        box
+        for image_index, (file, text) in enumerate(zip(label_files, texts, strict=True))
+        if file is not None
+        for box in _parse_rows(image_index, text, display_path(file, layout.root), row_format, problems)
     ]
-    size, unreadable = read_sizes([image.folder / image.name for image in images])
-    for number, count in Counter(row.image_index for row in rows if row.image_index in unreadable).items():
-        image = images[number]
-        reason = f"{_display_path(image.folder / image.name, layout.root)}: {unreadable[number]}"
-        problems.add("box-of-unreadable-image", reason, count)
-    rows = [row for row in rows if row.image_index not in unreadable]
-    image_indices = np.array([row.image_index for row in rows], np.int64)
-    normalized_boxes = np.array([row.xyxy for row in rows], np.float64).reshape(-1, 4)
-    class_names = row_format.class_names
-    if class_names is None:
-        class_names = tuple(f"class {number}" for number in range(max((row.label for row in rows), default=-1) + 1))
-        row_format.notes.append("nothing names the classes: called class 0, class 1, …; a data.yaml with `names` would")
-    folders = FolderTable(layout.root)
-    folder = [folders.add(str(image.folder)) for image in images]
-    return AnnotationTable(
-        class_names=list(class_names),
-        category_ids=list(range(len(class_names))),
-        folders=folders.paths(),
-        folder_index=np.array(folder, np.int32),
-        file_names=[image.name for image in images],
-        split=np.array([image.split for image in images], np.int8),
-        original_size=size,
-        image_id=np.arange(len(images), dtype=np.int64),
-        image_index=image_indices,
-        boxes=normalized_boxes * size[image_indices][:, [1, 0, 1, 0]],
-        labels=np.array([row.label for row in rows], np.int32),
-        crowd=np.zeros(len(rows), np.bool_),
-        area=np.full(len(rows), np.nan),
-        box_id=np.array([row.line for row in rows], np.int64),
-        box_id_kind="line",
-        sizes_from_headers=True,
-        notes=[
-            *layout.notes,
-            *row_format.notes,
-            *(f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()),
-        ],
+    row_format.notes[:0] = layout.notes
+    table = build_table(
+        layout, images, boxes, row_format.choose_class_names, problems, box_id_kind="line", notes=row_format.notes
     )
+    table.notes += [f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()]
+    return table
 
 
 def _read_row_format(layout: DatasetLayout) -> _RowFormat:
-    """The classes, and what rows hold, from the files that describe the set."""
+    """The classes and the content of rows, from the files that describe the data set."""
     class_names, num_classes, num_keypoint_values, notes = None, None, 0, []
     metadata_files = list(layout.metadata_files)
-    if metadata_files and metadata_files[0].suffix.lower() in (*YAML_SUFFIXES, ".data"):
+    if metadata_files and is_definition_name(metadata_files[0]):
         definition = read_definition(metadata_files.pop(0))
         class_names, num_classes, num_keypoint_values = (
             definition.class_names,
@@ -130,26 +89,27 @@ def _read_row_format(layout: DatasetLayout) -> _RowFormat:
         for other in metadata_files[1:]:
             if read_names(other) != class_names:
                 raise DataError(
-                    "Two lists of class names disagree.",
+                    "Two lists of class names differ.",
                     location=f"{metadata_files[0]} and {other}",
                     cause=f"{', '.join(class_names[:10])}; {', '.join(read_names(other)[:10])}",
                     fix="delete the wrong one, or write a data.yaml with `names`",
                 )
-        notes.append(f"classes: {_display_path(metadata_files[0], layout.root)}")
+        notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
     if class_names is None and num_classes:
         class_names = tuple(f"class {number}" for number in range(num_classes))
         notes.append(f"the {num_classes} classes have no names: called class 0, class 1, …")
     elif class_names is not None and num_classes is not None and num_classes != len(class_names):
-        notes.append(f"nc says {num_classes} classes, names has {len(class_names)}: names is believed")
+        notes.append(f"nc is {num_classes}, but names has {len(class_names)} classes: names is used")
     return _RowFormat(class_names, num_keypoint_values, notes)
 
 
-def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> list[_ImageFiles]:
-    """All images with their label files, in the order of the parts; by name where no list orders them."""
+def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[list[ImageFile], list[Path | None]]:
+    """All images and their label files, in the order of the parts; within a part as listed, else by name."""
     names_by_list: dict[Path, dict[Path, list[str]]] = {}
     label_names: dict[Path, list[str]] = {}
     used: set[Path] = set()
-    images = []
+    images: list[ImageFile] = []
+    label_files: list[Path | None] = []
     for part in layout.parts:
         if part.image_list is not None and part.image_list not in names_by_list:
             names_by_list[part.image_list] = read_image_list(part.image_list, _read_base_dirs(layout))
@@ -162,34 +122,34 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> list[_Ima
         if part.annotations not in label_names:
             label_names[part.annotations] = list_label_files(part.annotations)
         label_by_image = match_labels(names, label_names[part.annotations])
-        split = UNASSIGNED if part.split is None else SPLITS.index(part.split)
         for name in names:
             label_file = part.annotations / label_by_image[name] if name in label_by_image else None
             if label_file is None:
-                problems.add("no-label-file", _display_path(folder / name, layout.root))
-            images.append(_ImageFiles(folder, name, split, label_file))
+                problems.add("no-label-file", display_path(folder / name, layout.root))
+            images.append(ImageFile(folder, name, part.split_index))
+            label_files.append(label_file)
         shared = {label_file for label_file, count in Counter(label_by_image.values()).items() if count > 1}
         for name in names if shared else ():
             if label_by_image.get(name) in shared and part.annotations / label_by_image[name] not in used:
-                label_location = _display_path(part.annotations / label_by_image[name], layout.root)
-                problems.add("shared-label-file", f"{_display_path(folder / name, layout.root)}: {label_location}")
+                label_location = display_path(part.annotations / label_by_image[name], layout.root)
+                problems.add("shared-label-file", f"{display_path(folder / name, layout.root)}: {label_location}")
         used.update(part.annotations / label_name for label_name in label_by_image.values())
     _report_unmatched_labels(layout, label_names, used, problems)
-    return images
+    return images, label_files
 
 
 def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
-    definitions = [path for path in layout.metadata_files[:1] if path.suffix.lower() in (*YAML_SUFFIXES, ".data")]
+    definitions = [path for path in layout.metadata_files[:1] if is_definition_name(path)]
     return resolve_base_dirs(read_definition(definitions[0]))[0] if definitions else ()
 
 
 def _list_image_names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if is_image_name(entry.name))
+        return sorted(entry.name for entry in entries if is_visible_image(entry.name))
 
 
 def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
-    """The names of a list, as the files are called: their headers are read before `names.mend` could set them right."""
+    """The listed names, corrected to the file names here, because headers are read before `names.repair_names` runs."""
     files = resolve_names(folder, names)
     for written_name, file in files.items():
         problems.add("wrong-case-name", f"{written_name!r}: the file is {str(folder / file)!r}")
@@ -199,19 +159,19 @@ def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollec
 def _report_unmatched_labels(
     layout: DatasetLayout, label_names: dict[Path, list[str]], used: set[Path], problems: ProblemCollector
 ) -> None:
-    """Reports label files without an image, where the images are all those of a folder and not those of a list."""
+    """Reports label files without an image, in folders whose images are not chosen by a list."""
     listed = {part.annotations for part in layout.parts if part.image_list is not None}
     for folder, names in label_names.items():
         for file in [] if folder in listed else [folder / name for name in names if name not in NAMES_FILES]:
             if file not in used and is_label_file(file):
-                problems.add("label-without-image", _display_path(file, layout.root))
+                problems.add("label-without-image", display_path(file, layout.root))
 
 
 def _parse_rows(
     image_index: int, text: bytes, location: str, row_format: _RowFormat, problems: ProblemCollector
-) -> list[_LabelRow]:
-    """The rows of a label file that can be used; the others are reported with their line."""
-    rows = []
+) -> list[Box]:
+    """The usable rows of a label file; the others are reported with their line."""
+    boxes = []
     for line, row_bytes in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
         fields = row_bytes.split()
         if not fields:
@@ -219,7 +179,7 @@ def _parse_rows(
         try:
             label, *values = [float(value) for value in fields]
         except ValueError:
-            problems.add("malformed-row", f"{location}:{line}: {_quote(row_bytes)}, not all of it numbers")
+            problems.add("malformed-row", f"{location}:{line}: {_quote(row_bytes)}, not only numbers")
             continue
         if not (label.is_integer() and label >= 0):
             problems.add("malformed-row", f"{location}:{line}: {_quote(row_bytes)}, class {label:g}")
@@ -237,17 +197,17 @@ def _parse_rows(
         if not _is_normalized(*box):
             problems.add("not-normalized", f"{location}:{line}: {_quote(row_bytes)}")
             continue
-        rows.append(_LabelRow(image_index, int(label), box, line))
-    return rows
+        boxes.append(Box(image_index, int(label), box, line, is_normalized=True))
+    return boxes
 
 
 def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, float, float, float] | None:
-    """x1, y1, x2, y2 of the numbers after the class; None where their count fits no kind of row."""
+    """x1, y1, x2, y2 from the numbers after the class; None if no kind of row has so many."""
     num_values = len(values)
     if row_format.num_keypoint_values and num_values == 4 + row_format.num_keypoint_values:
         row_format.other_row_kinds["rows have keypoints: their boxes are read"] += 1
     elif num_values == 5:
-        row_format.other_row_kinds["rows have a sixth number, a confidence: it is not used"] += 1
+        row_format.other_row_kinds["rows have a sixth number, a confidence, which is not used"] += 1
     elif num_values >= 6 and num_values % 2 == 0:
         row_format.other_row_kinds["rows are polygons: the boxes around them are used"] += 1
         return min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2])
@@ -258,7 +218,7 @@ def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, floa
 
 
 def _is_normalized(x1: float, y1: float, x2: float, y2: float) -> bool:
-    """Whether centre and sides of a box can be shares of an image; NaN and infinity are for `clean.py` to report."""
+    """Whether center and size of a box can be normalized. NaN and infinity pass, because `clean.py` reports them."""
     if not all(map(math.isfinite, (x1, y1, x2, y2))):
         return True
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
@@ -267,8 +227,3 @@ def _is_normalized(x1: float, y1: float, x2: float, y2: float) -> bool:
 
 def _quote(row_bytes: bytes) -> str:
     return repr(row_bytes[:60].decode(errors="replace"))
-
-
-def _display_path(path: Path, root: Path) -> str:
-    """A path as messages show it: relative to the root where it is inside."""
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

@@ -1,9 +1,9 @@
-"""Which files make up a YOLO data set.
+"""Finds the files of a YOLO data set.
 
-Recognised: a data.yaml (or obj.data) that names folders or lists of images; without one, lists of images
-(train.txt), `images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`, and label
-files beside the images. A part is one folder of images with the folder of their labels. Not here: what describes
-the set (`yolo_yaml.py`), what is in the label files (`yolo.py`).
+Recognized: a data.yaml (or obj.data) with folders or lists of images; without one, lists of images (train.txt),
+`images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`, and label files next
+to the images. A part is one folder of images with the folder of their labels. Not here: reading data.yaml
+(`yolo_yaml.py`) and the label files (`yolo.py`).
 """
 
 import os
@@ -18,6 +18,7 @@ from stoker.data.formats.tables import (
     DatasetLayout,
     SplitFiles,
     check_unannotated_splits,
+    is_image_name,
     iter_split_dirs,
     list_subdirs,
     split_from_name,
@@ -26,13 +27,13 @@ from stoker.data.formats.yolo_yaml import DatasetDefinition, find_definition, fi
 from stoker.errors import DataError
 
 IMAGE_DIR_NAMES = ("images", "jpegimages")
-"""Folders of an image's path whose last is replaced by "labels", as Ultralytics and Darknet do."""
+"""The last of these in an image's path is replaced by "labels", as in Ultralytics and Darknet."""
 MAX_PROBES = 16
-"""Label files that are looked into where no data.yaml says that they are labels."""
+"""Label files that are read to recognize a YOLO data set without a data.yaml."""
 
 
 def find(folder: Path) -> DatasetLayout | None:
-    """The YOLO data set in a folder (not below it), or None. Raises DataError when what describes it is wrong."""
+    """The YOLO data set in a folder (not in subfolders), or None. Raises DataError if its data.yaml is wrong."""
     definition = find_definition(folder)
     if definition is not None:
         return from_file(definition)
@@ -51,7 +52,7 @@ def find(folder: Path) -> DatasetLayout | None:
 
 
 def from_file(file: Path) -> DatasetLayout:
-    """The data set that a data.yaml or obj.data describes. Raises DataError when its images are not there."""
+    """The data set of a data.yaml or obj.data. Raises DataError if its images are absent."""
     definition = read_definition(file)
     base_dirs, notes = resolve_base_dirs(definition)
     parts: list[SplitFiles] = []
@@ -60,20 +61,20 @@ def from_file(file: Path) -> DatasetLayout:
         for entry in definition.splits.get(split, ()):
             path = resolve_path(entry, base_dirs)
             if path is None and split == "test":
-                notes.append(f"the test split is left out: {file.name} names {entry!r}, which is not there")
+                notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
                 continue
             if path is None:
                 raise DataError(
-                    f"The images of the {split} split are not there.",
+                    f"The images of the {split} split do not exist.",
                     location=f"{file}: {split}: {entry}",
-                    cause=f"looked for {entry!r}, also without its first folders, in "
+                    cause=f"{entry!r}, also without its first folders, is not in "
                     + ", ".join(str(base) for base in base_dirs),
-                    fix="correct the line; delete it to have a part of the training images held back"
+                    fix="correct the line; delete it to split validation images off the training set"
                     if split == "val"
-                    else "correct the line, or `path`, which it is relative to",
+                    else "correct the line, or `path`, to which it is relative",
                 )
             if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
-                substitutions.append(f"{entry!r} is {path}")
+                substitutions.append(f"{entry!r} is read from {path}")
             if path.suffix.lower() == ".txt":
                 parts += _parts_from_list(split, path, base_dirs)
             else:
@@ -82,7 +83,7 @@ def from_file(file: Path) -> DatasetLayout:
                     raise DataError(
                         f"The {split} split has no images.",
                         location=path,
-                        cause=f"{file} names the folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
+                        cause=f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
                         fix="correct the line, or put the images there",
                     )
                 parts += found_parts
@@ -91,7 +92,7 @@ def from_file(file: Path) -> DatasetLayout:
     metadata_files = (file, *(() if definition.class_names else find_names_files(_names_file_dirs(file.parent, parts))))
     return DatasetLayout(
         format="yolo",
-        description=f"YOLO as {file.name} describes it",
+        description=f"YOLO, {file.name}",
         root=base_dirs[0],
         parts=tuple(parts),
         notes=tuple(notes),
@@ -100,14 +101,14 @@ def from_file(file: Path) -> DatasetLayout:
 
 
 def resolve_base_dirs(definition: DatasetDefinition) -> tuple[tuple[Path, ...], list[str]]:
-    """The folders that paths may be relative to, the likeliest first: `path`, that of the file, the one above."""
+    """Folders to which paths may be relative, the most likely first (`path`, the file's folder, its parent); notes."""
     file_dir = definition.file.parent
     default_dirs = (file_dir, file_dir.parent)
     if definition.path is None:
         return default_dirs, []
     base = resolve_path(definition.path, default_dirs)
     if base is None or not base.is_dir():
-        return default_dirs, [f"path {definition.path!r} of {definition.file.name} is not there: {file_dir} is taken"]
+        return default_dirs, [f"path {definition.path!r} of {definition.file.name} does not exist: {file_dir} is used"]
     notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != file_dir else []
     return tuple(dict.fromkeys((base, *default_dirs))), notes
 
@@ -117,10 +118,10 @@ def _join(base: Path, text: str) -> Path:
 
 
 def resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
-    """The file or folder that a written path means: as written, relative to a base; else without its first folders.
+    """The file or folder of a written path: as written, relative to a base; else without its first folders.
 
-    Exports carry another machine's folders, and Roboflow's begin with ../ where none is meant. At least `least` parts
-    of a longer path must fit, or its last one must be named after a split.
+    Exports contain the folders of another machine, and Roboflow's begin with a wrong `../`. At least `min_parts` parts
+    of a longer path must exist, or its last one must be named after a split.
     """
     base_dirs = tuple(base_dirs)
     for base in base_dirs:
@@ -139,8 +140,10 @@ def resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) ->
 
 
 def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
-    """Folder → file names of the images that a list names, in its order. A folder that is not
-    there stands as it is written. bases: what the paths may be relative to, besides the folder of the list."""
+    """Folder → file names of the images in a list, in its order. A folder that does not exist is kept as written.
+
+    base_dirs: the folders to which paths may be relative, besides the folder of the list.
+    """
     search_dirs = (image_list.parent, *base_dirs)
     lines = image_list.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folder_by_head: dict[str, Path] = {}
@@ -155,7 +158,7 @@ def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, l
             path = resolve_path(entry, search_dirs, min_parts=1)
             if path is not None:
                 folder = folder_by_head[head] = path.parent
-            else:  # the next image may be there; else the folder is told by its own name
+            else:  # not stored, because the next image may exist; the folder follows from its own name
                 folder = (resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
         names_by_folder.setdefault(folder, {})[name] = None
     return {folder: list(names) for folder, names in names_by_folder.items()}
@@ -167,7 +170,7 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
         raise DataError(
             f"The {split} split is empty.",
             location=image_list,
-            fix="list its images there, one a line, or delete the list",
+            fix="list its images there, one per line, or delete the list",
         )
     for folder, names in names_by_folder.items():
         yield SplitFiles(
@@ -176,7 +179,7 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
 
 
 def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
-    """A part for every folder at or below one that holds images."""
+    """A part for every folder with images, at or below one."""
     visited: set[str] = set()
     for dirpath, folders, files in os.walk(base, followlinks=True):
         real = os.path.realpath(dirpath)
@@ -185,20 +188,21 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = [name for name in files if is_image_name(name)]
+        names = [name for name in files if is_visible_image(name)]
         if names:
             yield SplitFiles(
                 split=split, annotations=find_labels_dir(Path(dirpath), names), image_dirs=(Path(dirpath),)
             )
 
 
-def is_image_name(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+def is_visible_image(name: str) -> bool:
+    """Whether a file name is that of an image, and not hidden."""
+    return is_image_name(name) and not name.startswith(".")
 
 
 def find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
-    """The folder of the label files of images: `images` in its path replaced by `labels`, the folder itself, or a
-    folder `labels` beside or in it; the first that has a label of one of these images."""
+    """The folder of the label files of images: with `images` in its path replaced by `labels`, the folder itself, or a
+    folder `labels` next to it or in it; the first that has a label of one of these images."""
     names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
@@ -211,7 +215,7 @@ def find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
 
 
 def list_label_files(folder: Path) -> list[str]:
-    """The .txt files in a folder, by name; none where it is not there."""
+    """The .txt files in a folder, sorted; none if it does not exist."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -220,8 +224,8 @@ def list_label_files(folder: Path) -> list[str]:
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
-    """Name of an image → that of its label file: of the same stem; where an image has none, the one whose stem is the
-    same in another case or another form of Unicode, and which is no other image's."""
+    """Image name → name of its label file. It has the same stem; if there is none, the same stem in another case or
+    Unicode form, unless it belongs to another image."""
     by_stem = {os.path.splitext(label_name)[0]: label_name for label_name in label_names}
     stems = {image_name: os.path.splitext(image_name)[0] for image_name in image_names}
     matches = {image_name: by_stem[stem] for image_name, stem in stems.items() if stem in by_stem}
@@ -241,7 +245,7 @@ def _fold_name(stem: str) -> str:
 
 
 def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
-    """The layouts without a description: in words, its parts, of which there may be none, and notes."""
+    """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
     subdirs = list_subdirs(folder)
     lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
     lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
@@ -257,8 +261,8 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
         if splits:
             splits.sort(key=lambda item: SPLITS.index(item[0]))
             others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
-            if any(is_image_name(name) for name in os.listdir(images)):
-                others.append("the images in it")
+            if any(is_visible_image(name) for name in os.listdir(images)):
+                others.append("the images directly in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
             yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
         yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
@@ -271,22 +275,22 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     if parts and _has_rows(parts):
         yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
     if list_label_files(folder) or "labels" in subdirs:
-        names = [name for name in sorted(os.listdir(folder)) if is_image_name(name)]
+        names = [name for name in sorted(os.listdir(folder)) if is_visible_image(name)]
         part = SplitFiles(split=None, annotations=find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
 
 
 def _is_image_list(path: Path) -> bool:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        return file.readline(4096).strip().lower().endswith(IMAGE_SUFFIXES)
+        return is_image_name(file.readline(4096).strip())
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
-    """Whether label files of images look like YOLO's: captions and other texts stand beside images, too."""
+    """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
     num_checked = 0
     for part in parts:
         with os.scandir(part.image_dirs[0]) as entries:
-            image_names = [entry.name for entry in entries if is_image_name(entry.name)]
+            image_names = [entry.name for entry in entries if is_visible_image(entry.name)]
         for name in match_labels(image_names, list_label_files(part.annotations)).values():
             if not (line := _read_first_line(part.annotations / name)):
                 continue
@@ -318,6 +322,6 @@ def is_label_file(path: Path) -> bool:
 
 
 def _names_file_dirs(folder: Path, parts: Iterable[SplitFiles]) -> list[Path]:
-    """Where a list of class names may lie."""
+    """The folders that may contain a list of class names."""
     labels = [part.annotations for part in parts][:MAX_PROBES]
     return list(dict.fromkeys([folder, folder / "labels", *labels, *(path.parent for path in labels)]))

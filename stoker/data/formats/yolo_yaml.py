@@ -1,7 +1,7 @@
-"""What describes a YOLO data set as a whole: data.yaml (Ultralytics), obj.data (Darknet, CVAT), lists of class names.
+"""Reads the description of a YOLO data set: data.yaml (Ultralytics), obj.data (Darknet, CVAT), lists of class names.
 
-All values of a YAML file are read as text, so that a class may be called `no`, `on` or `1.0`. Not here: where the
-images are (`yolo_files.py`), what is in the label files (`yolo.py`).
+All YAML values are read as text, because a class may be called `no`, `on` or `1.0`. Not here: finding the images
+(`yolo_files.py`), reading label files (`yolo.py`).
 Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
@@ -18,9 +18,9 @@ from stoker.errors import DataError
 
 YAML_SUFFIXES = (".yaml", ".yml")
 NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "notes.json", "predefined_classes.txt")
-"""Lists of class names by themselves: LabelImg's, Darknet's, Roboflow's, Label Studio's."""
+"""Files with only the class names: from LabelImg, Darknet, Roboflow, Label Studio."""
 MAX_BYTES = 1 << 20
-"""A data.yaml has some kilobytes; a larger file is something else."""
+"""A data.yaml has a few kilobytes; a larger file is something else."""
 _NULL_VALUES = ("", "~", "null", "none")
 
 
@@ -32,18 +32,23 @@ class DatasetDefinition:
     splits: dict[str, tuple[str, ...]]
     """Split → its folders and lists of images, as written."""
     path: str | None
-    """What these are relative to, as written."""
+    """The folder to which these are relative, as written."""
     class_names: tuple[str, ...] | None
-    """The classes; None where the file names none."""
+    """None if the file names no classes."""
     num_classes: int | None
-    """The number of classes that the file says apart from their names (nc)."""
+    """The separate number of classes (nc)."""
     num_keypoint_values: int
-    """Numbers that a row of a pose data set has after the box; 0: the rows are boxes or polygons."""
+    """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+
+
+def is_definition_name(path: Path) -> bool:
+    """Whether a file has the suffix of a data.yaml or obj.data."""
+    return path.suffix.lower() in (*YAML_SUFFIXES, ".data")
 
 
 def find_definition(folder: Path) -> Path | None:
-    """The file that describes the data set of a folder. Raises DataError when several could."""
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*YAML_SUFFIXES, ".data"))
+    """The data.yaml or obj.data of a folder. Raises DataError if several files could be it."""
+    files = sorted(path for path in folder.iterdir() if is_definition_name(path))
     candidates = [path for path in files if _looks_like_definition(path)]
     for stem in ("data", "dataset", folder.name.lower()):
         if preferred := [path for path in candidates if path.stem.lower() == stem]:
@@ -59,7 +64,7 @@ def find_definition(folder: Path) -> Path | None:
 
 
 def _looks_like_definition(path: Path) -> bool:
-    """Whether a file has a split and classes as keys: other YAML lies about in data folders, too."""
+    """Whether a file has a split and classes as keys: data folders contain other YAML files too."""
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return False
     text = path.read_text(encoding="utf-8-sig", errors="replace")
@@ -75,7 +80,7 @@ def read_definition(file: Path) -> DatasetDefinition:
         data: Any = _parse_assignments(file)
     else:
         try:
-            data = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)  # makes text only
+            data = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)  # reads all values as text
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             raise DataError(
@@ -133,12 +138,14 @@ def _parse_entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
 
 def _parse_int(file: Path, key: str, value: Any) -> int:
     if not (isinstance(value, str) and value.strip().isascii() and value.strip().isdigit()):
-        raise _definition_error(file, f"{key} has {value!r}, which is no whole number", f"correct {key}, or delete it")
+        raise _definition_error(
+            file, f"{key} has {value!r}, which is not a whole number", f"correct {key}, or delete it"
+        )
     return int(value)
 
 
 def _parse_names(file: Path, value: Any) -> tuple[str, ...] | None:
-    """The class names, from a list, a mapping of numbers, or the path of a file of names."""
+    """The class names, from a list, a mapping from numbers, or the path of a file of names."""
     if isinstance(value, str):
         if value.lower() in _NULL_VALUES:
             return None
@@ -147,7 +154,7 @@ def _parse_names(file: Path, value: Any) -> tuple[str, ...] | None:
             if candidate.is_file():
                 return read_names(candidate)
         raise _definition_error(
-            file, f"names is {value!r}, neither a list nor a file that is there", "write `names: [first, second]`"
+            file, f"names is {value!r}, neither a list nor an existing file", "write `names: [first, second]`"
         )
     if isinstance(value, list):
         values = dict(enumerate(value))
@@ -173,7 +180,7 @@ def _definition_error(file: Path, cause: str, fix: str) -> DataError:
 
 
 def find_names_files(folders: list[Path]) -> list[Path]:
-    """Files of class names in some folders, which need not exist."""
+    """The files of class names in some folders, which may be absent."""
     candidates = dict.fromkeys(folder / name for folder in folders for name in NAMES_FILES)
     existing = [path for path in candidates if path.is_file()]
     return [path for path in existing if path.suffix != ".json" or b'"categories"' in path.read_bytes()]
