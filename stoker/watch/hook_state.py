@@ -1,7 +1,7 @@
-"""A cell of the hook (`hook/stoker_hook/clock.py` writes it): read, and its sums as phases of the time and of the
-training thread's processor time.
+"""Reads a state file of the hook (`hook/stoker_hook/clock.py` writes it) as phases of the time and of the CPU time of
+the training thread.
 
-Of one process, at one moment. Windows and ranks are `inside.py`'s.
+For one process, at one moment. Windows and ranks: `hook_reader.py`.
 """
 
 import dataclasses
@@ -17,16 +17,17 @@ SLOT_PHASES = {
     "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
     "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
 }  # fmt: skip
-"""Slot of the hook's clock → phase. `maybe_`: not yet known whether for training. `graph`: `phases_of` splits it."""
+"""Slot of the hook's clock → phase. `maybe_`: not known yet whether for training. `_sum_slots_by_phase` splits
+`graph`."""
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
-"""Phases that are the host's to tell also where the device's own clock was read: its events are around steps only."""
+"""Phases that the host measures also if the device has events, since these are only around steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookState:
-    """A process of the job, as it was when it was read. values: by slot, seconds and counts;
-    `hook/stoker_hook/clock.py` says which."""
+    """A process of the job at the time of the read. values: seconds and counts by slot of
+    `hook/stoker_hook/clock.py`."""
 
     name: str
     pid: int
@@ -34,18 +35,18 @@ class HookState:
     slots: tuple[str, ...]
     values: Mapping[str, float]
     cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Processor seconds of the training thread by slot of time, up to the last mark."""
+    """CPU-seconds of the training thread by slot, until the last update."""
     input_fraction: float | None = None
-    """Of `graph`, the share that waits for input."""
+    """The fraction of `graph` that waits for input."""
 
     @property
     def rank(self) -> int:
-        """Within this machine; 0 where nothing says that there are several."""
+        """Within this machine; 0 if there is only one, as far as known."""
         return max(0, round(self.values["rank"]))
 
 
 def read_hook_state(path: Path) -> HookState | None:
-    """None: it is only just being written."""
+    """None while the file is being created."""
     try:
         data = path.read_bytes()
         header = json.loads(data[:HEADER_BYTES])
@@ -61,8 +62,8 @@ def read_hook_state(path: Path) -> HookState | None:
 
 
 def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
-    """Seconds of each phase since the cell's begin. They add up to now_s − begin; now_s: CLOCK_MONOTONIC, what runs
-    since the last mark is still running; None: of a process that has ended, up to its last mark."""
+    """Seconds of each phase since the clock started. now_s: CLOCK_MONOTONIC of a live process, whose current slot goes
+    on since the last update: the phases add up to now_s − begin. None: until the last update."""
     values = state.values
     seconds = {slot: values[slot] for slot in (*SLOT_PHASES, "graph")}
     current_slot = state.slots[int(values["current_slot"])]
@@ -70,14 +71,15 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
         seconds[current_slot] += max(0.0, now_s - values["last_update"])
     phases = _sum_slots_by_phase(state, seconds)
     if values["device"]:
-        return _device_phase_seconds(phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"],
-                          steps=values["steps"])  # fmt: skip
+        return _device_phase_seconds(
+            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"]
+        )
     return phases
 
 
 def cpu_by_phase(state: HookState) -> dict[str, float]:
-    """Processor seconds of the training thread by its own phase, since the cell's begin and up to its last mark: those
-    of a wait that goes on are told at its end. Where a device computes, the thread issues steps: `host`."""
+    """CPU-seconds of the training thread by phase, since the clock started and until its last update: those of a
+    current wait are added at its end. If a device computes, the thread issues steps: `host`."""
     phases = _sum_slots_by_phase(state, dict(state.cpu)) if state.cpu else {}
     if state.values["device"] and phases:
         phases["host"] += phases.pop("compute")
@@ -85,7 +87,7 @@ def cpu_by_phase(state: HookState) -> dict[str, float]:
 
 
 def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str, float]:
-    """Of the training thread, from seconds by slot; takes `graph` out of them."""
+    """Seconds of the training thread by phase, from seconds by slot; removes `graph` from them."""
     graph_s, fraction = seconds.pop("graph"), state.input_fraction
     if fraction is None:
         seconds["work"] += graph_s
@@ -94,7 +96,7 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
         seconds["compute"] += graph_s * (1 - fraction)
     phases: dict[str, float] = {}
     for slot, phase in SLOT_PHASES.items():
-        if slot == "after_step" and not state.values["batches"]:  # no loader was seen: what it does there nobody knows
+        if slot == "after_step" and not state.values["batches"]:  # without a loader it is not known
             phase = "unattributed"
         phases[phase] = phases.get(phase, 0.0) + seconds[slot]
     return phases
@@ -103,10 +105,10 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
 def _device_phase_seconds(
     host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float
 ) -> dict[str, float]:
-    """Phases of a device whose work on steps took busy_s by its own clock, comm_s of it waiting for an exchange.
+    """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
 
-    Where it had no work the host's waits are what it waited for, as far as they reach: a wait that the device's queue
-    outlasts costs nothing. The rest is `host`, or `sync` where the host waits for the device in each step.
+    When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
+    queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step.
     """
     phases = {name: host[name] for name in HOST_ONLY_PHASES}
     loop_s = sum(host.values()) - sum(phases.values())

@@ -77,7 +77,7 @@ def open_run_folder(
     """
     path = _make_run_dir(command) if run is None else Path(run).expanduser()
     command_text = " ".join(mask_argv(command))
-    fix = "name another folder: --run DIR"
+    fix = "name another folder: --run-dir DIR"
     described = describe_job(command) if environment is None else dict(environment)
     output_position = _output_position(path / OUTPUT)
     with recording(
@@ -97,7 +97,7 @@ def _output_position(log: Path) -> dict[str, int]:
 
 def _make_run_dir(command: list[str]) -> Path:
     """runs/watch-NAME-N, which is made."""
-    with writing("The run's folder cannot be made.", RUNS_DIR, fix="name another folder: --run DIR"):
+    with writing("The run's folder cannot be made.", RUNS_DIR, fix="name another folder: --run-dir DIR"):
         return make_run(RUNS_DIR, f"watch-{job_name(command)}")
 
 

@@ -1,27 +1,27 @@
-"""How long the steps of a TensorFlow job waited for their input, out of a trace of TensorFlow's profiler.
+"""The time that steps of a TensorFlow job waited for their input, from a trace of TensorFlow's profiler.
 
-What a session of it returns is a Trace (tsl/profiler/protobuf/trace_events.proto), of which only the events (4) are
-read here: their name (3), begin (9) and length (10) in picoseconds.
+The bytes of a profiler session are a Trace (tsl/profiler/protobuf/trace_events.proto). Only its events (4) are read:
+their name (3), start (9) and duration (10) in picoseconds.
 """
 
 import re
 from collections.abc import Iterator
 
 _INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)")
-"""A step's own fetching of a batch; what the pipeline does meanwhile, ahead of it, has other names."""
+"""The fetch of a batch by a step; prefetching by the input pipeline has other names."""
 
 
 def input_wait_s(trace: bytes) -> float:
-    """Seconds in which a step fetched a batch; of several at once they count once. Raises ValueError when the bytes are
-    no trace."""
+    """Seconds in which a step fetched a batch; overlapping ones count once. Raises ValueError if the bytes are not a
+    trace."""
     try:
         return _union_s(sorted(_iter_waits(memoryview(trace))))
     except (IndexError, KeyError) as error:
-        raise ValueError("these bytes are no Trace") from error
+        raise ValueError("these bytes are not a Trace") from error
 
 
 def _iter_waits(trace: memoryview) -> Iterator[tuple[float, float]]:
-    """(begin, end) in seconds."""
+    """(start, end) in seconds."""
     for field, _, data in _iter_fields(trace):
         if field == 4:
             event = {number: (value, text) for number, value, text in _iter_fields(data)}
@@ -39,7 +39,7 @@ def _union_s(spans: list[tuple[float, float]]) -> float:
 
 
 def _iter_fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Of a protobuf message: number, and value or bytes."""
+    """Fields of a protobuf message: number, varint value, bytes."""
     offset = 0
     while offset < len(data):
         key, offset = _read_varint(data, offset)

@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     assert events(run)[-1].text.endswith("is watched no more; it lives on")
     assert is_held(run) is True
     assert read_termination(run) is None, "it lives"
-    assert explain_run(run).state == "live"
+    assert explain_run(run).state == "running"
     parent.communicate()
     assert is_held(run) is False
     ended = read_termination(run)
@@ -255,7 +255,7 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_the_command_records_processors_and_memory_of_the_job(tmp_path: Path) -> None:
     code = "import time\nx = bytearray(300 * 2**20)\nend = time.time() + 6\nwhile time.time() < end: pass"
     process = subprocess.Popen([sys.executable, "-c", code])
-    done = subprocess.run([sys.executable, "-m", "stoker", "watch", "--pid", str(process.pid), "--run", "run"],
+    done = subprocess.run([sys.executable, "-m", "stoker", "watch", "--pid", str(process.pid), "--run-dir", "run"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
     assert process.wait() == 0
     assert done.returncode == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.diagnosis import postmortem
-from stoker.diagnosis.rules import diagnose
+from stoker.diagnosis.engine import diagnose
 from stoker.runs.records import EVENTS, OUTPUT, STEPS, read_lines
 from stoker.runs.schemas import Event, Finding, StepWindow
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 ]  # fmt: skip
 
-WATCH = [sys.executable, "-m", "stoker", "watch", "--run", "run"]
+WATCH = [sys.executable, "-m", "stoker", "watch", "--run-dir", "run"]
 TRAIN = """
 import os, sys, time
 kept = []

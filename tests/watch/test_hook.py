@@ -41,7 +41,7 @@ def the_cell(folder: Path) -> HookState:
 
 
 def watched(words: list[str], folder: Path, **variables: str) -> RunExplanation:
-    begin = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run", "run", "--"]
+    begin = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run-dir", "run", "--"]
     environment = {**os.environ, **QUIET, **variables}
     done = subprocess.run([*begin, *words], cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
@@ -179,7 +179,7 @@ def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) 
         "-c",
         "from stoker.cli.app import main; main()",
         "watch",
-        "--run",
+        "--run-dir",
         "off",
         "--no-hook",
         "--",

@@ -78,8 +78,8 @@ def test_losses_that_are_not_finite_are_noted_and_not_averaged() -> None:
     assert meter.window(101.0).losses == {"total": 0.5}
 
 
-@given(st.lists(st.builds(Progress, step=st.none() | st.integers(0, 50), of=st.none() | st.integers(1, 50),
-                          epoch=st.none() | st.integers(0, 5), bar=st.booleans(),
+@given(st.lists(st.builds(Progress, step=st.none() | st.integers(0, 50), total_steps=st.none() | st.integers(1, 50),
+                          epoch=st.none() | st.integers(0, 5), is_bare_bar=st.booleans(),
                           step_s=st.none() | st.floats(0, 9), input_wait_s=st.none() | st.floats(0, 9))))  # fmt: skip
 def test_windows_hold_together_whatever_is_said(said: list[Progress]) -> None:
     meter, now_s, total, first = ProgressWindows(attempt=1, devices=2, start_s=0.0), 0.0, 0, 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis import rules
+from stoker.diagnosis import engine
 from stoker.report.run_report import collect
 from stoker.runs.records import (
     DEVICES,
@@ -31,7 +31,7 @@ from stoker.watch.recorder import job_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
-WATCH = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run", "run", "--"]
+WATCH = [sys.executable, "-c", "from stoker.cli.app import main; main()", "watch", "--run-dir", "run", "--"]
 PYTHON = [sys.executable, "-S", "-c"]
 
 
@@ -322,7 +322,7 @@ def test_the_run_of_a_training_and_one_that_is_held_are_refused(tmp_path: Path) 
     (tmp_path / "run" / "config.toml").touch()
     refused = watched(["true"], tmp_path)
     assert refused.returncode == 2
-    assert b"--run DIR" in refused.stderr
+    assert b"--run-dir DIR" in refused.stderr
 
 
 @pytest.mark.parametrize(

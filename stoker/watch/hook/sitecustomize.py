@@ -1,8 +1,8 @@
-"""Python imports this at its start where the folder is on PYTHONPATH: the way of `stoker watch` into a job's processes.
+"""Python imports this module at its start if its folder is on PYTHONPATH: so `stoker watch` enters a job's processes.
 
-It starts `stoker_hook`, takes the folder off the path again and imports the `sitecustomize` that would have been found
-without it. Any Python may come by here, also one of a virtual environment that has no stoker: only the standard
-library, and syntax of Python 3.8. Whatever fails in it, the job goes on.
+It starts `stoker_hook`, removes the folder from the path and imports the `sitecustomize` that Python would have found
+without it. Any Python may import it, also one of an environment without stoker: only the standard library, and syntax
+of Python 3.8. If it fails, the job goes on.
 """
 
 import sys
@@ -18,17 +18,17 @@ def _start():  # type: () -> None
             import stoker_hook  # type: ignore[import-not-found, unused-ignore]
 
             stoker_hook.start(directory)
-    except Exception as error:  # noqa: BLE001 (the job goes on without)
+    except Exception as error:  # noqa: BLE001 (the job goes on without the hook)
         try:
             with open(os.path.join(directory or hook_dir, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (any Python)
                 file.write("start: %r\n" % error)  # noqa: UP031
-        except OSError:  # nowhere to say it: the watcher sees that nothing came
+        except OSError:  # the watcher reports that no process loaded the hook
             pass
     sys.path[:] = [entry for entry in sys.path if entry != hook_dir]
 
 
 def _import_shadowed_sitecustomize():  # type: () -> None
-    """Imports the job's own sitecustomize, which takes this module's place; errors in it are its own."""
+    """Imports the job's own sitecustomize in place of this module; its errors are not handled."""
     this_module = sys.modules.pop(__name__, None)
     try:
         import sitecustomize  # type: ignore[import-not-found, unused-ignore]  # noqa: F401

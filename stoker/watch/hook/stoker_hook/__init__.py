@@ -1,14 +1,16 @@
-"""What `stoker watch` has in each Python process of a job: a clock that says in which phase of training it is.
+"""The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
-`start` waits for a framework to be imported (a finder in `sys.meta_path`); only then are modules loaded that time it:
-`torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py` (`fit`)
-and `tensorflow_input.py` (waits inside its graphs). All of them tell `clock.py`, whose numbers lie in shared memory
-that the watcher reads (`stoker/watch/hook_state.py`). Only the standard library, syntax of Python 3.8; nothing of
-stoker. Whatever fails here is said once in a file beside the numbers, and the job goes on.
+`start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
+it: `torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py`
+(`fit`) and `tensorflow_input.py` (waits inside its graphs). All of them report to `clock.py`, whose values are in
+shared memory that the watcher reads (`stoker/watch/hook_state.py`). Only the standard library and syntax of Python 3.8;
+nothing of stoker. An error here is written to a file once (`failures.py`), and the job goes on.
 """
 
 import os
 import sys
+
+from . import failures
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,15 +35,14 @@ PATCHES = {
     "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
     "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
 }  # fmt: skip
-"""Module of a framework → what is done when it has been imported."""
-
+"""Module of a framework → (module of the hook, function) to call after its import."""
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
-"""Their import is the begin of a training's start, of which it may take most."""
+"""Their import begins the startup of a training, and may take most of it."""
 
 
 class PatchingFinder:
-    """Finds what the others find; and has a function called when one of the modules of AFTER has run."""
+    """Finds modules by the other finders, and patches the modules in PATCHES after their import."""
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         patch = PATCHES.get(name)
@@ -59,15 +60,16 @@ class PatchingFinder:
 
 
 def _publish_clock() -> None:
-    """Opens the cell, except in children of multiprocessing: these only when they train, most are loader workers."""
+    """Publishes the clock, except in children of multiprocessing, which are mostly loader workers: those publish it
+    when they train."""
     process = sys.modules.get("multiprocessing.process")
     if process is None or process.parent_process() is None:
         try:
             from .clock import clock
 
             clock.publish()
-        except Exception as error:  # noqa: BLE001 (the job goes on, untimed)
-            report_failure("clock", error)
+        except Exception as error:  # noqa: BLE001 (the job goes on without timing)
+            failures.report_failure("clock", error)
 
 
 def _patch_after_import(loader: "Any", name: str, module: str, function: str) -> None:
@@ -76,43 +78,26 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str) ->
         return
 
     def exec_module(imported: "ModuleType") -> None:
-        del loader.exec_module  # it is this function only once
+        del loader.exec_module  # this function replaces it only once
         execute(imported)
         try:
             getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported)
-        except Exception as error:  # noqa: BLE001 (the job's import has worked: it goes on, untimed)
-            report_failure(name, error)
+        except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
+            failures.report_failure(name, error)
 
     try:
         loader.exec_module = exec_module
-    except AttributeError:  # a loader without attributes of its own (a frozen or built-in module): not timed
-        return
-
-
-STATE_DIR = ""
-_reported: "set[str]" = set()
-
-
-def report_failure(location: str, error: BaseException) -> None:
-    """Writes down once what failed."""
-    if location in _reported or len(_reported) > 20:
-        return
-    _reported.add(location)
-    try:
-        with open(os.path.join(STATE_DIR, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
-            file.write(f"{location}: {type(error).__name__}: {error}\n")
-    except OSError:  # the watcher has gone, or the disk is full: nobody could read it
+    except AttributeError:  # a loader without own attributes (of a frozen or built-in module): not timed
         return
 
 
 def start(directory: str) -> None:
-    """Marks that Python has come by, and waits for a framework."""
-    global STATE_DIR
-    STATE_DIR = directory
+    """Marks that a Python process has loaded the hook, and waits for a framework."""
+    failures.STATE_DIR = directory
     try:
         os.close(os.open(os.path.join(directory, "loaded"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         pass
-    except OSError:  # the watcher has gone, or this is another machine: nobody would read
+    except OSError:  # the watcher is gone, or this is another machine
         return
     sys.meta_path.insert(0, PatchingFinder())  # type: ignore[arg-type, unused-ignore]

@@ -1,13 +1,15 @@
-"""Where a process's training thread is, as sums of seconds by phase, in memory that the watcher can read at any time.
+"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher can read at any
+time.
 
-Each instant since the clock began is in exactly one slot, so the slots add up to the time. What has no explicit phase
-is judged by what follows: work on a batch is training when a backward or an optimizer step comes of it, evaluation
-when none does (frozen submodules' `.eval()` would mislead, and many loops iterate outside `no_grad`). Until that is
-known it lies in a slot that begins with `maybe_`. After the last step and before the next wait the time is the host's.
+Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
+explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
+after it, evaluation if none does (`.eval()` of frozen submodules would mislead, and many loops do not use `no_grad`).
+Until that is known it is in a slot that begins with `maybe_`. Time after the last step and before the next wait is the
+host's.
 
-The cell: 1,024 bytes of JSON (who this is, the names of the slots), then a double per slot, in a file of 4,096 bytes
-that is mapped; it needs no thread, no write and no lock, and is there after a SIGKILL. One process trains in one
-thread; what others do is not counted. Workers of a loader never have a cell.
+The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
+bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
+threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_state.py`.
 """
 
 import atexit
@@ -19,7 +21,7 @@ from _thread import get_ident
 from time import monotonic, thread_time
 from weakref import ref
 
-from . import STATE_DIR, report_failure
+from .failures import STATE_DIR, report_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,29 +36,29 @@ SLOTS = (
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
-"""The last thirteen are seconds that add up to mark − begin (CLOCK_MONOTONIC, the same in all processes of a machine).
-Behind them come, in the same order, the processor seconds of the training thread in each. `workers`: processes of the
-newest loader that trains, −1 while no loader said.
-`now_in`: number of the slot that runs. `device`: 1 where `busy` and `device_comm` are seconds on the device's clock.
-`graph`: steps of TensorFlow that fetch their batches themselves."""
+"""The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
+machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
+newest training loader, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
+`device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
-(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR, FIRST_STEP, DEVICE, BUSY, DEVICE_COMM,
- SYNCS, WORKERS, STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE, MAYBE_WAIT,
- MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
+(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR,
+ FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS,
+ STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
+ MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
 CPU_OFFSET = len(SLOTS) - STARTUP
-"""From a slot of seconds to that of its processor seconds."""
+"""Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
 MAX_UNPROVEN_BATCHES = 3
-"""Batches of an iterator without a backward after which it is one of evaluation; some loops fetch one or two ahead."""
+"""An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
 
 class BatchSource:
-    """An iterator of batches. workers: processes that load them, −1: it does not say. trains: None until it is
+    """An iterator of batches. workers: processes that load them, −1 if not known. is_training: None until it is
     known."""
 
-    __slots__ = ("batches", "num_images", "is_training", "unproven_batches", "workers")
+    __slots__ = ("batches", "is_training", "num_images", "unproven_batches", "workers")
 
     def __init__(self, workers: int = -1) -> None:
         self.workers = workers
@@ -67,15 +69,17 @@ class BatchSource:
 
 
 class PhaseClock:
-    """Of this process. All methods are for the training thread, and never raise. folder: where its cell is made."""
+    """The clock of this process. Its methods are for the training thread and never raise. directory: of state files."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self.make_device_events: Any = None
+        """Returns the events of the device in use (`torch_cuda.py`) or None; set by `torch_loop.py`."""
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Also in a forked child, which must not write into its parent's cell."""
+        """Also called in a forked child, which must not write into its parent's state file."""
         self.values: Any = [0.0] * (len(SLOTS) + CPU_OFFSET)
         self.thread_id = get_ident()
         self.enabled = True
@@ -90,7 +94,7 @@ class PhaseClock:
         self._optimizer: Any = None
         self._other_steps = 0
         self.device_events: Any = None
-        """Events of the device (`torch_cuda.py`), where there is one."""
+        """Events of the device, if there is one."""
         self.values[RANK] = self.values[WORLD] = self.values[LR] = self.values[WORKERS] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
@@ -98,7 +102,7 @@ class PhaseClock:
         _read_rank_from_env(self.values)
 
     def publish(self, framework: str = "") -> None:
-        """Opens the cell; says there that the framework is used."""
+        """Creates the state file and adds the framework to it."""
         if not self.enabled or (self._is_published and framework in self._frameworks):
             return
         if framework:
@@ -111,7 +115,7 @@ class PhaseClock:
             path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # no hole in it: no SIGBUS later
+                os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # not sparse: no SIGBUS later
                 self._mapping = mmap.mmap(fd, STATE_BYTES)
             finally:
                 os.close(fd)
@@ -120,7 +124,7 @@ class PhaseClock:
                 array[i] = value
             self.values = array
             atexit.register(self._finish)
-        except Exception as error:  # noqa: BLE001 (no room, no folder: this process is not timed)
+        except Exception as error:  # noqa: BLE001 (no space or no folder: this process is not timed)
             self.enabled = False
             report_failure("state file", error)
 
@@ -132,7 +136,7 @@ class PhaseClock:
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 
     def update(self) -> None:
-        """Charges the time since the last mark to the slot that runs."""
+        """Adds the time since the last update to the current slot."""
         now, cpu = monotonic(), thread_time()
         values, slot = self.values, self._current_slot
         values[slot] += now - self._last
@@ -141,12 +145,12 @@ class PhaseClock:
         self._last_cpu = cpu
 
     def _set_slot(self, slot: int) -> None:
-        """From the last mark on it is in this slot; before the first step all but evaluation is startup."""
+        """The time from the last update on is in this slot; before the first step, all but evaluation is startup."""
         self._current_slot = slot if self._has_stepped or slot == EVAL else STARTUP
         self.values[CURRENT_SLOT] = self._current_slot
 
     def _set_base_slot(self, slot: int) -> None:
-        """What time without an explicit phase is from now on."""
+        """Sets the slot of time without an explicit phase."""
         self._stack[0] = slot
         if len(self._stack) == 1:
             self._set_slot(slot)
@@ -158,7 +162,7 @@ class PhaseClock:
             values[src] = 0.0
 
     def enter(self, slot: int) -> bool:
-        """Begins an explicit phase; False (then there is no `leave`): in another thread, or inside the same phase."""
+        """Begins an explicit phase. False, without a `leave`: in another thread, or inside the same phase."""
         if not self.enabled or get_ident() != self.thread_id or self._stack[-1] == slot or EVAL in self._stack[1:]:
             return False
         self.update()
@@ -173,16 +177,16 @@ class PhaseClock:
         self._set_slot(self._stack[-1])
 
     def is_outside_phases(self) -> bool:
-        """Whether this is the training thread, outside explicit phases."""
+        """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
 
     def begin_step(self) -> None:
-        """What was done since the last one was the host's."""
+        """The time since the last step was the host's."""
         self.update()
         self.move_time(AFTER_STEP, HOST)
 
     def begin_wait(self, source: BatchSource, is_evaluating: bool) -> None:
-        """evaluates: gradients are off."""
+        """is_evaluating: gradients are off."""
         try:
             self.begin_step()
             if source is not self._eval_source:
@@ -218,7 +222,7 @@ class PhaseClock:
             self.disable("wait", error)
 
     def end_source(self, source: BatchSource, *, failed: bool = False) -> None:
-        """It has no more batches, or raised."""
+        """The iterator has no more batches, or raised."""
         try:
             self.leave()
             if source.is_training is None and source.batches and not failed:
@@ -248,13 +252,13 @@ class PhaseClock:
         source.batches = source.num_images = 0
 
     def confirm_training(self) -> None:
-        """A backward begins, or an optimizer has stepped: what was handed out since the last one was for training."""
+        """A backward begins, or an optimizer has stepped: the batches since the last time were for training."""
         try:
             if not self.enabled or get_ident() != self.thread_id:
                 return
             if not self._is_published:  # a forked child that trains
                 self.publish()
-            if self._eval_source is not None:  # it was misjudged: its first batches were passed over
+            if self._eval_source is not None:  # misclassified: the loop skipped its first batches
                 self._open_sources.append(self._eval_source)
                 self._eval_source = None
             for source in self._open_sources:
@@ -272,7 +276,7 @@ class PhaseClock:
             self.disable("trains", error)
 
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
-        """An optimizer has stepped. Of several only the one that stepped first counts, as long as it goes on."""
+        """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
         try:
             if not self.enabled:
                 return
@@ -280,7 +284,7 @@ class PhaseClock:
                 if self._has_stepped or len(self._stack) > 1:
                     return
                 self.thread_id = get_ident()
-                self._last_cpu = thread_time()  # that of another thread is no measure of this one
+                self._last_cpu = thread_time()  # the last value was of another thread
             self.confirm_training()
             self.update()
             first = None if self._optimizer is None else self._optimizer()
@@ -296,10 +300,8 @@ class PhaseClock:
             if not self._has_stepped:
                 self._has_stepped = True
                 values[FIRST_STEP] = self._last
-                if "torch" in sys.modules:
-                    from . import torch_cuda
-
-                    self.device_events = torch_cuda.make_device_events(self)
+                if self.make_device_events is not None:
+                    self.device_events = self.make_device_events(self)
             self._stack[0] = AFTER_STEP
             self._set_slot(self._stack[-1])
             if self.device_events is not None:
@@ -308,7 +310,7 @@ class PhaseClock:
             self.disable("step", error)
 
     def _finish(self) -> None:
-        """The program has ended: what Python still clears away is of no phase."""
+        """At process exit: the rest of the time is in no phase."""
         if self.enabled:
             self._stack = [WORK]
             if get_ident() != self.thread_id:
@@ -318,7 +320,7 @@ class PhaseClock:
             self.values[CURRENT_SLOT] = WORK
 
     def disable(self, location: str, error: BaseException) -> None:
-        """No more is counted: numbers that may be wrong are worse than none."""
+        """Stops the clock: wrong values would be worse than none."""
         self.enabled = False
         self.values[ENDED] = 1.0
         report_failure(location, error)
@@ -336,7 +338,7 @@ def _read_rank_from_env(values: "Any") -> None:
 
 
 def wrap_timed(slot: int, original: "Call") -> "Call":
-    """The function, its time charged to a phase."""
+    """The function, timed as a phase."""
     from functools import wraps
 
     @wraps(original)

@@ -1,8 +1,8 @@
-"""Keras' side of the clock: `fit`, `evaluate` and checkpoints, with torch or TensorFlow below it.
+"""Hooks for Keras: `fit`, `evaluate` and checkpoints, on torch or TensorFlow.
 
-With torch the batches come out of an EpochIterator, one at a time. With TensorFlow a step fetches them inside its
-graph: what share of it that takes only TensorFlow's profiler knows (`tensorflow_input.py`). With JAX steps return
-before they are done, so nothing is timed.
+On torch the batches come from an EpochIterator, one at a time. On TensorFlow a step fetches them inside its graph: only
+TensorFlow's profiler knows the fraction of that (`tensorflow_input.py`). On JAX steps return before they are done, so
+nothing is timed.
 """
 
 from functools import wraps
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def patch_epoch_iterator(module: "Any") -> None:
-    """keras.src.trainers.epoch_iterator: `__next__` gives a list of batches, one each step."""
+    """keras.src.trainers.epoch_iterator: `__next__` returns a list of batches, one per step."""
     from sys import modules
 
     iterator_class = module.EpochIterator
@@ -77,7 +77,7 @@ def _patch_evaluation(trainer: "Any") -> None:
 
 
 def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
-    """Has each model's train_function wrapped when it is made."""
+    """Wraps each model's train_function when it is created."""
     original = trainer.make_train_function
 
     @wraps(original)

@@ -1,26 +1,26 @@
-"""The share of a TensorFlow step that waits for its input, by TensorFlow's own profiler.
+"""The fraction of a TensorFlow step that waits for its input, from TensorFlow's profiler.
 
-A step of `fit` fetches its batches inside its graph, where Python sees nothing. So once a minute a few steps run under
-the profiler, from the begin of one to the end of another, and what it recorded goes into a file beside the cell, for
-the watcher to read (`stoker/watch/tensorflow_trace.py`). It is off for the rest of the time, and gives way to the
-user's own.
+A step of `fit` fetches its batches inside its graph, where Python cannot time it. So once a minute a few steps run
+under the profiler, and the trace is written next to the state file for the watcher
+(`stoker/watch/tensorflow_trace.py`). At other times the profiler is off, and a profiler session of the user has
+priority.
 """
 
 import os
 import sys
 from time import monotonic
 
-from . import STATE_DIR, report_failure
 from .clock import BATCHES, GRAPH, clock
+from .failures import STATE_DIR, report_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 TRACE_INTERVAL_S, WARMUP_STEPS = 60.0, 3
-"""Seconds from one trace to the next; steps before the first, in which the graph is made."""
+"""Seconds from one trace to the next; steps before the first one, in which the graph is built."""
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
-"""A trace ends after so many steps, or after so long when it has a few; of very slow steps, after PATIENCE_S."""
+"""A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
 
 
@@ -47,7 +47,7 @@ class ProfilerSampler:
             session = self._session_class()
             session.start("", OPTIONS)
         except Exception as error:  # noqa: BLE001
-            if type(error).__name__ == "AlreadyExistsError":  # the user's own profiler runs: again in a minute
+            if type(error).__name__ == "AlreadyExistsError":  # the user's profiler runs: try again in a minute
                 return
             self._next_s = float("inf")
             report_failure("profiler", error)
@@ -76,11 +76,11 @@ class ProfilerSampler:
             with open(name + ".part", "wb") as file:
                 file.write(f"{self._graph_s:.9f}\n".encode() + data)
             os.rename(name + ".part", name + ".trace")
-        except Exception as error:  # noqa: BLE001 (no room, no watcher: the share of the input stays unknown)
+        except Exception as error:  # noqa: BLE001 (no space or no watcher: the fraction stays unknown)
             report_failure("profiler", error)
 
     def _patch_session_class(self) -> "Any":
-        """TensorFlow's class of sessions, which from now on ends ours before it makes another's: there can be one."""
+        """Patches TensorFlow's session class to end our session before it creates another: only one can exist."""
         internal = sys.modules["tensorflow.python.profiler.profiler_v2"]._pywrap_profiler
         original = internal.ProfilerSession
 
@@ -98,7 +98,7 @@ sampler = ProfilerSampler()
 
 
 def wrap_train_step(model: "Any", step: "Any") -> "Any":
-    """The train_function of a model, timed."""
+    """A model's train_function, timed."""
 
     def train_function(*args: "Any", **kwargs: "Any") -> "Any":
         if not clock.is_outside_phases():

@@ -1,8 +1,9 @@
-"""Collectives of torch.distributed: the time in them, and what of DDP's exchange the backward does not hide.
+"""Hooks for torch.distributed: the time in collectives, and the part of DDP's all-reduce that the backward does not
+hide.
 
 DDP exchanges gradients while the backward still computes, and waits for the rest in a callback at its end. A callback
-that was queued before DDP's own runs right before that wait: from there to the end of the backward is the exposed part.
-On a GPU it is measured by two events on the training stream, which waits for the exchange.
+that was queued before DDP's own runs just before that wait: the time from there to the end of the backward is exposed.
+On a GPU two events on the training stream measure it, which waits for the communication.
 """
 
 from functools import wraps
@@ -24,7 +25,7 @@ COLLECTIVES = (
 
 
 def patch_collectives(module: "Any") -> None:
-    """torch.distributed.distributed_c10d, before torch.distributed has taken its names."""
+    """torch.distributed.distributed_c10d, before torch.distributed imports its names."""
     if not hasattr(module, "all_reduce"):  # a torch without distributed
         return
     for name in COLLECTIVES:
@@ -39,7 +40,7 @@ def patch_collectives(module: "Any") -> None:
         result = original_init(*args, **kwargs)
         try:
             clock.values[WORLD] = float(module.get_world_size())
-            if clock.values[RANK] < 0:  # else the rank within this machine is known
+            if clock.values[RANK] < 0:  # else the rank within this machine is known already
                 clock.values[RANK] = float(module.get_rank())
             if clock.values[WORLD] > 1:
                 torch_loop.on_backward = _time_exposed_comm
@@ -51,7 +52,7 @@ def patch_collectives(module: "Any") -> None:
 
 
 def _time_exposed_comm(tensors: "Any") -> "Callable[[], None] | None":
-    """To be called before a backward; what it returns, at its end."""
+    """Call it before a backward, and its result after it."""
     try:
         root = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         if not clock.is_outside_phases() or not getattr(root, "requires_grad", False):

@@ -1,24 +1,25 @@
-"""What the device itself did, by events on the training stream: from a batch to its step, resolved later by `query()`.
+"""The time in which the device worked, by events on the training stream from a batch to its step, read later by
+`query()`.
 
-Two events a step, from a pool; none is ever waited for, so the job is not slowed down. Not for CPUs, whose work is done
-when the training thread goes on. Untested on a GPU (docs/gpu-status.md).
+Two events a step, from a pool; the job never waits for one. Not for CPUs, where the training thread does the work.
+Untested on a GPU (docs/gpu-status.md).
 """
 
 from collections import deque
 
-from . import report_failure
 from .clock import BUSY, DEVICE, DEVICE_COMM, SYNCS, clock
+from .failures import report_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 MAX_PENDING = 256
-"""Pairs that wait to be resolved; a device that is further behind is not followed."""
+"""Pairs of events that are not complete; if the device lags by more, its time is not measured."""
 
 
 def make_device_events(phase_clock: "Any") -> "Any":
-    """Events for this process, or None where torch has no CUDA device in use (ROCm calls itself CUDA too)."""
+    """Events of this process, or None if torch does not use a CUDA device (ROCm is named CUDA too)."""
     from sys import modules
 
     torch = modules["torch"]
@@ -31,7 +32,7 @@ def make_device_events(phase_clock: "Any") -> "Any":
 
 
 class DeviceEvents:
-    """new_event: makes an event with record(), query(), elapsed_time(other) in milliseconds."""
+    """new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds."""
 
     def __init__(self, new_event: "Any") -> None:
         self._new_event = new_event
@@ -41,12 +42,12 @@ class DeviceEvents:
         self._pending: deque[Any] = deque()
 
     def resume(self) -> None:
-        """A batch is there: work of the device begins."""
+        """A batch has arrived: work of the device begins."""
         if self._start_event is None:
             self._start_event = self._record()
 
     def pause(self) -> None:
-        """The work on it has been issued."""
+        """The work on the batch has been issued."""
         if self._start_event is not None:
             self._add_interval(BUSY, self._start_event)
             self._start_event = None
@@ -70,7 +71,7 @@ class DeviceEvents:
             self._pending.append((slot, start, self._record()))
         else:
             self._free_events.append(start)
-            report_failure("events", RuntimeError("the device is too far behind: its time is not known in full"))
+            report_failure("events", RuntimeError("the device lags too far behind: a part of its time is not measured"))
 
     def _resolve(self) -> None:
         while self._pending and self._pending[0][2].query():
@@ -80,7 +81,7 @@ class DeviceEvents:
 
 
 def _count_syncs(torch: "Any") -> None:
-    """Counts `.item()` and `synchronize()`: after these the device has nothing to do until the host has caught up."""
+    """Counts `.item()` and `synchronize()`: after these the device is idle until the host issues new work."""
     item, synchronize = torch.Tensor.item, torch.cuda.synchronize
 
     def counted_item(self: "Any") -> "Any":

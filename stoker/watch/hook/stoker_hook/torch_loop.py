@@ -1,22 +1,23 @@
-"""PyTorch's side of the clock: batches of a DataLoader, backward passes, optimizer steps, checkpoints, compilation.
+"""Hooks for PyTorch: batches of a DataLoader, backward passes, optimizer steps, checkpoints, compilation.
 
-A function per module of torch, called when that module has been imported. Steps need torch 2.0 or newer.
+One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
 """
 
 from _thread import get_ident
 
 from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, BatchSource, clock, wrap_timed
+from .torch_cuda import make_device_events
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 SOURCE_ATTR = "_stoker_source"
-"""Attribute of an iterator."""
+"""Attribute of an iterator that holds its `BatchSource`."""
 
 
 def _report_torch_version() -> None:
-    """Says in the cell, where there is one, which torch it is."""
+    """Adds the version of torch to the state file, if there is one."""
     import sys
 
     if clock.is_published():
@@ -24,7 +25,7 @@ def _report_torch_version() -> None:
 
 
 def patch_dataloader(module: "Any") -> None:
-    """torch.utils.data.dataloader: the training thread's time in iterators is waiting for input."""
+    """torch.utils.data.dataloader: the training thread's time in iterators is `input_wait`."""
     from sys import modules
 
     iterator_class = module._BaseDataLoaderIter
@@ -48,7 +49,7 @@ def patch_dataloader(module: "Any") -> None:
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
-    # the start of its workers; an evaluation's until it is known what the iterator is for
+    # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
     module.DataLoader.__iter__ = wrap_timed(MAYBE_WAIT, module.DataLoader.__iter__)
     _report_torch_version()
 
@@ -59,8 +60,8 @@ def num_loader_workers(iterator: "Any") -> int:
 
 
 def count_images(batch: "Any") -> int:
-    """Samples in a batch, 0 where its form does not say: the first tensor's length; of detection, `(pictures,
-    targets)` as tuples of one each, that of the first tuple."""
+    """Samples in a batch, 0 if not known: the length of the first tensor; for detection batches `(images, targets)` of
+    tuples, the length of the first tuple."""
     for _ in range(4):
         shape = getattr(batch, "shape", None)
         if shape is not None:
@@ -68,7 +69,7 @@ def count_images(batch: "Any") -> int:
         if isinstance(batch, (list, tuple)) and batch:
             first = batch[0]
             if len(batch) > 2 and len(getattr(first, "shape", ())) == 3 and _all_images(batch):
-                return len(batch)  # a list of pictures of different sizes
+                return len(batch)  # a list of images of different sizes
             if isinstance(first, (list, tuple)) and first and not isinstance(first[0], (list, tuple)):
                 return len(first)
             batch = first
@@ -84,18 +85,19 @@ def _all_images(batch: "Any") -> bool:
 
 
 def patch_optimizers(module: "Any") -> None:
-    """torch.optim.optimizer: steps of the optimizer; those that a GradScaler leaves out do not come by."""
+    """torch.optim.optimizer: optimizer steps; steps that a GradScaler skips do not count."""
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
         clock.count_optimizer_step(optimizer, groups[0].get("lr") if groups else None)
 
     module.register_optimizer_step_post_hook(after_step)
+    clock.make_device_events = make_device_events
     _report_torch_version()
 
 
 def patch_backward(module: "Any") -> None:
-    """torch.autograd: a backward says that the batches before it were for training; its end is where DDP waits."""
+    """torch.autograd: a backward means that the batches before it were for training; DDP waits at its end."""
     from functools import wraps
 
     original = module.backward
@@ -116,7 +118,7 @@ def patch_backward(module: "Any") -> None:
 
 
 on_backward: "Any" = None
-"""Set by `torch_comm.py` where several processes train: called with the tensors, returns what the end is told to."""
+"""Set by `torch_comm.py` if several processes train: called with the tensors, returns a function for the end."""
 
 
 def patch_save(module: "Any") -> None:
@@ -137,7 +139,7 @@ def patch_transformers(module: "Any") -> None:
 
 
 def patch_compilation(module: "Any") -> None:
-    """torch._dynamo.callback: from the start to the end of a compilation, also a late one of the backward."""
+    """torch._dynamo.callback: from the start to the end of a compilation, including a later one of the backward."""
     is_open = [False]
 
     def on_start(*_: "Any") -> None:
