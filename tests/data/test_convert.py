@@ -247,7 +247,7 @@ def test_images_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> No
     reasons = [reason for _, reason in converted.skipped]
     assert "web page" in reasons[0]
     assert "No such file" in reasons[1]
-    assert "say 40 × 30 pixels, the image has 41 × 30" in reasons[2]
+    assert "give 40 × 30 pixels, the image has 41 × 30" in reasons[2]
     assert len(open_index(tmp_path / "out")) == 3
     assert (tmp_path / "out" / "train.record-00000-of-00001").stat().st_size > 0
     webp = io.BytesIO()
@@ -300,9 +300,9 @@ def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert not partial.exists()
     assert not list(out.rglob(PARTIAL_MARKER))
     assert not list(out.rglob("mine.txt"))
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         convert(source, out, "coco")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         convert(source, tmp_path / "in", "coco")
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty", "coco")
@@ -366,7 +366,7 @@ def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_a
         index = open_index(tmp_path / to)
         assert index.original_size.tolist() == [size] * 2, to
         assert index.boxes[0].tolist() == pytest.approx(corners, abs=1e-4), to
-        assert any("2 images are turned by EXIF" in note for note in converted.notes)
+        assert any("2 images are rotated by EXIF" in note for note in converted.notes)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_a
         (["in", "out", "--to", "yolo"], 0, ["6 images (train 4, val 2)", "5 boxes, 3 classes", "written: out"]),
         (["in", "out", "--to", "yolo", "--classes", "a b"], 0, ["1 boxes, 1 classes"]),
         (["in", "out", "--to", "yolov8"], 2, ["yolo", "tfrecord"]),
-        (["in", "in", "--to", "voc"], 2, ["is there already", "fix:"]),
+        (["in", "in", "--to", "voc"], 2, ["exists already", "fix:"]),
         (["nowhere", "out", "--to", "voc"], 4, ["nowhere"]),
     ],
 )

@@ -1,5 +1,7 @@
-"""COCO JSON as COCO itself has it: `annotations/instances_<split>.json` beside a folder of images for each split. It
-holds everything that an index has. Format: https://cocodataset.org/#format-data."""
+"""Writes COCO JSON in COCO's own layout: `annotations/instances_<split>.json`, and a folder of images per split.
+
+It can store everything that an index has. Format: https://cocodataset.org/#format-data.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from stoker.data.convert.item import AnnotatedImage, DatasetWriter, exact_extent
 
 
 class CocoWriter(DatasetWriter):
-    """Category ids are the source's where they are 1 or more, as COCO's are; else 1 … C: many tools take 0 for the
+    """Category ids are the source's if all are 1 or more, as in COCO; else 1 … C, because many tools use 0 for the
     background."""
 
     def __init__(

@@ -1,5 +1,7 @@
-"""What the writers of all formats are given: a data set's classes, then its images one by one; and how they write
-numbers. A box is that of the index, whose float32 corners every format has to give back."""
+"""The interface of the writers: they get the classes of a data set, then its images one by one; number formatting.
+
+Boxes are those of the index. Reading a written data set must give their float32 corners again.
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,68 +15,68 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AnnotatedImage:
-    """One image with its boxes."""
+    """An image with its boxes."""
 
     split: str
     name: str
-    """File name without a folder; no other image of the new data set has it, or its stem, whatever the case."""
+    """File name without a folder. No other image of the new data set has its stem, in any case."""
     data: bytes
     """The encoded image."""
     image_format: str
-    """Its format, one of `headers.KINDS`."""
+    """One of `headers.KINDS`."""
     size: tuple[int, int]
-    """Height and width that the boxes refer to."""
+    """Height and width to which the boxes refer."""
     image_id: int
     boxes: NDArray[np.float32]
-    """[k, 4] xyxy in pixels, as drawn."""
+    """[k, 4] xyxy in pixels, not clipped."""
     labels: NDArray[np.int32]
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
 
 
 class UnsupportedImage(Exception):
-    """The format has no place for an image; says why."""
+    """The format cannot store an image; the message is the reason."""
 
 
 class DatasetWriter(ABC):
     """Writes one format. Images come split by split, in the order of the index."""
 
     single_image_dir: ClassVar[bool] = False
-    """All splits share a folder, so no two images may have the same name."""
+    """All splits share one folder, so image names must be unique in the data set."""
     supports_crowd: ClassVar[bool] = True
-    box_orientation: ClassVar[Literal["said", "upright", "stored"]] = "said"
-    """Of an image that EXIF turns, the one that boxes refer to: as its readers show it, or, where the format has room
-    for the size, as the source has it."""
+    box_orientation: ClassVar[Literal["source", "upright", "stored"]] = "source"
+    """The orientation to which boxes refer, for images that EXIF rotates: that of the format's readers, or, if the
+    format stores the image size, that of the source."""
 
     def __init__(self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int]) -> None:
-        """folder: empty, there; counts: how many images each split may have at most."""
+        """folder: exists and is empty; max_images: maximum number of images per split."""
         self.folder, self.class_names, self.max_images = folder, class_names, max_images
         self.written_splits: list[str] = []
-        """Those that have got an image; `convert` keeps it."""
+        """Splits with at least one image; set by `convert`."""
         self.notes: Counter[str] = Counter()
-        """What the format could not hold or what differs, in words that follow a number."""
+        """Differences from the source: description → count. The description follows the count in messages."""
 
     @abstractmethod
     def image_path(self, image: AnnotatedImage) -> Path | None:
-        """Where the image belongs, below the folder; None: `add` keeps it in a file of its own."""
+        """The path of the image file; None if `add` stores the image itself."""
 
     @abstractmethod
     def add(self, image: AnnotatedImage) -> None:
-        """Writes what is to be said of an image. Raises CannotHold before anything of it is written."""
+        """Writes the annotations of an image. Raises UnsupportedImage before it writes anything."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Writes what concerns the data set as a whole."""
+        """Writes the files about the whole data set."""
 
 
 def shortest_decimal(value: np.float32) -> int | float:
-    """The shortest decimal that is this float32: 10.1 and not 10.100000381469727; whole numbers without a point."""
+    """The shortest decimal of a float32: 10.1, not 10.100000381469727; an int for a whole number."""
     number = float(np.format_float_positional(value, unique=True))
     return int(number) if number.is_integer() else number
 
 
 def exact_extent(low: int | float, high: np.float32) -> int | float:
-    """What added to `low` gives the float32 `high`, with few digits where they suffice."""
+    """The number that added to `low` gives the float32 `high`, with 9 digits if they suffice."""
     rounded = float(f"{shortest_decimal(high) - low:.9g}")
     if np.float32(low + rounded) != high:
         rounded = float(high) - low
@@ -82,8 +84,10 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
 
 
 def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
-    """[k, 4] xyxy in shares of the image's width and height, within 0 … 1, and how many boxes had to be clipped for
-    it: readers of normalised boxes refuse others, some the whole image."""
+    """[k, 4] xyxy normalized by image width and height, within 0 … 1, and the number of boxes that were clipped.
+
+    Readers of normalized boxes refuse boxes outside, some the whole image.
+    """
     height, width = image.size
     normalized = image.boxes.astype(np.float64) / (width, height, width, height)
     clipped = normalized.clip(0, 1)
@@ -91,7 +95,7 @@ def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
 
 
 def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:
-    """Boxes [k, 4] of an image of `size` (height, width), where they are once EXIF's orientation is applied to it."""
+    """Boxes [k, 4] of an image of `size` (height, width) after EXIF's orientation is applied to it."""
     height, width = size
     x1, y1, x2, y2 = boxes.astype(np.float64).T
     if orientation >= 5:

@@ -1,6 +1,8 @@
-"""TFRecord for the TensorFlow Object Detection API: `<split>.record`, in numbered shards where asked, and
-`label_map.pbtxt`, labels from 1. Corners are shares of the image within 0 … 1; the API stops at others. Keys as in
-object_detection/dataset_tools/create_coco_tf_record.py."""
+"""Writes TFRecords for the TensorFlow Object Detection API: `<split>.record` or numbered shards, `label_map.pbtxt`.
+
+Labels start at 1. Corners are normalized and within 0 … 1; the API stops at others. The keys are those of
+object_detection/dataset_tools/create_coco_tf_record.py.
+"""
 
 import hashlib
 from pathlib import Path
@@ -15,17 +17,17 @@ from stoker.data.formats.tfrecord_frames import write_record
 from stoker.errors import DataError
 
 TF_IMAGE_FORMATS = {"jpeg": b"jpeg", "png": b"png", "bmp": b"bmp", "gif": b"gif"}
-"""What tf.io.decode_image reads, and image/format for it."""
+"""The formats of tf.io.decode_image → image/format."""
 
 
 class TfRecordWriter(DatasetWriter):
-    box_orientation = "stored"  # TensorFlow does not look at EXIF
+    box_orientation = "stored"  # TensorFlow ignores EXIF
 
     def __init__(self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int], shards: int) -> None:
         super().__init__(folder, class_names, max_images)
         if len(set(class_names)) < len(class_names) or "" in class_names:
             raise DataError(
-                "A label map cannot hold two classes of one name, or one without.",
+                "A label map cannot contain two classes with the same name, or one without a name.",
                 cause=f"the classes are {', '.join(map(repr, class_names))}",
                 fix="rename it in the source, or convert to coco or yolo",
             )
@@ -42,7 +44,7 @@ class TfRecordWriter(DatasetWriter):
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
         normalized, clipped = clip_normalized(image)
         if clipped:
-            self.notes["boxes reached outside their image and are clipped: TensorFlow stops at others"] += clipped
+            self.notes["boxes reached outside their image and are clipped: TensorFlow refuses them"] += clipped
         height, width = image.size
         xyxy = normalized.astype(np.float32).T
         values: dict[str, Values] = {
@@ -64,7 +66,7 @@ class TfRecordWriter(DatasetWriter):
         self._num_written[image.split] += 1
 
     def _shard_file(self, split: str) -> BinaryIO:
-        """The shard that the next record of a split belongs into: the images in order, in equal parts."""
+        """The shard of the next record of a split: images in order, in equal parts."""
         shard = self._num_written[split] * self._shards // max(1, self.max_images[split])
         if self._open_shard is None or self._open_shard[0] != (split, shard):
             self._close_shard()
@@ -82,7 +84,7 @@ class TfRecordWriter(DatasetWriter):
     def finish(self) -> None:
         self._close_shard()
         for split, files in self._files.items():
-            for path in files:  # how many there are is known now: images may have been left out
+            for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
         (self.folder / "label_map.pbtxt").write_text(label_map.to_text(self.class_names), encoding="utf-8")

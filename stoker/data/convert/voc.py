@@ -1,6 +1,6 @@
-"""Pascal VOC: an XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`.
+"""Writes Pascal VOC: an XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`.
 
-It has no order of classes, no class without a box and no crowd. Corners are written as they are, not moved by one.
+It has no order of classes, no class without a box and no crowd boxes. Corners are not shifted by one.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000."""
 
 import os
@@ -23,8 +23,8 @@ class VocWriter(DatasetWriter):
         for name in class_names:
             if not name or name.strip() != name or not name.isprintable() or class_names.count(name) > 1:
                 raise DataError(
-                    f"Pascal VOC cannot hold the class {name!r}.",
-                    cause="it names classes in XML, without ids: two of one name, or spaces around one, are lost",
+                    f"Pascal VOC cannot store the class {name!r}.",
+                    cause="it stores class names in XML, without ids: equal names and surrounding spaces are lost",
                     fix="rename the class in the source, or convert to coco or yolo",
                 )
         for directory in ("Annotations", "JPEGImages", "ImageSets/Main"):
@@ -58,7 +58,7 @@ class VocWriter(DatasetWriter):
                 SubElement(bndbox, tag).text = str(shortest_decimal(coordinate))
             self._used_labels.add(label)
             if (box != np.rint(box)).any():
-                self.notes["boxes are not in whole pixels; some readers of Pascal VOC want whole numbers"] += 1
+                self.notes["boxes are not in whole pixels; some readers of Pascal VOC need whole numbers"] += 1
         ElementTree.indent(root)
         (self.folder / "Annotations" / f"{stem}.xml").write_bytes(ElementTree.tostring(root, "utf-8") + b"\n")
         self._stems[image.split].append(stem)

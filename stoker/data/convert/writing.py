@@ -1,9 +1,8 @@
-"""`convert`: from an index to a folder in another format, complete or not there at all.
+"""`convert`: writes an index as a folder in another format. The folder is complete or absent.
 
-Everything is written into `<out>.partial`, which takes the name `out` at the end; one that a kill left behind carries a
-mark and makes way for the next attempt. Images are copied byte for byte, neither decoded nor encoded anew: one whose
-header is sound is taken, also where its pixels are damaged, which `stoker data check` finds. Not here: what a format
-looks like (the writers beside this file).
+Everything is written into `<out>.partial`, which is renamed to `out` at the end. One that a killed conversion left has
+a marker file and is deleted by the next. Images are copied byte for byte, without decoding: damaged pixels under a
+valid header are not noticed here, but by `stoker data check`. Not here: the formats (the writers in this folder).
 """
 
 import errno
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from stoker.data.convert.tfrecord import TfRecordWriter
 from stoker.data.convert.voc import VocWriter
 from stoker.data.convert.yolo import YoloWriter
 from stoker.data.formats.tables import IMAGE_SUFFIXES
-from stoker.data.images import source as places
+from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError
@@ -38,23 +37,23 @@ SUFFIX_BY_FORMAT = {
     "jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tif", "gif": ".gif", "pnm": ".ppm",
     "jpeg 2000": ".jp2",
 }  # fmt: skip
-"""Of `headers.KINDS`: what a file gets whose own name has no ending by which readers know an image."""
+"""Image format (`headers.KINDS`) → suffix for a file whose own name has no image suffix."""
 INVERSE_ORIENTATION = {6: 8, 8: 6}
-"""Of EXIF's orientations, those that another one undoes; the others undo themselves."""
+"""EXIF orientation → its inverse, where that is another one."""
 _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
-"""Characters that lists, XML or a path cannot hold in a file name."""
+"""Characters in file names that lists, XML or paths cannot contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult:
-    """What was written."""
+    """What was written and what was skipped."""
 
     folder: Path
     num_images: dict[str, int]
-    """By split."""
+    """Per split."""
     num_boxes: int
     skipped: tuple[tuple[Path, str], ...]
-    """Images that could not be read or that the format cannot hold, and why."""
+    """Images that could not be read or that the format cannot store, with the reason."""
     notes: tuple[str, ...]
 
 
@@ -67,22 +66,22 @@ def convert(
     hardlink: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> ConversionResult:
-    """Writes a data set anew.
+    """Writes a data set in another format.
 
-    out: a folder that is empty or not there; shards: TFRecord files per split; link: images that are files become
-    hard links, so that they take no room; progress: called with the images done and all of them.
+    out: a folder that is empty or absent; shards: TFRecord files per split; hardlink: image files become hard links,
+    which take no disk space; progress: called with the numbers of images done and in total.
 
-    Raises UsageError where `out` or a choice cannot be, DataError where the format cannot hold the classes or no
-    image can be read, StorageError where the folder cannot be written.
+    Raises UsageError for an impossible `out` or option, DataError if the format cannot store the classes or no image
+    can be read, StorageError if the folder cannot be written.
     """
     if shards < 1 or (shards > 1 and to != "tfrecord"):
         raise UsageError(
             f"--shards is {shards}.",
-            cause="only TFRecords are cut into files",
+            cause="only TFRecords have shards",
             choices=["1 or more, with --to tfrecord"],
         )
-    if hardlink and places.path_to_uri(index.root) is not None:
-        raise UsageError("--hardlink is of local images.", location=index.source, fix="leave it out to copy the images")
+    if hardlink and image_source.path_to_uri(index.root) is not None:
+        raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
     partial = _create_partial_dir(out)
     try:
         result = _write(index, partial, out, to, shards, hardlink, progress)
@@ -94,7 +93,7 @@ def convert(
             "The new data set cannot be written.",
             location=error.filename or partial,
             cause=error.strerror or str(error),
-            fix="make room, or name a folder that can be written; --hardlink takes no room for images",
+            fix="free disk space, or name a writable folder; --hardlink needs no space for images",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,17 +101,17 @@ def convert(
 
 
 def _create_partial_dir(out: Path) -> Path:
-    """The folder to write into, made anew."""
+    """Creates the folder to write into; deletes an old one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(
-            f"{str(out)!r} is there already.", location=out.absolute(), fix="name a folder that is not there"
+            f"{str(out)!r} exists already.", location=out.absolute(), fix="name a folder that does not exist"
         )
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists() and not (partial / PARTIAL_MARKER).is_file():
         raise UsageError(
             f"{str(partial)!r} is in the way.",
             location=partial.absolute(),
-            cause="the data set is written there first, and this was not left by a conversion",
+            cause="the data set is first written there, and this was not left by a conversion",
             fix="move it away, or name another folder",
         )
     try:
@@ -120,8 +119,8 @@ def _create_partial_dir(out: Path) -> Path:
         partial.mkdir(parents=True)
         (partial / PARTIAL_MARKER).touch()
     except OSError as error:
-        fix = "name a place that can be written"
-        raise StorageError("The folder cannot be made.", location=partial, cause=error.strerror, fix=fix) from error
+        fix = "name a writable folder"
+        raise StorageError("The folder cannot be created.", location=partial, cause=error.strerror, fix=fix) from error
     return partial
 
 
@@ -147,13 +146,19 @@ def _write(
             try:
                 data, header = _read_image(index, image_index, path)
                 name_scope = "" if writer.single_image_dir else split
+                own = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+                boxes, size = _orient_boxes(index, image_index, index.boxes[own], header, writer.box_orientation)
                 image = AnnotatedImage(
                     split=split,
                     name=unique_names.make_unique(path.name, header.image_format, name_scope),
                     data=data,
                     image_format=header.image_format,
                     image_id=int(index.image_id[image_index]) if has_unique_ids else position,
-                    **_orient_boxes(index, image_index, header, writer.box_orientation),
+                    size=size,
+                    boxes=boxes,
+                    labels=index.labels[own],
+                    crowd=index.crowd[own],
+                    area=index.area[own],
                 )
                 writer.add(image)
             except UnsupportedImage as error:
@@ -179,13 +184,12 @@ def _write(
     notes = [f"{count:,} {description}" for description, count in writer.notes.items()]
     if num_rotated:
         orientation_notes = {
-            "said": "as the source has them",
-            "upright": "to the upright images",
-            "stored": "to the pixels as stored",
+            "source": "the same orientation as in the source",
+            "upright": "the upright images",
+            "stored": "the pixels as stored",
         }
-        notes.append(
-            f"{num_rotated:,} images are turned by EXIF: their boxes refer {orientation_notes[writer.box_orientation]}"
-        )
+        orientation = orientation_notes[writer.box_orientation]
+        notes.append(f"{num_rotated:,} images are rotated by EXIF: their boxes refer to {orientation}")
     return ConversionResult(
         folder=out, num_images=dict(written), num_boxes=num_boxes, skipped=tuple(skipped), notes=tuple(notes)
     )
@@ -205,7 +209,7 @@ def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> D
 
 
 def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
-    """The encoded image and its header. Raises CannotHold where training would leave it out, too."""
+    """The encoded image and its header. Raises UnsupportedImage for an image that training would skip."""
     try:
         data = index.read(image_index)
         header = parse_header(data, path)
@@ -216,50 +220,32 @@ def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Head
     height, width = index.original_size[image_index].tolist()
     size = header.as_annotated((height, width)).size
     if 0 not in (height, width) and (height, width) != size:
-        raise UnsupportedImage(f"the annotations say {width} × {height} pixels, the image has {size[1]} × {size[0]}")
+        raise UnsupportedImage(f"the annotations give {width} × {height} pixels, the image has {size[1]} × {size[0]}")
     return data, header
 
 
-class _BoxFields(TypedDict):
-    size: tuple[int, int]
-    boxes: NDArray[np.float32]
-    labels: NDArray[np.int32]
-    crowd: NDArray[np.bool_]
-    area: NDArray[np.float64]
-
-
-def _orient_boxes(index: Index, image_index: int, header: Header, box_orientation: str) -> _BoxFields:
-    """What the index has of an image, turned where the format's readers turn it otherwise than the source does."""
-    box_slice = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+def _orient_boxes(
+    index: Index, image_index: int, boxes: NDArray[np.float32], header: Header, box_orientation: str
+) -> tuple[NDArray[np.float32], tuple[int, int]]:
+    """The boxes of an image in the orientation of the format's readers, and the image size in this orientation."""
     height, width = index.original_size[image_index].tolist()
     oriented = header.as_annotated((height, width))
-    boxes = index.boxes[box_slice]
     if box_orientation == "upright" and oriented.orientation != header.orientation:
-        boxes, size = apply_orientation(boxes, header.stored_size, header.orientation), header.size
-    elif box_orientation == "stored" and oriented.orientation != 1:
-        boxes, size = (
-            apply_orientation(boxes, header.size, INVERSE_ORIENTATION.get(header.orientation, header.orientation)),
-            header.stored_size,
-        )
-    else:
-        size = oriented.size
-    return {
-        "size": size,
-        "boxes": boxes,
-        "labels": index.labels[box_slice],
-        "crowd": index.crowd[box_slice],
-        "area": index.area[box_slice],
-    }
+        return apply_orientation(boxes, header.stored_size, header.orientation), header.size
+    if box_orientation == "stored" and oriented.orientation != 1:
+        inverse = INVERSE_ORIENTATION.get(header.orientation, header.orientation)
+        return apply_orientation(boxes, header.size, inverse), header.stored_size
+    return boxes, oriented.size
 
 
 class _UniqueNames:
-    """Gives images file names whose stems differ, whatever their case, from all others of their folder."""
+    """Gives images file names whose stems are unique in their folder, in any case."""
 
     def __init__(self) -> None:
         self._used: set[tuple[str, str]] = set()
 
     def make_unique(self, name: str, image_format: str, folder: str) -> str:
-        """The source's name where it can be; an ending that no image has gets that of its format behind it."""
+        """The source's name if possible; if it has no image suffix, that of its format is appended."""
         name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
         stem, suffix = os.path.splitext(name)
         if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
@@ -273,7 +259,7 @@ class _UniqueNames:
 
 
 def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None) -> None:
-    """Puts an image where the writer wants it: a link to `source` where there is one, else its bytes."""
+    """Writes the image file: a hard link to `source` if given, else the bytes."""
     if target is None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)

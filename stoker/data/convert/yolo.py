@@ -1,7 +1,8 @@
-"""YOLO: `images/<split>/`, a text file per image in `labels/<split>/`, `data.yaml` with the names of the classes.
+"""Writes YOLO: `images/<split>/`, a text file per image in `labels/<split>/`, `data.yaml` with the class names.
 
-A line is `class x y width height` in shares of the image, within 0 … 1: Ultralytics drops an image that has others.
-It has no crowd. Format: https://docs.ultralytics.com/datasets/detect/."""
+A line is `class x y width height`, normalized and within 0 … 1: Ultralytics drops an image with other values. It has no
+crowd boxes. Format: https://docs.ultralytics.com/datasets/detect/.
+"""
 
 import json
 import os
@@ -20,7 +21,7 @@ class YoloWriter(DatasetWriter):
     def add(self, image: AnnotatedImage) -> None:
         normalized, clipped = clip_normalized(image)
         if clipped:
-            self.notes["boxes reached outside their image and are clipped: YOLO's are within it"] += clipped
+            self.notes["boxes reached outside their image and are clipped: YOLO boxes must be inside"] += clipped
         if num_crowd := int(image.crowd.sum()):
             self.notes["crowd boxes are left out: YOLO has none"] += num_crowd
         lines = []
@@ -32,11 +33,11 @@ class YoloWriter(DatasetWriter):
                 lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
         labels_dir = self.folder / "labels" / image.split
         labels_dir.mkdir(parents=True, exist_ok=True)
-        # also where there are no boxes: an image without a file may have been forgotten
+        # also without boxes, because an image without a label file looks forgotten
         (labels_dir / f"{os.path.splitext(image.name)[0]}.txt").write_text("".join(lines))
 
     def finish(self) -> None:
-        # no `path`: the folders are relative to this file, wherever it is moved
+        # no `path`, so that the folders stay relative to this file when it is moved
         splits = [f"{split}: images/{split}\n" for split in self.written_splits]
         names = [f"  {label}: {json.dumps(name, ensure_ascii=False)}\n" for label, name in enumerate(self.class_names)]
         text = "".join([*splits, f"nc: {len(self.class_names)}\n", "names:\n", *names])
