@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from stoker.diagnosis.catalogue import Reason
+from stoker.diagnosis.causes.cause import Reason
 
 
 class LogPattern(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="shared_memory_full",
         title="/dev/shm, the memory that processes share, was full",
-        reason="dies: shared memory",
+        reason="failure: shared memory",
         log_patterns=(
             _log_pattern(r"insufficient shared memory \(shm\)", "B"),
             _log_pattern(r"workers are out of shared memory", "B"),
@@ -65,7 +65,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="loader_worker_killed",
         title="A DataLoader worker process was killed",
-        reason="dies: host memory",
+        reason="failure: host memory",
         log_patterns=(
             _log_pattern(r"DataLoader worker \(pid \S+\) is killed by signal", "B"),
             _log_pattern(r"DataLoader worker \(pid\(s\) [^)]*\) exited unexpectedly", "B"),
@@ -76,7 +76,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="diverged",
         title="The loss became NaN: nothing was learnt from there on",
-        reason="dies: divergence",
+        reason="failure: divergence",
         log_patterns=(
             _log_pattern(r"Loss NaN/Inf detected", "B"),
             _log_pattern(r"(?i)loss is (nan|inf), stopping training", "B"),
@@ -89,7 +89,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="collective_timeout",
         title="Ranks waited for each other until the limit was over",
-        reason="dies: hang",
+        reason="failure: hang",
         log_patterns=(
             _log_pattern(r"Watchdog caught collective operation timeout", "BI"),
             _log_pattern(r"Timed out waiting \d+ms for (recv|send) operation to complete", "I"),
@@ -100,7 +100,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="ddp_unused_parameters",
         title="Parameters that took no part in the loss, under DistributedDataParallel",
-        reason="dies: hang",
+        reason="failure: hang",
         log_patterns=(_log_pattern(r"Expected to have finished reduction in the prior iteration", "B"),),
         fix="Let every parameter take part, or DistributedDataParallel(find_unused_parameters=True)",
     ),
@@ -119,7 +119,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="gpu_memory_in_use",
         title="Another process holds the GPU's memory",
-        reason="dies: GPU memory",
+        reason="failure: GPU memory",
         log_patterns=(_log_pattern(r"failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY", "I"),),
         fix="End the other process (nvidia-smi names it), or let TensorFlow take memory as it needs it "
         "(TF_FORCE_GPU_ALLOW_GROWTH=true)",
@@ -127,7 +127,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="host_out_of_memory",
         title="The host's memory did not suffice",
-        reason="dies: host memory",
+        reason="failure: host memory",
         log_patterns=(
             _log_pattern(r"OOM when allocating tensor with shape.* by allocator (mkl)?cpu", "R"),
             _log_pattern(r"DefaultCPUAllocator: (can't allocate|not enough) memory", "R"),
@@ -142,7 +142,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="gpu_out_of_memory",
         title="The GPU's memory did not suffice",
-        reason="dies: GPU memory",
+        reason="failure: GPU memory",
         log_patterns=(
             _log_pattern(r"CUDA out of memory\. Tried to allocate|torch\.(cuda\.)?OutOfMemoryError", "B"),
             _log_pattern(r"OOM when allocating tensor with shape.* by allocator GPU_\d", "RI"),
@@ -160,7 +160,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="device_assert",
         title="A kernel on the GPU found an index out of range",
-        reason="dies: bad records",
+        reason="failure: bad records",
         log_patterns=(_log_pattern(r"device-side assert triggered|\.cu:\d+: .*Assertion", "I"),),
         fix="Most often a label that is not below the number of classes; once more with CUDA_LAUNCH_BLOCKING=1, or on "
         "the CPU, names the line",
@@ -168,7 +168,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="gpu_fault",
         title="The GPU or its driver reported a fault",
-        reason="dies: driver or library mismatch",
+        reason="failure: driver or library mismatch",
         log_patterns=(
             _log_pattern(r"NVRM: Xid \(", "I"),
             _log_pattern(
@@ -182,7 +182,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="version_mismatch",
         title="Driver, CUDA, cuDNN and the program were not made for each other",
-        reason="dies: driver or library mismatch",
+        reason="failure: driver or library mismatch",
         log_patterns=(
             _log_pattern(r"Loaded runtime CuDNN library: .* but source was compiled with", "I"),
             _log_pattern(r"NVIDIA driver on your system is too old", "B"),
@@ -196,7 +196,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="packages_too_new",
         title="protobuf, Keras or Python are newer than this program can use",
-        reason="dies: paths or environment",
+        reason="failure: paths or environment",
         log_patterns=(
             _log_pattern(r"Descriptors cannot be created directly", "R"),
             _log_pattern(r"No module named 'keras\.layers\.preprocessing'", "R"),
@@ -208,7 +208,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="library_missing",
         title="A library or package is not there",
-        reason="dies: paths or environment",
+        reason="failure: paths or environment",
         log_patterns=(
             _log_pattern(r"Could not load library lib\S+", "I"),
             _log_pattern(r"cannot open shared object file: No such file or directory", "R"),
@@ -221,7 +221,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="damaged_record",
         title="A record file is damaged",
-        reason="dies: bad records",
+        reason="failure: bad records",
         log_patterns=(
             _log_pattern(r"(corrupted|truncated) record at \d+", "R"),
             _log_pattern(r"\bDataLossError\b", "R"),
@@ -231,7 +231,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="bad_records",
         title="Pictures or records of the data cannot be read",
-        reason="dies: bad records",
+        reason="failure: bad records",
         log_patterns=(
             _log_pattern(r"[\d,]+ of [\d,]+ pictures cannot be used", "R"),
             _log_pattern(r"None of the [\d,]+ pictures tried can be used", "R"),
@@ -244,14 +244,14 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="unknown_config_key",
         title="The configuration has a name that does not exist",
-        reason="dies: paths or environment",
+        reason="failure: paths or environment",
         log_patterns=(_log_pattern(r"has no field named", "R"),),
         fix="Correct the name at the line and column that the message gives",
     ),
     FailureSignature(
         id="path_not_found",
         title="A path leads nowhere",
-        reason="dies: paths or environment",
+        reason="failure: paths or environment",
         log_patterns=(
             _log_pattern(r"Did not find any input files matching the glob pattern", "R"),
             _log_pattern(r"Failed to find any matching files for", "R"),
@@ -264,7 +264,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="bucket_access_denied",
         title="The bucket refused: no permission, or credentials that are not valid there",
-        reason="dies: storage",
+        reason="failure: storage",
         log_patterns=(
             _log_pattern(r"(?i)HTTP response code 40[13]|\b40[13]\b.{0,20}(Forbidden|Unauthorized)", "RI"),
             _log_pattern(
@@ -276,7 +276,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="bucket_object_missing",
         title="The bucket has no such object, or there is no such bucket",
-        reason="dies: storage",
+        reason="failure: storage",
         log_patterns=(
             _log_pattern(r"(?i)HTTP response code 404|\b404\b.{0,20}Not Found|\bNoSuch(Key|Bucket)\b", "RI"),
         ),
@@ -285,14 +285,14 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="bucket_unreachable",
         title="The bucket did not answer",
-        reason="dies: storage",
+        reason="failure: storage",
         log_patterns=(_log_pattern(r"Error executing an HTTP request", "R"),),
         fix="Network, name service, proxy, and credentials (the metadata server is asked over HTTP too)",
     ),
     FailureSignature(
         id="disk_full",
         title="A disk was full",
-        reason="dies: storage",
+        reason="failure: storage",
         log_patterns=(
             _log_pattern(r"No space left on device|Disk quota exceeded", "R"),
             # torch.save does not say why a write has failed.
@@ -305,7 +305,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="trained_on_cpu",
         title="No GPU was used, and nobody said so loudly",
-        reason="blindness",
+        reason="observability gaps",
         log_patterns=(
             _log_pattern(r"Could not find cuda drivers on your machine", "I", harmless=True),
             _log_pattern(r"Cannot dlopen some GPU libraries", "I", harmless=True),
@@ -318,27 +318,27 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="oom_killed",
         title="The kernel killed it because memory was full",
-        reason="dies: host memory",
+        reason="failure: host memory",
         fix="A higher memory limit of the container, fewer loader threads or processes, a smaller batch, smaller "
         "caches",
     ),
     FailureSignature(
         id="empty_shard",
         title="It was killed while it read an input file of zero bytes",
-        reason="dies: bad records",
+        reason="failure: bad records",
         fix="Make or copy the file again; TensorFlow's record reader is known to spin on it without a word",
     ),
     FailureSignature(
         id="hang",
         title="It stood still until it was stopped",
-        reason="dies: hang",
+        reason="failure: hang",
         fix="The evidence says where it stood. In a collective: look for the rank that is not there. At a file or a "
         "bucket: try to read it by hand. While it stands again, `py-spy dump --pid N` shows every thread",
     ),
     FailureSignature(
         id="preempted",
         title="It was asked to stop (SIGTERM)",
-        reason="dies: preemption",
+        reason="failure: preemption",
         severity="warning",
         fix="Start it again; it goes on from its last checkpoint. A machine that is taken away, a time limit of the "
         "scheduler, or a person: its log says which",
@@ -346,7 +346,7 @@ _FAILURE_SIGNATURES = (
     FailureSignature(
         id="interrupted",
         title="It was interrupted from the keyboard (SIGINT)",
-        reason="dies: preemption",
+        reason="failure: preemption",
         severity="info",
         fix="Start it again where that was not meant",
     ),

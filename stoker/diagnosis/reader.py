@@ -10,9 +10,10 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.diagnosis import postmortem
-from stoker.diagnosis.catalogue import CATALOG, common_threshold
-from stoker.diagnosis.run_data import GpuStats, ProgressGap, RunRecords
+from stoker.diagnosis.causes.cause import common_threshold
+from stoker.diagnosis.causes.gpu_clocks_low import GPU_CLOCKS_LOW
+from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, ProgressGap, RunRecords
+from stoker.diagnosis.termination import read_termination
 from stoker.runs import records
 from stoker.runs.schemas import (
     DeviceSample,
@@ -27,8 +28,6 @@ from stoker.runs.schemas import (
 from stoker.runs.totals import compute_totals, list_rank_dirs
 from stoker.storage.uri import is_uri
 
-MAX_EXAMPLES = 3
-"""Names and lines that are kept of many."""
 MAX_FRAMES = 64
 """Frames of stacks that are counted; a loop has a few."""
 
@@ -63,7 +62,7 @@ def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRe
         auto_settings=frozenset(reasons),
         from_bucket=is_uri(str(settings.get("data", ""))),
         is_native_run=bool(settings),
-        termination=postmortem.read_termination(run_dir),
+        termination=read_termination(run_dir),
     )
     end_event = _read_events(run_dir, run_records)
     steady_spans = _read_steps(run_dir, run_records, end_event)
@@ -350,7 +349,7 @@ def _add_gpu(gpu: GpuStats, sample: GpuSample, t: float, *, is_steady: bool) -> 
     gpu.memory.add(t, sample.memory_used_bytes)
     if sample.memory_used_bytes is not None:
         gpu.max_memory_used_bytes = max(gpu.max_memory_used_bytes or 0, sample.memory_used_bytes)
-    if sample.utilization is None or sample.utilization < CATALOG["gpu_hot"].threshold("busy"):
+    if sample.utilization is None or sample.utilization < GPU_CLOCKS_LOW.threshold("min_busy_utilization"):
         return
     gpu.busy_samples += 1
     reasons = sample.throttle_reasons or 0

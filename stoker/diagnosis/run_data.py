@@ -7,10 +7,13 @@ recorded is None or empty, never zero. "Steady" is the time after the start: see
 import dataclasses
 from typing import Any
 
-from stoker.diagnosis import postmortem
 from stoker.diagnosis.series import Mean, TimeSeries
+from stoker.diagnosis.termination import Termination
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
+
+MAX_EXAMPLES = 3
+"""Number of names and lines that are kept as examples."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -219,7 +222,7 @@ class RunRecords:
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
     """Path → error, of the first ones."""
     num_quarantined: int = 0
-    termination: postmortem.Termination | None = None
+    termination: Termination | None = None
     """What is known of its end, where it neither lives nor finished."""
 
     def phase_fraction(self, *phases: str) -> float:

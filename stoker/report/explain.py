@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from stoker.diagnosis import rules
+from stoker.diagnosis import engine
 from stoker.diagnosis.alive import is_held, lease_holder
+from stoker.diagnosis.notes import Note, collect_notes
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
 from stoker.report import format as fmt
@@ -102,6 +103,8 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     productive_fraction: float | None
     largest_loss: PhaseTime | None
     findings: list[Finding]
+    notes: list[Note] = []
+    """What the records show besides, without an action to take."""
     evidence_paths: dict[str, str]
     """File of the run folder → its path, for those that exist."""
     coverage: dict[str, str] = {}
@@ -143,7 +146,8 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
     environment = read_environment(path)
     price_range = resolve_price(path, price_per_device_hour, environment)
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
-    run_records = rules.read_run(path, exact_price)
+    run_records = engine.read_run(path, exact_price)
+    findings = engine.run_rules(run_records)
     totals = run_records.totals
     events = list(records.read_lines(path, records.EVENTS, Event))
     last_event = events[-1] if events else None
@@ -184,7 +188,8 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
         phases=phases,
         productive_fraction=compute_productive_fraction(totals, is_external=bool(coverage)),
         largest_loss=losses[0] if losses else None,
-        findings=rules.run_rules(run_records),
+        findings=findings,
+        notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
         coverage=coverage,
         idle_estimate=estimate_idle(path, totals),

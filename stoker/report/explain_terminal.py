@@ -33,6 +33,7 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
     """Prints to `file`, default stdout."""
     trailing: list[RenderableType] = [
         *_findings(explanation),
+        *_notes(explanation),
         *_advice(explanation.sizing_advice),
         *_experiments(explanation.probes),
         "",
@@ -120,6 +121,13 @@ def _findings(explanation: RunExplanation) -> Iterator[RenderableType]:
     if more > 0:
         yield ""
         yield plain_text(f"{more} more: stoker why {explanation.run} --json")
+
+
+def _notes(explanation: RunExplanation) -> Iterator[RenderableType]:
+    if explanation.notes:
+        yield ""
+    for note in explanation.notes:
+        yield Text.assemble(("note: ", "bold"), f"{note.text} [{note.source}]")
 
 
 def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:

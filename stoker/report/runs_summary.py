@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.diagnosis import rules
+from stoker.diagnosis import engine
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
 from stoker.errors import StokerError, UsageError
 from stoker.hardware.prices import Price
@@ -218,9 +218,9 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     path = open_records(run)
     environment = read_environment(path)
     price_range = resolve_price(path, price_per_device_hour, environment)
-    run_records = rules.read_run(path, price_range.low if price_range is not None and price_range.is_exact else 0.0)
+    run_records = engine.read_run(path, price_range.low if price_range is not None and price_range.is_exact else 0.0)
     totals = run_records.totals
-    findings = rules.run_rules(run_records)
+    findings = engine.run_rules(run_records)
     events = list(records.read_lines(path, records.EVENTS, Event))
     state, _ = read_run_state(path, events, last_record_time(path))
     failures = [finding for finding in findings if finding.cause in FAILURE_SIGNATURES]  # the likeliest first

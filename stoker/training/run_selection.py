@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.detect import data_file_suffixes
-from stoker.diagnosis.rules import diagnose, write_findings
+from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import ConfigError, StorageError, UsageError
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (

@@ -64,7 +64,7 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         "        if name.split('.')[0] in ('torch', 'torchvision'): raise ImportError(name)\n"
         "sys.meta_path.insert(0, Absent())\n"
         "from stoker.cli.app import app\n"
-        "import stoker.report.explain, stoker.report.terminal, stoker.diagnosis.rules\n"
+        "import stoker.report.explain, stoker.report.terminal, stoker.diagnosis.engine\n"
         "assert not any(name.split('.')[0] == 'torch' for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis import rules
-from stoker.diagnosis.rules import RunRecords
+from stoker.diagnosis import engine
+from stoker.diagnosis.engine import RunRecords
 from stoker.errors import UsageError
-from stoker.report import runs_summary as fleet_module
+from stoker.report import runs_summary as summary_module
 from stoker.report.explain import explain_run
 from stoker.report.html import render_runs_summary, write_runs_summary
-from stoker.report.page import runs_summary as fleet_page
+from stoker.report.page import runs_summary as summary_page
 from stoker.report.runs_summary import MAX_WORST_RUNS, RunsSummary, summarize_runs
 from stoker.report.runs_summary_terminal import print_runs_summary
 from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
@@ -25,16 +25,20 @@ from tests.report.runs import START_T, write_run
 T4 = {"hostname": "node-1", "machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
 
 
-def shown(fleet: RunsSummary) -> str:
+def printed(summary: RunsSummary) -> str:
     file = io.StringIO()
-    print_runs_summary(fleet, file)
+    print_runs_summary(summary, file)
     return file.getvalue()
 
 
-def only(seen: RunRecords) -> list[Finding]:
+def two_rules(run_records: RunRecords) -> list[Finding]:
     """Findings whose words no catalogue changes: one for the time of `input_wait`, and what ended a run."""
-    died = [(seen.totals.device_s, "ended_without_record", "It died", None)] if seen.termination is not None else []
-    waited_s = seen.totals.phases.get("input_wait", 0.0)
+    died = (
+        [(run_records.totals.device_s, "ended_without_record", "It died", None)]
+        if run_records.termination is not None
+        else []
+    )
+    waited_s = run_records.totals.phases.get("input_wait", 0.0)
     lost = [(waited_s, "input_bound", "It waits", waited_s)] if waited_s else []
     return [Finding(cause=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
             for _, cause, title, lost_s in died + lost]  # fmt: skip
@@ -42,16 +46,16 @@ def only(seen: RunRecords) -> list[Finding]:
 
 def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rules, "run_rules", only)
+    monkeypatch.setattr(engine, "run_rules", two_rules)
     waits = {"compute": 1350.0, "input_wait": 450.0}
     write_run(Path("runs/a"), phases=waits, environment=T4, settings="[run]\nprice_per_device_hour = 2.0\n")
     write_run(Path("runs/team/x/b"), phases={"compute": 1800.0}, start_t=START_T + 40 * 86400, environment=T4)
     write_run(Path("runs/c"), phases={"compute": 900.0, "eval": 900.0}, end=None)
-    write_run(Path("runs/d"), windows=0, end="failed", said="CUDA out of memory. Tried to allocate 2 GiB")
+    write_run(Path("runs/d"), windows=0, end="failed", message="CUDA out of memory. Tried to allocate 2 GiB")
     Path("runs/bad").mkdir()
     Path("runs/bad", EVENTS).write_text('{"t": "yesterday"}\n')
     Path("runs/notes").mkdir()
-    text, _, unread = shown(summarize_runs("runs")).partition("\ncould not be read\nrun       error\nruns/")
+    text, _, unread = printed(summarize_runs("runs")).partition("\ncould not be read\nrun       error\nruns/")
     assert unread.startswith("bad  A line of the run's records is not what this stoker writes (Event).")
     assert (
         text
@@ -119,30 +123,39 @@ def test_the_sums_are_those_of_the_runs(
     for number, (phases, windows, devices, price, day) in enumerate(runs):
         write_run(folder / ("deep/" * number) / str(number), phases=phases, windows=windows, devices=devices,
                   start_t=START_T + day * 86400, settings=f"[run]\nprice_per_device_hour = {price}\n")  # fmt: skip
-    whys = [explain_run(path.parent) for path in folder.rglob(EVENTS)]
-    fleet = summarize_runs(folder)
-    assert fleet.runs == len(whys) == len(runs)
-    device_s = sum(why.device_s for why in whys)
-    for of in (fleet.months, fleet.hosts, fleet.phases):
-        assert sum(row.device_s for row in of) == pytest.approx(device_s)
-    for row in fleet.phases:
-        mine = [one.device_s for why in whys for one in why.phases if one.phase == row.name]
-        assert row.device_s == pytest.approx(sum(mine))
-        assert row.runs == len(mine)
-    for row in fleet.findings:
-        mine = [one.lost_device_s or 0.0 for why in whys for one in why.findings if one.cause == row.name]
-        assert (row.device_s, row.runs) == (pytest.approx(sum(mine)), len(mine))
-    assert fleet.cost.low == pytest.approx(sum(why.device_s * why.price_per_device_hour / 3600 for why in whys))
-    assert sum(row.cost.low for row in fleet.months) == pytest.approx(fleet.cost.low)
-    assert (fleet.device_s, fleet.measured_s) == (pytest.approx(device_s), pytest.approx(device_s))
-    assert msgspec.json.decode(msgspec.json.encode(fleet), type=RunsSummary) == fleet
+    explanations = [explain_run(path.parent) for path in folder.rglob(EVENTS)]
+    summary = summarize_runs(folder)
+    assert summary.runs == len(explanations) == len(runs)
+    device_s = sum(explanation.device_s for explanation in explanations)
+    for rows in (summary.months, summary.hosts, summary.phases):
+        assert sum(row.device_s for row in rows) == pytest.approx(device_s)
+    for row in summary.phases:
+        expected = [
+            item.device_s for explanation in explanations for item in explanation.phases if item.phase == row.name
+        ]
+        assert row.device_s == pytest.approx(sum(expected))
+        assert row.runs == len(expected)
+    for row in summary.findings:
+        expected = [
+            item.lost_device_s or 0.0
+            for explanation in explanations
+            for item in explanation.findings
+            if item.cause == row.name
+        ]
+        assert (row.device_s, row.runs) == (pytest.approx(sum(expected)), len(expected))
+    assert summary.cost.low == pytest.approx(
+        sum(explanation.device_s * explanation.price_per_device_hour / 3600 for explanation in explanations)
+    )
+    assert sum(row.cost.low for row in summary.months) == pytest.approx(summary.cost.low)
+    assert (summary.device_s, summary.measured_s) == (pytest.approx(device_s), pytest.approx(device_s))
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=RunsSummary) == summary
 
 
 def test_only_the_worst_ten_are_kept_in_order(tmp_path: Path) -> None:
     for number in range(MAX_WORST_RUNS + 5):
         write_run(tmp_path / f"{number:02d}", phases={"compute": 1.0, "idle": 10.0 + number % 12})
-    fleet = summarize_runs(tmp_path)
-    lost = [row.lost_s for row in fleet.worst_runs]
+    summary = summarize_runs(tmp_path)
+    lost = [row.lost_s for row in summary.worst_runs]
     assert len(lost) == MAX_WORST_RUNS
     assert (
         lost
@@ -170,31 +183,31 @@ def test_a_damaged_run_is_read_or_named_and_never_hides_the_others(tmp_path: Pat
     run = write_run(tmp_path / "hurt", phases={"compute": 1.0})
     name, content = DAMAGE[how]
     (run / name).write_bytes(content)
-    fleet = summarize_runs(tmp_path)
-    assert fleet.runs + fleet.num_unreadable == 2
-    assert fleet.device_s in (2000.0, 2002.0)
-    if fleet.unreadable:
-        assert fleet.unreadable[0].run.endswith("hurt")
-        assert fleet.unreadable[0].error
-        assert fleet.device_s == 2000.0
-    assert shown(fleet)
+    summary = summarize_runs(tmp_path)
+    assert summary.runs + summary.num_unreadable == 2
+    assert summary.device_s in (2000.0, 2002.0)
+    if summary.unreadable:
+        assert summary.unreadable[0].run.endswith("hurt")
+        assert summary.unreadable[0].error
+        assert summary.device_s == 2000.0
+    assert printed(summary)
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root everything can be listed, so os.walk is told otherwise by its own scandir."""
     write_run(tmp_path / "good")
     (tmp_path / "shut").mkdir()
-    real = fleet_module.os.scandir
+    real = summary_module.os.scandir
 
     def scandir(path: str) -> object:
         if str(path).endswith("shut"):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr(fleet_module.os, "scandir", scandir)
-    fleet = summarize_runs(tmp_path)
-    assert fleet.runs == 1
-    assert [one.run for one in fleet.unreadable] == [str(tmp_path / "shut")]
+    monkeypatch.setattr(summary_module.os, "scandir", scandir)
+    summary = summarize_runs(tmp_path)
+    assert summary.runs == 1
+    assert [item.run for item in summary.unreadable] == [str(tmp_path / "shut")]
 
 
 def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> None:
@@ -204,22 +217,22 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     folder = RunFolder(run, 1)
     folder.event("finished", "exit code 0", coverage={"output": "read"})
     folder.close()
-    fleet = summarize_runs(tmp_path)
-    assert (fleet.device_s, fleet.measured_s, fleet.compute_s) == (1200.0, 200.0, 200.0)
-    assert fleet.productive_fraction == 1.0
-    assert [row.name for row in fleet.phases] == ["compute"]
-    assert [row.productive_fraction for row in (*fleet.months, *fleet.hosts)] == [1.0, 1.0]
-    assert fleet.worst_runs == []
-    assert "more device-hours were not timed from inside" in shown(fleet)
+    summary = summarize_runs(tmp_path)
+    assert (summary.device_s, summary.measured_s, summary.compute_s) == (1200.0, 200.0, 200.0)
+    assert summary.productive_fraction == 1.0
+    assert [row.name for row in summary.phases] == ["compute"]
+    assert [row.productive_fraction for row in (*summary.months, *summary.hosts)] == [1.0, 1.0]
+    assert summary.worst_runs == []
+    assert "more device-hours were not timed from inside" in printed(summary)
 
 
 def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Path) -> None:
     for name in ("a", "b/c"):
         write_run(tmp_path / name)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    seen: list[int] = []
-    summarize_runs(tmp_path, on_progress=seen.append)
-    assert seen == [1, 2]
+    run_records: list[int] = []
+    summarize_runs(tmp_path, on_progress=run_records.append)
+    assert run_records == [1, 2]
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
@@ -228,9 +241,9 @@ def test_what_lies_in_a_run_is_no_other_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / RANKS / "0001").mkdir(parents=True)
     (run / RANKS / "0001" / STEPS).write_bytes((run / STEPS).read_bytes())
-    fleet = summarize_runs(tmp_path)
-    assert (fleet.runs, fleet.device_s) == (1, explain_run(run).device_s)
-    assert sum(row.device_s for row in fleet.months) == pytest.approx(fleet.device_s)
+    summary = summarize_runs(tmp_path)
+    assert (summary.runs, summary.device_s) == (1, explain_run(run).device_s)
+    assert sum(row.device_s for row in summary.months) == pytest.approx(summary.device_s)
 
 
 def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:
@@ -245,18 +258,18 @@ def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> Non
     evil = '<script>alert("1")</script>'
     write_run(tmp_path / "a", environment={**T4, "hostname": evil}, phases={"compute": 60.0, "input_wait": 40.0})
     write_run(tmp_path / "<b>", end=None)
-    fleet = summarize_runs(tmp_path)
-    page = render_runs_summary(fleet)
+    summary = summarize_runs(tmp_path)
+    page = render_runs_summary(summary)
     assert evil not in page
     assert "&lt;script&gt;alert" in page
     assert "<b></td>" not in page
     assert "input_wait" in page
-    for name, _ in fleet_page.SECTIONS:
+    for name, _ in summary_page.SECTIONS:
         assert f'id="{name}"' in page
     assert "with a list price" in page
-    place = write_runs_summary(fleet)
+    place = write_runs_summary(summary)
     assert place == tmp_path / "runs-report.html"
-    assert write_runs_summary(fleet, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
+    assert write_runs_summary(summary, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
         place.stat().st_size, abs=100
     )
 

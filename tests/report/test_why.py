@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnosis.rules import diagnose
+from stoker.diagnosis.engine import diagnose
 from stoker.errors import UsageError
 from stoker.report import format as fmt
 from stoker.report.console import print_renderables
@@ -50,13 +50,13 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
     return path
 
 
-def shown(run: Path, price: float | None = None) -> str:
+def printed(run: Path, price: float | None = None) -> str:
     return text_of(explain_run(run, price))
 
 
-def text_of(why: RunExplanation) -> str:
+def text_of(explanation: RunExplanation) -> str:
     file = io.StringIO()
-    print_explanation(why, file)
+    print_explanation(explanation, file)
     return file.getvalue()
 
 
@@ -70,9 +70,9 @@ def finding(number: int = 1) -> Finding:
 def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("cars-1"), price=3.6, end="finished", attempts=2)
-    why = msgspec.structs.replace(explain_run("cars-1"), findings=[finding()])
+    explanation = msgspec.structs.replace(explain_run("cars-1"), findings=[finding()])
     assert (
-        text_of(why)
+        text_of(explanation)
         == """\
 run    cars-1
 state  finished: what was said
@@ -108,7 +108,7 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
                                         phases={"compute": 60.0, "input_wait": 40.0},
                                         input_wait_stages={"queue": 8.0, "fetch": 32.0}))  # fmt: skip
     folder.close()
-    lines = shown(tmp_path).splitlines()
+    lines = printed(tmp_path).splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("input_wait"))
     table = lines[at : at + 3]
     assert [" ".join(line.split()) for line in table] == [
@@ -124,8 +124,8 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
 
 def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", end="finished")
-    assert "  cost" not in shown(run)
-    assert "2.00" in shown(run, price=3.6).split("total")[1].splitlines()[0]
+    assert "  cost" not in printed(run)
+    assert "2.00" in printed(run, price=3.6).split("total")[1].splitlines()[0]
 
 
 def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
                                     phases={"compute": 1000.0, "input_wait": 1000.0}))  # fmt: skip
     folder.event("finished", "done")
     folder.close()
-    found = explain_run(tmp_path / "a")
-    assert found.price_per_device_hour == 7.2
+    result = explain_run(tmp_path / "a")
+    assert result.price_per_device_hour == 7.2
     assert summarize_runs(tmp_path).cost.low == pytest.approx(2000 * 7.2 / 3600)
-    assert [finding.lost_cost for finding in found.findings] == [pytest.approx(2.0)]
+    assert [finding.lost_cost for finding in result.findings] == [pytest.approx(2.0)]
     assert [finding.lost_cost for finding in diagnose(tmp_path / "a")] == [pytest.approx(2.0)]
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
     folder.event("started")
     folder.event("failed", "The image cannot be decoded.")
     folder.close()
-    text = shown(tmp_path)
+    text = printed(tmp_path)
     assert "state  failed: The image cannot be decoded." in text
     assert "No time is recorded yet" in text
     assert "  The image cannot be decoded.  [events.jsonl:2]" in text
@@ -161,8 +161,8 @@ def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
     run = make_run(tmp_path / "killed")
     assert explain_run(run).state == "killed"
     assert explain_run(run).state_text.endswith(f"; `stoker train --resume {run}` continues it")
-    with locked(run) as mine:
-        assert mine
+    with locked(run) as is_locked:
+        assert is_locked
         assert explain_run(run).state == "running"
     assert explain_run(run).state == "killed"
 
@@ -190,17 +190,21 @@ def test_asking_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
 
 
 def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
-    why = explanation_as_dict(
+    explanation = explanation_as_dict(
         explain_run(make_run(tmp_path / "run", end="finished", attempts=2), price_per_device_hour=1.0)
     )
-    assert json.loads(json.dumps(why)) == why
-    assert sum(row["fraction"] for row in why["phases"]) == pytest.approx(1.0)
-    assert sum(row["device_s"] for row in why["phases"]) == pytest.approx(why["device_s"]) == pytest.approx(4000.0)
-    assert why["largest_loss"]["phase"] == "input_wait"
-    assert (why["steps"], why["lost_steps"], why["attempts"]) == (190, 10, 2)
-    assert why["findings"][0]["cause"] == "input_bound"
-    assert why["last_event"]["kind"] == "finished"
-    assert set(why["evidence_paths"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
+    assert json.loads(json.dumps(explanation)) == explanation
+    assert sum(row["fraction"] for row in explanation["phases"]) == pytest.approx(1.0)
+    assert (
+        sum(row["device_s"] for row in explanation["phases"])
+        == pytest.approx(explanation["device_s"])
+        == pytest.approx(4000.0)
+    )
+    assert explanation["largest_loss"]["phase"] == "input_wait"
+    assert (explanation["steps"], explanation["lost_steps"], explanation["attempts"]) == (190, 10, 2)
+    assert explanation["findings"][0]["cause"] == "input_bound"
+    assert explanation["last_event"]["kind"] == "finished"
+    assert set(explanation["evidence_paths"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
 
 
 def test_every_phase_of_the_ledger_has_its_words() -> None:
@@ -211,20 +215,20 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    why = explain_run(make_run(Path("run"), end="finished"))
-    for count, said in ((5, None), (6, "1 more: stoker why run --json"), (8, "3 more: stoker why run --json")):
-        text = text_of(msgspec.structs.replace(why, findings=[finding(number) for number in range(count)]))
+    explanation = explain_run(make_run(Path("run"), end="finished"))
+    for count, message in ((5, None), (6, "1 more: stoker why run --json"), (8, "3 more: stoker why run --json")):
+        text = text_of(msgspec.structs.replace(explanation, findings=[finding(number) for number in range(count)]))
         assert text.count("critical: Cause") == 5
-        assert ("more:" in text) == (said is not None)
-        assert (said or "") in text
-    assert "The diagnosis found nothing else" in text_of(msgspec.structs.replace(why, findings=[]))
+        assert ("more:" in text) == (message is not None)
+        assert (message or "") in text
+    assert "The diagnosis found nothing else" in text_of(msgspec.structs.replace(explanation, findings=[]))
 
 
 def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_wrapped() -> None:
     long = Evidence(text="what was seen " * 9, source="steps.jsonl: phases")
-    found = msgspec.structs.replace(finding(), evidence=[long], fix="put --cache disk behind it")
+    result = msgspec.structs.replace(finding(), evidence=[long], fix="put --cache disk behind it")
     file = io.StringIO()
-    print_renderables(finding_lines(found), file, width=80)
+    print_renderables(finding_lines(result), file, width=80)
     title, *below = file.getvalue().splitlines()
     assert title.startswith("critical: Cause 1")
     assert len(below) > 4
@@ -235,20 +239,20 @@ def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_w
 def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("run"), end="finished")
-    told = {"machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
-    (run / ENVIRONMENT).write_text(json.dumps(told))
-    text = shown(run)
+    environment = {"machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
+    (run / ENVIRONMENT).write_text(json.dumps(environment))
+    text = printed(run)
     assert "price  0.53 USD per device-hour: list price of g4dn.xlarge, AWS us-east-1, on demand, as of 20" in text
     assert " lost, cost 0.064)" in text
     assert explain_run(run).price_per_device_hour == 0.526
-    (run / ENVIRONMENT).write_text(json.dumps({**told, "machine_type": None}))
+    (run / ENVIRONMENT).write_text(json.dumps({**environment, "machine_type": None}))
     ranged = explain_run(run)
     assert ranged.price_per_device_hour == 0
     assert ranged.price_range is not None
     low, high = (440 * price / 3600 for price in (ranged.price_range.low, ranged.price_range.high))
-    assert f" lost, cost {fmt.cost(low)}–{fmt.cost(high)})" in shown(run)
-    assert "cost" not in shown(run, price=0.0).split("phase  ")[1].splitlines()[0]
-    assert "price  " not in shown(run, price=5.0)
+    assert f" lost, cost {fmt.cost(low)}–{fmt.cost(high)})" in printed(run)
+    assert "cost" not in printed(run, price=0.0).split("phase  ")[1].splitlines()[0]
+    assert "price  " not in printed(run, price=5.0)
     (run / CONFIG).write_text("[run]\nprice_per_device_hour = 1.5\n")
     assert explain_run(run).price_per_device_hour == 1.5
 
@@ -263,7 +267,7 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     nothing = dict.fromkeys(numbers, 0.0)
     folder.append(PROBES, Probe(t=1.0, attempt=1, probe="no_allreduce", steps=0, reason="one device", **nothing))
     folder.close()
-    lines = shown(run).splitlines()
+    lines = printed(run).splitlines()
     at = lines.index("Experiments")
     assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
         "changed img/s before after ratio 90 % interval",
@@ -271,7 +275,7 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
         "more workers 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no gradient all-reduce not measured: one device",
     ]
-    assert [one["probe"] for one in explanation_as_dict(explain_run(run))["probes"]] == [
+    assert [item["probe"] for item in explanation_as_dict(explain_run(run))["probes"]] == [
         "cached_batch",
         "more_workers",
         "no_allreduce",
@@ -279,7 +283,7 @@ def test_experiments_have_their_own_section(tmp_path: Path) -> None:
     assert set(PROBE_LABELS) == set(PROBE_KINDS)
 
 
-HALVES = {
+PARTIAL_RUNS = {
     "an empty event file": {"events.jsonl": b""},
     "events alone": {"events.jsonl": b'{"t":1.0,"attempt":1,"kind":"started"}\n'},
     "killed before its first event": {"environment.json": b"{}"},
@@ -297,16 +301,16 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("what", HALVES)
+@pytest.mark.parametrize("what", PARTIAL_RUNS)
 def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
-    for name, content in HALVES[what].items():
+    for name, content in PARTIAL_RUNS[what].items():
         (tmp_path / name).write_bytes(content)
-    found = explain_run(tmp_path)
-    text = text_of(found)
-    assert found.state in ("killed", "unknown")
-    assert ("No time is recorded yet" in text) == (b"wall_s" not in HALVES[what].get("steps.jsonl", b""))
-    assert json.loads(json.dumps(explanation_as_dict(found)))
-    assert collect(tmp_path).explanation.state == found.state
+    result = explain_run(tmp_path)
+    text = text_of(result)
+    assert result.state in ("killed", "unknown")
+    assert ("No time is recorded yet" in text) == (b"wall_s" not in PARTIAL_RUNS[what].get("steps.jsonl", b""))
+    assert json.loads(json.dumps(explanation_as_dict(result)))
+    assert collect(tmp_path).explanation.state == result.state
 
 
 def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
@@ -319,5 +323,5 @@ def test_names_in_records_cannot_steer_the_terminal(tmp_path: Path) -> None:
     folder = RunFolder(run, 1)
     folder.event("failed", "\x1b[2Jgone")
     folder.close()
-    assert "\x1b" not in shown(run)
+    assert "\x1b" not in printed(run)
     assert msgspec.json.encode(explain_run(run))

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.index import Index
-from stoker.diagnosis import catalogue
-from stoker.diagnosis.causes.cause import Threshold
+from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Threshold
 from stoker.report.explain import explain_run
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
@@ -39,7 +38,7 @@ def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert summed.phases["input_wait"] > 4 * DELAY_S
     assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
     monkeypatch.setitem(
-        catalogue.COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here")
+        COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here")
     )
     finding = explain_run(result.run).findings[0]
     assert finding.cause == "slow_storage"

@@ -17,7 +17,7 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from stoker.config.settings import Config, OptimSettings, from_fields
-from stoker.diagnosis.rules import diagnose
+from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow

@@ -1,5 +1,5 @@
-"""The causes as data, a file for each reason: no code, and every threshold with its source.
+"""The causes: one file for each cause, or for a few that share their arithmetic, with the row and its rule together.
 
-`cause.py` says what a row is, `../catalogue.py` puts the rows together, `../rules/` has the code that looks, and
-docs/verdicts.md is made of them for people.
+`cause.py` defines what a row is, `shared.py` has helpers of the rules, and `../catalog.py` lists all causes.
+docs/causes.md is generated from the rows. How to add one: docs/add-a-cause.md.
 """

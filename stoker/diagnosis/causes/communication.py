@@ -1,66 +1,94 @@
-"""Causes of the reason "communication": devices wait for each other, or for the bus. Data only."""
+"""Devices wait for each other: one slow rank, or collectives that computing does not hide."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-
-CAUSES = (
-    Cause(
-        id="straggler",
-        title="One rank is slower than the others, and all wait for it",
-        reason="communication",
-        symptom="every exchange waits for the same rank; its own waits are short",
-        required_records=("steps.jsonl and ranks/*/steps.jsonl: phases.comm or straggler",),
-        warning_threshold=0.08,
-        critical_threshold=0.25,
-        metric="straggler, share of the device time after the start of the ranks that wait",
-        source="our judgment: ranks on equal machines differ by less",
-        thresholds={"one": Threshold(0.6, "share of the waiting that is for one rank: it is slow, not late by turns")},
-        supersedes=("communication_bound",),
-        confidence=0.85,
-        fix="Look at that rank's machine: a GPU that is throttled, other jobs, a slower disk, more or larger "
-        "pictures in "
-        "its share; move it, or give every rank the same work",
-    ),
-    Cause(
-        id="communication_bound",
-        title="The exchange of gradients is not hidden by computing",
-        reason="communication",
-        symptom="more devices bring little; all ranks wait about as long in each exchange",
-        required_records=("steps.jsonl: phases.comm (or traces.jsonl: comm_s, or stacks.jsonl: main.comm)",),
-        warning_threshold=0.10,
-        critical_threshold=0.30,
-        metric="comm, share of the device time after the start",
-        source="our judgment: DistributedDataParallel hides nearly all of it on a good link (Li et al. 2020, figure 6)",
-        probe="no_exchange",
-        confidence=0.75,
-        fix="A faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; NCCL_DEBUG="
-        "INFO says which is used), fewer bytes (bf16 gradients), fewer exchanges (--grad-accum-steps, a larger --batch-size)",
-        external_fix="A faster link (NVLink, one machine instead of two, the network of the provider's GPU "
-        "clusters; NCCL_DEBUG=INFO says which is used), fewer bytes (bf16 gradients, "
-        "DistributedDataParallel's bf16_compress_hook), fewer exchanges (no_sync() over several "
-        "batches, a larger batch)",
-        command="--grad-accum-steps 2",
-        config_patch={"grad_accum_steps": 2},
-    ),
-    Cause(
-        id="pcie_degraded",
-        title="The GPU's link to the host is slower than it could be",
-        reason="communication",
-        symptom="copies take twice as long as on the machine beside it",
-        required_records=("devices.jsonl: gpus.pcie_generation, pcie_width and their maxima",),
-        info_threshold=0.25,
-        warning_threshold=0.45,
-        metric="share of the link's speed that is missing while the GPU works: 1 - lanes × 2^generation over "
-        "the maxima",
-        source="PCI Express: each generation doubles the rate of a lane; half the speed or less is a defect or "
-        "a wrong slot",
-        thresholds={
-            "busy": Threshold(
-                0.5, "utilisation of a sample from which it counts: an idle GPU lowers its link by itself"
-            ),
-            "samples": Threshold(5, "such samples, at least (our judgment)"),
-        },
-        confidence=0.8,
-        fix="Another machine, and report this one; on one's own: reseat the card, another slot, no riser, BIOS "
-        "settings",
-    ),
+from stoker.diagnosis.causes.shared import (
+    fraction_of_phase,
+    line,
+    make_finding,
+    make_phase_finding,
+    make_stack_finding,
+    percent,
+    phase_evidence,
 )
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Finding
+
+STRAGGLER = Cause(
+    id="straggler",
+    title="One rank is slower than the others, and all wait for it",
+    reason="communication",
+    symptom="every collective waits for the same rank; its own waits are short",
+    required_records=("steps.jsonl and ranks/*/steps.jsonl: phases.comm or straggler",),
+    warning_threshold=0.08,
+    critical_threshold=0.25,
+    metric="straggler, fraction of the device time after the start of the ranks that wait",
+    source="heuristic: ranks on equal machines differ by less",
+    thresholds={
+        "min_slowest_fraction": Threshold(
+            0.6, "fraction of the waiting that is for one rank: it is slow; otherwise ranks are late in turn"
+        )
+    },
+    supersedes=("communication_bound",),
+    confidence=0.85,
+    fix="Look at that rank's machine: a GPU that is throttled, other jobs, a slower disk, more or larger images in "
+    "its part of the data; move it, or give every rank the same work",
+)
+
+COMMUNICATION_BOUND = Cause(
+    id="communication_bound",
+    title="The all-reduce of gradients is not hidden by computing",
+    reason="communication",
+    symptom="more devices gain little; all ranks wait about as long in each collective",
+    required_records=("steps.jsonl: phases.comm (or traces.jsonl: comm_s, or stacks.jsonl: main_thread.comm)",),
+    warning_threshold=0.10,
+    critical_threshold=0.30,
+    metric="comm, fraction of the device time after the start",
+    source="heuristic: DistributedDataParallel hides nearly all of it on a good link (Li et al. 2020, figure 6)",
+    probe="no_allreduce",
+    confidence=0.75,
+    fix="Use a faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; "
+    "NCCL_DEBUG=INFO shows which is used), fewer bytes (bf16 gradients), or fewer all-reduces (--grad-accum-steps, a "
+    "larger --batch-size)",
+    external_fix="Use a faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; "
+    "NCCL_DEBUG=INFO shows which is used), fewer bytes (bf16 gradients, DistributedDataParallel's "
+    "bf16_compress_hook), or fewer all-reduces (no_sync() over several batches, a larger batch)",
+    command="--grad-accum-steps 2",
+    config_patch={"grad_accum_steps": 2},
+)
+
+
+def straggler(run: RunRecords) -> Finding | None:
+    """Only if most of the waiting is for one rank: ranks that are late in turn have another cause."""
+    waits = run.totals.straggler_s
+    waited_s, fraction = run.phase_seconds("straggler"), fraction_of_phase(run, "straggler")
+    if fraction is None or waited_s <= 0:
+        return None
+    slowest_evidence = None
+    if waits:
+        rank = max(waits, key=lambda name: waits[name])
+        if waits[rank] / sum(waits.values()) < STRAGGLER.threshold("min_slowest_fraction"):
+            return None
+        text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} device-seconds for it"
+        slowest_evidence = line(text, rank, "ranks/*/steps.jsonl: phases.comm")
+    waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
+    evidence = [slowest_evidence, phase_evidence(run, "straggler")]
+    confidence = None if slowest_evidence else 0.6
+    return make_finding(run, STRAGGLER, waiting_fraction, evidence, lost_s=waited_s, confidence=confidence)
+
+
+def communication_bound(run: RunRecords) -> Finding | None:
+    if run.phase_seconds("comm") > 0:
+        return make_phase_finding(run, COMMUNICATION_BOUND, "comm")
+    traces = run.traces
+    if traces.wall_s <= 0 or traces.comm_s <= 0:
+        return make_stack_finding(run, COMMUNICATION_BOUND, "a collective", "comm")
+    fraction = traces.comm_s / traces.wall_s
+    text = f"only collectives ran in {percent(fraction)} of {traces.steps} traced steps"
+    return make_finding(
+        run,
+        COMMUNICATION_BOUND,
+        fraction,
+        [line(text, fraction, "traces.jsonl: comm_s")],
+        lost_s=fraction * run.phase_seconds("compute"),
+        estimate_basis="the traced fraction of the time in steps",
+    )

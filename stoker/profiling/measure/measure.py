@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from stoker.config.old_names import MEASURE_ARGUMENTS, MEASURE_METHODS
-from stoker.diagnosis.rules import diagnose, write_findings
+from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown

@@ -1,6 +1,6 @@
 """Facts about a run's data that the diagnosis needs and cannot measure afterwards: an event in events.jsonl.
 
-Numbers of the index and arithmetic on them; takes milliseconds. `diagnosis/rules/learning.py` judges them.
+Numbers of the index and arithmetic on them; takes milliseconds. Rules in `diagnosis/causes/` judge them.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from stoker.config.settings import Config
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.index import Index
-from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.causes.anchors_miss_boxes import ANCHORS_MISS_BOXES
 from stoker.models import get_architecture
 
 COVERED_IOU = 0.5
@@ -45,7 +45,7 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
             coverage = float((best_iou(box_sizes, anchors.anchor_wh()) >= COVERED_IOU).mean())
             facts["anchor_coverage"] = coverage
             text += f"; anchors cover {100 * coverage:.0f} % of them"
-            if CATALOG["anchors_miss_boxes"].severity(coverage) is not None:
+            if ANCHORS_MISS_BOXES.severity(coverage) is not None:
                 better = recommend_anchors(box_sizes, config.data.image_size, anchors, iou_threshold=COVERED_IOU)[0]
                 facts["anchor_sizes"] = list(better.sizes)
     return text, facts

@@ -5,7 +5,8 @@ For people: every verdict that `stoker why` can give, what it rests on, and what
 
 from collections.abc import Iterator
 
-from stoker.diagnosis.catalogue import CATALOG, COMMON_THRESHOLDS, REASONS, Cause, catalog_hash
+from stoker.diagnosis.catalog import CATALOG, catalog_hash
+from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, FailureSignature
 
 _PATTERN_ORIGINS = {

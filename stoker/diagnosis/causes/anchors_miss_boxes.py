@@ -1,0 +1,40 @@
+"""The anchors do not fit the boxes of the data set."""
+
+from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Finding
+
+ANCHORS_MISS_BOXES = Cause(
+    id="anchors_miss_boxes",
+    title="The anchors do not fit the boxes of the data",
+    reason="architecture and hyper-parameters",
+    symptom="recall stays low for some sizes; few anchors are positive",
+    required_records=("events.jsonl: info with data.facts.anchor_coverage",),
+    warning_threshold=0.60,
+    critical_threshold=0.25,
+    lower_is_worse=True,
+    metric="fraction of the boxes that overlap some anchor at their center with an IoU of 0.5 or more",
+    source="heuristic: RetinaNet's anchors match more than nine tenths of COCO's boxes so (`stoker data stats`)",
+    thresholds={"boxes": Threshold(50, "boxes; fewer are no sample (heuristic)")},
+    confidence=0.7,
+    fix="Use the sizes that `stoker data stats` proposes",
+    command="--anchor-sizes",
+)
+
+
+def anchors_miss_boxes(run: RunRecords) -> Finding | None:
+    fraction, boxes = run.facts.get("anchor_coverage"), run.facts.get("boxes")
+    if not isinstance(fraction, int | float) or not isinstance(boxes, int):
+        return None
+    if boxes < ANCHORS_MISS_BOXES.threshold("boxes"):
+        return None
+    text = f"{percent(fraction)} of {boxes:,} boxes overlap an anchor at their center with an IoU of 0.5 or more"
+    evidence = [line(text, fraction, "events.jsonl: info, data.facts.anchor_coverage")]
+    sizes = run.facts.get("anchor_sizes")
+    if not isinstance(sizes, list) or not sizes:
+        return make_finding(run, ANCHORS_MISS_BOXES, fraction, evidence)
+    command = "--anchor-sizes " + " ".join(f"{size:g}" for size in sizes)
+    return make_finding(
+        run, ANCHORS_MISS_BOXES, fraction, evidence, command=command, config_patch={"anchor_sizes": sizes}
+    )

@@ -1,0 +1,112 @@
+"""Training diverges: the loss became NaN, or training is unstable (skipped steps, rollbacks, loss spikes)."""
+
+from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.learning_rate import event_evidence, lr_command, lr_evidence
+from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
+from stoker.runs.schemas import Evidence, Finding
+
+NON_FINITE_LOSS = Cause(
+    id="non_finite_loss",
+    title="The loss became NaN or infinite",
+    reason="failure: divergence",
+    symptom="the job continues, its loss is NaN, and it learns nothing from then on",
+    required_records=("events.jsonl: warning with data.not_finite, or steps.jsonl: losses that end",),
+    critical_threshold=1,
+    metric="1: it became NaN or infinite and did not come back",
+    source="any is one too many: all that follows is lost",
+    thresholds={"windows": Threshold(3, "windows of steps without a finite loss, after some that had one (heuristic)")},
+    supersedes=("lr_too_high", "unstable_training"),
+    confidence=0.9,
+    fix="Use a lower learning rate, a longer warm-up, gradient clipping; then look for boxes without area",
+    command="--lr",
+)
+
+UNSTABLE_TRAINING = Cause(
+    id="unstable_training",
+    title="Training is unstable: steps were skipped, rolled back, or the loss jumped",
+    reason="failure: divergence",
+    symptom="the loss is far above its curve for a while, or the step number jumps back and the learning rate is a "
+    "third from then on; images are read and nothing is learned from them",
+    required_records=("steps.jsonl: skipped_steps", "events.jsonl: rolled_back, loss_spike"),
+    warning_threshold=0.005,
+    critical_threshold=0.10,
+    metric="skipped steps, fraction of all steps; or the number of rollbacks; or the number of loss spikes",
+    source="skipped steps: ten times what fp16 loss scaling skips by itself (torch.amp.GradScaler grows every 2,000 "
+    "steps); the numbers of rollbacks and loss spikes: heuristic",
+    thresholds={
+        "rollbacks_warning": Threshold(
+            1, "rollbacks: what was learned in between is lost, the rest is learned more slowly"
+        ),
+        "rollbacks_critical": Threshold(2, "rollbacks that are critical"),
+        "spikes_warning": Threshold(
+            2,
+            "jumps to twice the running median and eight standard deviations above it (training/stability.py); "
+            "training recovers from a single one",
+        ),
+        "spikes_critical": Threshold(10, "jumps that are critical"),
+    },
+    confidence=0.9,
+    fix="Use a lower --lr (after a rollback at most the one that training continued with), more --warmup-steps, "
+    "--clip-grad-norm 1, or --precision bf16 or fp32; if the loss jumps at the same images in every epoch, look for "
+    "broken boxes with `stoker data check`",
+    external_fix="Use a lower learning rate, a longer warm-up, gradient clipping, or bf16 or fp32 instead of fp16; if "
+    "the loss jumps at the same images in every epoch, look at their boxes",
+    command="--lr",
+)
+
+
+def non_finite_loss(run: RunRecords) -> Finding | None:
+    learning, points = run.learning, run.learning.loss.points
+    event, num_windows = learning.non_finite_event, learning.windows_without_loss
+    has_lost_loss = bool(points) and num_windows >= NON_FINITE_LOSS.threshold("windows")
+    if event is None and (run.is_external or not has_lost_loss):
+        return None
+    if event is not None and not num_windows and points and points[-1][0] > event.t + 1.0:
+        return None  # it became finite again
+    evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None]
+    if has_lost_loss:
+        text = f"the last {num_windows} windows of steps had no finite loss"
+        evidence.append(line(text, num_windows, "steps.jsonl: losses"))
+    rollbacks = learning.events.get("rolled_back", [])
+    evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
+    return make_finding(
+        run,
+        NON_FINITE_LOSS,
+        1,
+        evidence,
+        lost_s=learning.device_s_without_loss or None,
+        estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
+        command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
+    )
+
+
+def unstable_training(run: RunRecords) -> Finding | None:
+    cause, learning = UNSTABLE_TRAINING, run.learning
+    rollbacks, spikes = learning.events.get("rolled_back", []), learning.events.get("loss_spike", [])
+    fraction = learning.skipped_steps / run.totals.steps if run.totals.steps else 0.0
+    skip_severity = cause.severity(fraction)
+    rollback_severity = _count_severity(len(rollbacks), "rollbacks")
+    spike_severity = _count_severity(len(spikes), "spikes")
+    severity = worst([skip_severity, rollback_severity, spike_severity])
+    if severity is None:
+        return None
+    evidence: list[Evidence] = []
+    command, lost_s = None, None
+    if skip_severity is not None:
+        text = f"{learning.skipped_steps:,} of {run.totals.steps:,} steps were skipped: their gradients were not finite"
+        evidence.append(line(text, learning.skipped_steps, "steps.jsonl: skipped_steps"))
+        lost_s = fraction * run.phase_seconds("compute")
+    if spike_severity is not None:
+        evidence += [event_evidence(event) for event in spikes[-MAX_EXAMPLES:]]
+        command = lr_command(spikes[-1].data.get("suggested_lr"))
+    if rollback_severity is not None:
+        evidence += [event_evidence(event) for event in rollbacks[-MAX_EXAMPLES:]]
+        command = lr_command(rollbacks[-1].data.get("lr"))
+    return make_finding(run, cause, fraction, evidence, severity=severity, lost_s=lost_s, command=command)
+
+
+def _count_severity(count: int, name: str) -> Severity | None:
+    if count >= UNSTABLE_TRAINING.threshold(f"{name}_critical"):
+        return "critical"
+    return "warning" if count >= UNSTABLE_TRAINING.threshold(f"{name}_warning") else None

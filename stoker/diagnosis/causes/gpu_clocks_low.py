@@ -1,0 +1,110 @@
+"""The GPU runs below its clock: because of heat, of its power limit, or because someone set the clock."""
+
+from stoker.diagnosis.causes.cause import SEVERITIES, Cause, Severity, Threshold
+from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.run_data import GpuStats, RunRecords
+from stoker.runs.schemas import Evidence, Finding
+
+GPU_CLOCKS_LOW = Cause(
+    id="gpu_clocks_low",
+    title="The GPU runs below its clock",
+    reason="allocation and scheduling",
+    symptom="clocks fall after some minutes of load and the temperature is at its limit; or the power is at its "
+    "limit; or the clock stays at one low value",
+    required_records=("devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz, utilization, throttle_reasons",),
+    info_threshold=0.20,
+    warning_threshold=0.35,
+    metric="fraction of the maximum clock that is missing under load; with heat, fraction of the samples with a "
+    "thermal slowdown",
+    source="heuristic; the reasons are NVML's (NVML manual, nvmlClocksEventReasons: SwThermalSlowdown, "
+    "HwThermalSlowdown, HwSlowdown; SwPowerCap, HwPowerBrake; ApplicationsClocksSetting)",
+    thresholds={
+        "min_busy_utilization": Threshold(0.5, "utilization of a GPU's sample from which it counts"),
+        "min_samples": Threshold(5, "such samples, at least (heuristic)"),
+        "hot_warning": Threshold(0.10, "fraction of those samples with a thermal slowdown (heuristic)"),
+        "hot_critical": Threshold(0.50, "the same, critical"),
+        "min_capped_fraction": Threshold(
+            0.5, "fraction of those samples at the power limit, from which the limit is the reason (heuristic)"
+        ),
+        "capped_info": Threshold(
+            0.15, "missing clock at the power limit: large GPUs at full load lose some of their clock to it by design"
+        ),
+        "capped_warning": Threshold(0.30, "the same, a warning (heuristic)"),
+    },
+    confidence=0.8,
+    fix="Heat: check fans, dust and the neighboring slot; power: `nvidia-smi -pl` up to the board's own limit, a "
+    "better power supply; a clock that someone set: `nvidia-smi -rgc` and `nvidia-smi -rac`; in a cloud another "
+    "machine, and report this one",
+    command="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE",
+)
+
+
+def gpu_clocks_low(run: RunRecords) -> Finding | None:
+    """The GPU with the highest severity; at the same severity heat comes before power, and power before a set clock."""
+    candidates = []
+    for index, gpu in run.gpus.items():
+        if gpu.busy_samples < GPU_CLOCKS_LOW.threshold("min_samples"):
+            continue
+        for order, (severity, value, evidence) in enumerate((_hot(gpu, index), _capped(gpu, index), _low(gpu, index))):
+            if severity is not None:
+                candidates.append((SEVERITIES.index(severity), order, -value, index, evidence))
+    if not candidates:
+        return None
+    severity_index, order, negative_value, index, evidence = min(candidates, key=lambda candidate: candidate[:4])
+    deficit = run.gpus[index].clock_deficit.value
+    compute_s = run.phase_seconds("compute")
+    return make_finding(
+        run,
+        GPU_CLOCKS_LOW,
+        -negative_value,
+        [evidence, _clock_evidence(run.gpus[index], index)],
+        severity=SEVERITIES[severity_index],
+        lost_s=deficit * compute_s if deficit is not None and compute_s else None,
+        estimate_basis="the missing fraction of the clock, of the time in which the device computed",
+        confidence=(0.9, 0.8, 0.7)[order],
+        command=("nvidia-smi -q -d TEMPERATURE", "nvidia-smi -q -d POWER", "nvidia-smi -rgc")[order],
+    )
+
+
+_Judged = tuple[Severity | None, float, Evidence | None]
+
+
+def _hot(gpu: GpuStats, index: int) -> _Judged:
+    fraction = gpu.thermal_throttled_samples / gpu.busy_samples
+    text = f"heat throttled GPU {index} in {percent(fraction)} of {gpu.busy_samples} samples under load"
+    if gpu.temperature.max_value is not None:
+        text += f", at {gpu.temperature.max_value:.0f} °C"
+    evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+    if fraction >= GPU_CLOCKS_LOW.threshold("hot_critical"):
+        return "critical", fraction, evidence
+    return ("warning" if fraction >= GPU_CLOCKS_LOW.threshold("hot_warning") else None), fraction, evidence
+
+
+def _capped(gpu: GpuStats, index: int) -> _Judged:
+    fraction, deficit = gpu.power_capped_samples / gpu.busy_samples, gpu.clock_deficit.value
+    if deficit is None or fraction < GPU_CLOCKS_LOW.threshold("min_capped_fraction"):
+        return None, 0.0, None
+    text = f"the power limit slowed GPU {index} in {percent(fraction)} of {gpu.busy_samples} samples under load"
+    evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+    if deficit >= GPU_CLOCKS_LOW.threshold("capped_warning"):
+        return "warning", deficit, evidence
+    return ("info" if deficit >= GPU_CLOCKS_LOW.threshold("capped_info") else None), deficit, evidence
+
+
+def _low(gpu: GpuStats, index: int) -> _Judged:
+    deficit = gpu.clock_deficit.value
+    if deficit is None:
+        return None, 0.0, None
+    fraction, evidence = gpu.app_clock_samples / gpu.busy_samples, None
+    if gpu.app_clock_samples:
+        text = f"someone has set the clock of GPU {index}, as the driver reports in {percent(fraction)} of the samples"
+        evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+    return GPU_CLOCKS_LOW.severity(deficit), deficit, evidence
+
+
+def _clock_evidence(gpu: GpuStats, index: int) -> Evidence | None:
+    deficit = gpu.clock_deficit.value
+    if deficit is None:
+        return None
+    text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
+    return line(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")

@@ -1,0 +1,78 @@
+"""Errors of the GPU hardware and its driver: Xid errors, and memory errors that ECC counted."""
+
+from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
+from stoker.runs.schemas import Evidence, Finding
+
+_MAX_XID_LINES = 5
+
+GPU_ERRORS = Cause(
+    id="gpu_errors",
+    title="The GPU or its driver reported errors (Xid, ECC)",
+    reason="failure: driver or library mismatch",
+    symptom="lines 'NVRM: Xid' in the kernel's log, or counters of memory errors that grow; the job may die soon, or "
+    "compute wrong numbers",
+    required_records=("devices.jsonl: gpus.xids, ecc_corrected, ecc_uncorrected, or events.jsonl: gpu_fault",),
+    warning_threshold=1,
+    critical_threshold=2,
+    metric="1: an Xid error that is mostly the program's; 2: one of the machine, or one that NVIDIA does not "
+    "attribute; or the memory errors during the run",
+    source="NVIDIA, XID Errors (docs.nvidia.com/deploy/xid-errors; the table is in stoker/diagnosis/xids.py); NVIDIA, "
+    "GPU Memory Error Management: an uncorrected error ends the program. The counts of corrected errors: heuristic",
+    thresholds={
+        "corrected_info": Threshold(1, "memory errors that were corrected"),
+        "corrected_warning": Threshold(100, "the same, a warning"),
+        "corrected_critical": Threshold(1_000_000, "the same, critical"),
+        "uncorrected": Threshold(1_000_000, "corrected errors that an uncorrected one counts as"),
+    },
+    confidence=0.9,
+    fix="Do what the evidence says about the number; memory errors: restart the machine, which retires or remaps the "
+    "rows; if they come again, or if the machine is to blame, use another machine and report this one",
+    command="dmesg | grep -i xid",
+)
+
+
+def gpu_errors(run: RunRecords) -> Finding | None:
+    xid_severity, xid_evidence = _judge_xids(run)
+    ecc_severity, ecc_evidence = _judge_ecc(run)
+    severity = worst([xid_severity, ecc_severity])
+    if severity is None:
+        return None
+    command = None if xid_severity is not None else "nvidia-smi -q -d ECC,ROW_REMAPPER"
+    return make_finding(run, GPU_ERRORS, 1, [*xid_evidence, *ecc_evidence], severity=severity, command=command)
+
+
+def _judge_xids(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
+    counts = {(index, number): count for index, gpu in run.gpus.items() for number, count in gpu.xid_counts.items()}
+    for event in run.gpu_faults:
+        gpu_index, xid_number = event.data.get("gpu"), event.data.get("xid")
+        if isinstance(xid_number, int):
+            counts.setdefault((gpu_index if isinstance(gpu_index, int) else -1, xid_number), 1)
+    if not counts:
+        return None, []
+    evidence, level = [], 1
+    for (index, number), count in sorted(counts.items()):
+        xid = XIDS.get(number, UNKNOWN_XID)
+        level = level if xid.origin == "program" else 2
+        gpu_name = f"GPU {index}" if index >= 0 else "a GPU"
+        origin = "" if xid.origin == "either" else f"; mostly an error of the {xid.origin}"
+        text = f"Xid {number} on {gpu_name}, {count} times: {xid.meaning}{origin}. {xid.fix}"
+        evidence.append(line(text, number, "devices.jsonl: gpus.xids"))
+    return GPU_ERRORS.severity(level), evidence[:_MAX_XID_LINES]
+
+
+def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
+    cause, most, evidence = GPU_ERRORS, 0.0, []
+    for index, gpu in run.gpus.items():
+        corrected, uncorrected = (
+            0 if pair is None else max(0, pair[1] - pair[0]) for pair in (gpu.ecc_corrected, gpu.ecc_uncorrected)
+        )
+        if corrected or uncorrected:
+            text = f"GPU {index}: {corrected:,} memory errors were corrected, {uncorrected:,} were not, during the run"
+            evidence.append(line(text, corrected + uncorrected, "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"))
+            most = max(most, corrected + uncorrected * cause.threshold("uncorrected"))
+    levels: tuple[Severity, ...] = ("critical", "warning", "info")
+    severity = next((level for level in levels if most >= cause.threshold(f"corrected_{level}")), None)
+    return severity, evidence

@@ -1,0 +1,146 @@
+"""The host's memory: nearly full, under pressure, already the reason of kills; or a leak that will fill it."""
+
+from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.shared import (
+    STEADY_GROWTH,
+    fit_steady_growth,
+    format_duration,
+    line,
+    make_finding,
+    sample_evidence,
+)
+from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.runs.schemas import Evidence, Finding
+
+GIB = 2**30
+
+MEMORY_GROWTH = STEADY_GROWTH | {
+    "min_growth_bytes": Threshold(
+        64 * 2**20,
+        "growth below which allocators explain it: a healthy run on the demo grows by 25 MiB in its first half minute",
+    )
+}
+LEAK_HOURS_SOURCE = "heuristic: a training takes a day; memory that would be full within a day ends it"
+
+HOST_MEMORY_NEAR_LIMIT = Cause(
+    id="host_memory_near_limit",
+    title="Host memory is nearly full",
+    reason="failure: host memory",
+    symptom="the kernel kills the process (exit 137) or its loader workers without a message; or everything is slow by "
+    "turns, and swap is used",
+    required_records=(
+        "devices.jsonl: memory_used_bytes, memory_limit_bytes, or psi_memory, swap_used_bytes, or oom_kills",
+    ),
+    warning_threshold=0.90,
+    critical_threshold=0.97,
+    metric="peak memory in use, fraction of the limit (of the machine, or of the container if that is lower); or the "
+    "memory pressure; or the processes that the kernel killed (any is critical)",
+    source="heuristic: the next larger batch of boxes or the next fork has to fit into the rest. Pressure: "
+    "systemd-oomd and Meta's oomd act on 10 to 60 % (their manuals' examples)",
+    thresholds={
+        "pressure_warning": Threshold(0.10, "fraction of the time in which some task waited for memory"),
+        "pressure_critical": Threshold(0.40, "the same, critical"),
+        "swap_bytes": Threshold(2.0 * GIB, "growth of the swap that counts like a pressure of 1 (heuristic)"),
+    },
+    confidence=0.85,
+    fix="Use fewer --workers, a smaller --batch-size, a smaller cache (--cache disk instead of ram), a higher memory "
+    "limit of the container, or fewer other processes",
+    external_fix="Use fewer loader workers, a smaller cache, prefetch or batch, a higher memory limit of the "
+    "container, or fewer other processes",
+    command="--workers",
+)
+
+HOST_MEMORY_LEAK = Cause(
+    id="host_memory_leak",
+    title="The job's memory on the host grows steadily",
+    reason="failure: host memory",
+    symptom="resident memory rises in a straight line; hours later the kernel kills the job",
+    required_records=("devices.jsonl: rss_bytes, memory_used_bytes, memory_limit_bytes",),
+    warning_threshold=24.0,
+    critical_threshold=1.0,
+    lower_is_worse=True,
+    metric="hours until the limit at the steady growth after the start",
+    source=LEAK_HOURS_SOURCE,
+    thresholds=MEMORY_GROWTH,
+    confidence=0.75,
+    fix="Look for what the loop appends to and never empties: histories of losses or predictions, caches without a "
+    "limit; in DataLoader workers, Python lists that are copied page by page (keep annotations in numpy or Arrow)",
+)
+
+
+def host_memory_near_limit(run: RunRecords) -> Finding | None:
+    cause, host = HOST_MEMORY_NEAR_LIMIT, run.host
+    evidence: list[Evidence | None] = []
+    kill_severity: Severity | None = "critical" if host.oom_kills else None
+    if kill_severity is not None:
+        text = f"the kernel killed {host.oom_kills} processes of the cgroup because of memory"
+        evidence.append(line(text, host.oom_kills, "devices.jsonl: oom_kills"))
+    used_severity = None
+    if host.max_memory_fraction is not None:
+        used_severity = cause.severity(host.max_memory_fraction)
+    if host.max_memory_fraction is not None and used_severity is not None:
+        text = f"at most {100 * host.max_memory_fraction:.0f} % of the limit was in use"
+        evidence.append(line(text, host.max_memory_fraction, "devices.jsonl: memory_used_bytes"))
+    pressure_severity = _pressure_severity(run)
+    if pressure_severity is not None:
+        waiting = host.psi_memory.value
+        evidence.append(sample_evidence("some task waited for memory {} of the time", waiting, "psi_memory"))
+        if grown := _swap_growth(run):
+            evidence.append(line(f"swap grew by {grown / GIB:.2f} GiB", grown, "devices.jsonl: swap_used_bytes"))
+    severity = worst([kill_severity, used_severity, pressure_severity])
+    if severity is None:
+        return None
+    confidence = 0.95 if kill_severity else None if used_severity else 0.7
+    only_pressure = not kill_severity and not used_severity
+    return make_finding(
+        run,
+        cause,
+        1.0,
+        evidence,
+        severity=severity,
+        confidence=confidence,
+        command="--cache disk" if only_pressure else None,
+        config_patch={"cache": "disk"} if only_pressure else None,
+    )
+
+
+def is_under_memory_pressure(run: RunRecords) -> bool:
+    """Tasks wait for memory: other causes are then only its symptoms."""
+    return _pressure_severity(run) is not None
+
+
+def _pressure_severity(run: RunRecords) -> Severity | None:
+    cause = HOST_MEMORY_NEAR_LIMIT
+    pressure = max(run.host.psi_memory.value or 0.0, _swap_growth(run) / cause.threshold("swap_bytes"))
+    if pressure >= cause.threshold("pressure_critical"):
+        return "critical"
+    return "warning" if pressure >= cause.threshold("pressure_warning") else None
+
+
+def _swap_growth(run: RunRecords) -> float:
+    swap = run.host.swap
+    return 0.0 if swap.max_value is None or swap.min_value is None else swap.max_value - swap.min_value
+
+
+def host_memory_leak(run: RunRecords) -> Finding | None:
+    """A cache that fills grows in a straight line too, so there is no finding for a run that keeps decoded images."""
+    host, fit = run.host, fit_memory_leak(run.host.rss)
+    if fit is None or host.memory_free_bytes is None or run.settings.get("cache", "none") != "none":
+        return None
+    remaining_s = host.memory_free_bytes / fit.slope
+    text = (
+        f"{host.rss.growth / 2**20:,.0f} MiB more in {host.rss.span_s:,.0f} s, in a straight line "
+        f"({fit.slope / 2**20:.2f} MiB/s)"
+    )
+    evidence = [line(text, fit.slope, "devices.jsonl: rss_bytes"), time_to_full_evidence(remaining_s)]
+    return make_finding(run, HOST_MEMORY_LEAK, remaining_s / 3600, evidence)
+
+
+def fit_memory_leak(series: TimeSeries) -> LinearFit | None:
+    """The line of growth that is a memory leak."""
+    return fit_steady_growth(series) if series.growth >= HOST_MEMORY_LEAK.threshold("min_growth_bytes") else None
+
+
+def time_to_full_evidence(remaining_s: float) -> Evidence:
+    return line(f"it will be full in {format_duration(remaining_s)}", remaining_s)

@@ -1,0 +1,192 @@
+"""The device waits for images, without a more exact reason; and the arithmetic of that wait, which its reasons share.
+
+The reasons: `slow_storage.py`, `slow_decode.py`, `too_few_workers.py`.
+"""
+
+from typing import Any
+
+from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cpu import cpu_demand, thread_cpu_utilization
+from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
+from stoker.diagnosis.causes.shared import (
+    cpu_utilization_evidence,
+    fraction_of_phase,
+    has_enough_stacks,
+    is_long_enough,
+    line,
+    make_phase_finding,
+    make_stack_finding,
+)
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Evidence, Finding
+
+TF_PROFILER_SOURCE = (
+    "TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: 5 % moderately, 20 % highly input-bound"
+)
+STAGE_RECORDS = ("steps.jsonl: phases, input_wait_stages (or stacks.jsonl, or devices.jsonl: process_cpu)",)
+CPU_WARNING_THRESHOLD = Threshold(
+    0.10, "threshold if training computes on a CPU, whose cores also decode and serve other processes (heuristic)"
+)
+MIN_STAGE_FRACTION = Threshold(0.5, "fraction of the wait that must be of this stage: most of it")
+BUSY_CORES = Threshold(0.85, "utilization of the cores above which more threads have no core to run on (decoding "
+                       "threads reach 0.9 and more)")  # fmt: skip
+MAX_IDLE_CPU = Threshold(
+    0.5,
+    "cores in use while the device waits, below which the wait of a job without stages is for bytes: decoding takes a "
+    "whole core",
+)
+COLD_CACHE = {
+    "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),
+    "min_lost_fraction": Threshold(0.02, "fetch in the first epoch, fraction of all device time (heuristic)"),
+}
+"""When slow storage was only a cold cache, which needs no fix: it is a note."""
+
+INPUT_BOUND = Cause(
+    id="input_bound",
+    title="The device waits for images",
+    reason="data loading",
+    symptom="the device is busy in bursts; img/s does not rise with a faster device or a larger batch",
+    required_records=("steps.jsonl: phases",),
+    warning_threshold=0.05,
+    critical_threshold=0.20,
+    metric="input_wait, fraction of the device time after the start",
+    source=TF_PROFILER_SOURCE,
+    thresholds={"warning_threshold_on_cpu": CPU_WARNING_THRESHOLD},
+    probe="cached_batch",
+    confidence=0.8,
+    fix="Prepare images faster: keep decoded images (--cache disk), use a machine with more cores per device, or store "
+    "images at no more than twice the image size",
+    external_fix="Prepare images faster: more loader workers (DataLoader(num_workers=, prefetch_factor=, "
+    "persistent_workers=True); tf.data map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch), a faster decoder, "
+    "images that are decoded or resized once and kept, a machine with more cores per device",
+    config_patch={"cache": "disk"},
+)
+
+
+def input_bound(run: RunRecords) -> Finding | None:
+    stage, stage_fraction = largest_stage(run)
+    utilization = run.cpu_utilization
+    hint = ""
+    if stage == "fetch":
+        advice = "a bucket in the machine's own region" if run.from_bucket else "a faster disk"
+        advice += " or --cache" if run.settings.get("cache", "none") == "none" else ""
+        hint = f"; most of the wait is for bytes here, so try {advice} first"
+    elif utilization is not None and utilization >= BUSY_CORES.value:
+        hint = "; the cores are busy here, so more --workers do not help"
+    elif utilization is not None and run.settings.get("workers") != "auto":
+        hint = "; cores are idle here, so try more --workers first, or --workers auto, which finds the number"
+    if is_under_memory_pressure(run) or cold_cache_fraction(run) is not None:
+        return None  # the wait is for memory: `host_memory_near_limit`; or it is over: the note `cold_cache`
+    evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
+    return make_input_wait_finding(run, INPUT_BOUND, evidence, fix_suffix=hint)
+
+
+def make_input_wait_finding(
+    run: RunRecords, cause: Cause, evidence: list[Evidence | None], *, excluded_s: float = 0.0, **options: Any
+) -> Finding | None:
+    """A cause whose lost time is the wait for images: measured by a clock, else estimated from stack samples."""
+    min_measured = CPU_WARNING_THRESHOLD.value if run.on_cpu else 0.0
+    if run.phase_seconds("input_wait") > 0:
+        return make_phase_finding(
+            run,
+            cause,
+            "input_wait",
+            extra_evidence=evidence,
+            min_measured=min_measured,
+            excluded_s=excluded_s,
+            **options,
+        )
+    return make_stack_finding(
+        run,
+        cause,
+        "a wait for images or in decoding",
+        "input_wait",
+        "decode",
+        extra_evidence=evidence,
+        min_measured=min_measured,
+        **options,
+    )
+
+
+def largest_stage(run: RunRecords) -> tuple[str | None, float]:
+    """(the stage with most of the wait, its fraction of the wait); (None, 0) if the loader does not record stages."""
+    stages = {name: duration_s for name, duration_s in run.totals.input_wait_stages.items() if name != "queue"}
+    waited_s = run.phase_seconds("input_wait")
+    if waited_s <= 0 or not any(stages.values()):
+        return None, 0.0
+    name = max(stages, key=lambda stage: stages[stage])
+    return name, stages[name] / waited_s
+
+
+def is_mostly(run: RunRecords, stage: str) -> bool:
+    """Whether most of the wait is of one stage of the loader."""
+    name, fraction = largest_stage(run)
+    return name == stage and fraction >= MIN_STAGE_FRACTION.value
+
+
+def cold_cache_fraction(run: RunRecords) -> float | None:
+    """Fraction of the wait for bytes that was in the first epoch, if it was nearly all and the wait is over; else None.
+    The caches of the machine or of stoker were empty then."""
+    first_epoch_s, fetch_s = run.first_epoch_fetch_s, run.totals.input_wait_stages.get("fetch", 0.0)
+    num_images = run.facts.get("num_images")
+    if first_epoch_s is None or fetch_s <= 0 or not is_long_enough(run) or not isinstance(num_images, int):
+        return None
+    if not run.totals.num_images >= 2 * num_images > 0:
+        return None
+    is_notable = first_epoch_s / run.totals.device_s >= COLD_CACHE["min_lost_fraction"].value
+    is_cold = first_epoch_s / fetch_s >= COLD_CACHE["min_first_epoch_fraction"].value
+    return first_epoch_s / fetch_s if is_cold and is_notable else None
+
+
+def stage_evidence(run: RunRecords, stage: str | None, fraction: float) -> Evidence | None:
+    if stage is None:
+        return None
+    descriptions = {"fetch": "the bucket" if run.from_bucket else "reading files", "decode": "decoding and resizing"}
+    text = f"of this {100 * fraction:.0f} % {stage}" + (f": {descriptions[stage]}" if stage in descriptions else "")
+    return line(text, fraction, f"steps.jsonl: input_wait_stages.{stage}")
+
+
+def decodes_in_training_thread(run: RunRecords) -> bool:
+    """Whether most of the wait is decoding by the training thread itself: by its CPU time, else by stack samples."""
+    utilization = thread_cpu_utilization(run, "input_wait")
+    if utilization is not None:
+        return utilization >= MAX_IDLE_CPU.value
+    min_fraction = MIN_STAGE_FRACTION.value * _wait_fraction(run)
+    return has_enough_stacks(run) and run.stacks.fraction("decode") > min_fraction
+
+
+def loader_cpu(run: RunRecords) -> float | None:
+    """Cores that the job used besides the training thread's work on steps; None for stoker's own loader, which records
+    its stages."""
+    process_cpu, fraction = cpu_demand(run), _wait_fraction(run)
+    if run.is_native_run or process_cpu is None or fraction <= 0:
+        return None
+    return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
+
+
+def loader_cpu_evidence(cores: float) -> Evidence:
+    text = f"the process and its children used {cores:.2f} cores besides the training thread's work"
+    return line(text, cores, "devices.jsonl: process_cpu")
+
+
+def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
+    """The process computed so little that its threads were idle during the wait; None if they were not."""
+    process_cpu, loader_cores = cpu_demand(run), loader_cpu(run)
+    if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU.value:
+        return None
+    text = f"the process used {process_cpu:.2f} cores: its threads were idle while it waited for images"
+    return line(text, process_cpu, "devices.jsonl: process_cpu")
+
+
+def _wait_fraction(run: RunRecords) -> float:
+    """Fraction of the time after the start in which the training thread waited for images or prepared them itself."""
+    if run.phase_seconds("input_wait") > 0:
+        return fraction_of_phase(run, "input_wait") or 0.0
+    return run.stacks.fraction("input_wait", "decode")
+
+
+def _training_thread_cpu(run: RunRecords, wait_fraction: float) -> float:
+    """Cores that the training thread used while it did not wait for images: all that time if not measured."""
+    other_phases = [name for name in run.steady.phases if name != "input_wait"]
+    utilization = thread_cpu_utilization(run, *other_phases)
+    return (1 - wait_fraction) * (1.0 if utilization is None else min(1.0, utilization))

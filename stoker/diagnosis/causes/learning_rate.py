@@ -1,0 +1,269 @@
+"""The learning rate is too high or too low, by the events of the run itself, else by the course of its loss."""
+
+import itertools
+import math
+from statistics import median
+from typing import Any, NamedTuple
+
+from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.shared import is_long_enough, line, make_finding
+from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
+from stoker.diagnosis.series import TimeSeries
+from stoker.runs.schemas import Event, Evidence, Finding
+
+_SOURCE = "training/stability.py has the thresholds of a run of `stoker train`; for other jobs the thresholds below"
+_ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
+
+LR_TOO_HIGH = Cause(
+    id="lr_too_high",
+    title="The learning rate looks too high",
+    reason="architecture and hyper-parameters",
+    symptom="the loss rises after the warm-up, or the gradient grows, or many steps are skipped",
+    required_records=("events.jsonl: lr_too_high, or steps.jsonl: losses.total",),
+    warning_threshold=1,
+    metric="intervals of the run that looked so",
+    source=_SOURCE,
+    thresholds={
+        "rise": Threshold(
+            1.5, "growth of the loss above its lowest point that is too much (training/stability.py, RISE)"
+        ),
+        "sigmas": Threshold(4.0, "standard deviations of the log-loss by which it must have risen (heuristic)"),
+        "median_window": Threshold(
+            8, "windows whose median is a point of the loss curve (heuristic: single windows decide nothing)"
+        ),
+        "min_windows": Threshold(6, "windows with a loss (heuristic)"),
+        "above_first": Threshold(3.0, "times the first loss that is too much (heuristic)"),
+        "max_loss": Threshold(
+            1e6, "loss that no training starts with: random logits cost a few units per image (heuristic)"
+        ),
+        "jump": Threshold(
+            10.0,
+            "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "
+            "windows are no accident, nor is one after which the loss stays above its beginning (heuristic)",
+        ),
+        "jumps": Threshold(2, "such windows"),
+        "native_windows": Threshold(
+            32, "windows from which a run of `stoker train` judges itself (training/stability.py, twice GROUP)"
+        ),
+        "blew_up": Threshold(
+            1e4, "largest loss over the newest from which the training diverged: no healthy one starts there"
+        ),
+        "learns": Threshold(0.7, "newest third over the middle one below which the loss falls (heuristic)"),
+    },
+    confidence=0.75,
+    fix="Use a third of the learning rate, or more --warmup-steps",
+    external_fix="Use a third of the learning rate, or a longer warm-up",
+    command="--lr",
+)
+
+LR_TOO_LOW = Cause(
+    id="lr_too_low",
+    title="The learning rate looks too low: nothing changes",
+    reason="architecture and hyper-parameters",
+    symptom="a fifth of the run is over, and loss and gradient are the same as at its beginning",
+    required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total",),
+    info_threshold=1,
+    warning_threshold=2,
+    metric="2: an event of the run reported it, or loss and gradient, or the loss at a tiny learning rate, do not "
+    "change; 1: only the loss does not change, as it also does if there is nothing to learn",
+    source=_SOURCE,
+    thresholds={
+        "max_loss_change": Threshold(
+            0.05, "fraction by which the median loss of the last third may differ from that of the first"
+        ),
+        "max_grad_norm_change": Threshold(0.09, "the same of the gradient's norm, which is noisier (heuristic)"),
+        "max_first_step": Threshold(
+            100, "step before which its loss must be known, so that it is the beginning (heuristic)"
+        ),
+        "max_lr": Threshold(
+            1e-6,
+            "learning rate that is tiny with any optimizer: Adam moves a weight by that much per step, SGD less "
+            "(Kingma and Ba 2014)",
+        ),
+        "min_windows": Threshold(6, "windows with a loss since the job's beginning (heuristic)"),
+        "min_grad_norm_windows": Threshold(24, "windows with a gradient, for it to count (heuristic)"),
+        "min_steps": Threshold(20, "steps in them (heuristic)"),
+    },
+    confidence=0.6,
+    fix="Use ten times the learning rate, unless the weights had been trained on these images before",
+    command="--lr",
+)
+
+
+class _Divergence(NamedTuple):
+    text: str
+    ratio: float
+    lost_s: float | None
+    estimate_basis: str
+
+
+def lr_too_high(run: RunRecords) -> Finding | None:
+    lost_s = device_s_since_lowest_loss(run)
+    event_finding = finding_from_events(run, LR_TOO_HIGH, run.learning.events.get("lr_too_high", []), lost_s)
+    judges_itself = run.is_native_run and len(run.learning.loss.points) >= LR_TOO_HIGH.threshold("native_windows")
+    if event_finding is not None or judges_itself:
+        return event_finding
+    divergence = _find_divergence(run)
+    if divergence is None:
+        return None
+    return make_finding(
+        run,
+        LR_TOO_HIGH,
+        1,
+        [line(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
+        lost_s=divergence.lost_s,
+        estimate_basis=divergence.estimate_basis,
+        confidence=0.65,
+    )
+
+
+def _find_divergence(run: RunRecords) -> _Divergence | None:
+    """The loss has risen, is far above its beginning, jumped and did not come back, or diverged and has not improved
+    since."""
+    cause, loss = LR_TOO_HIGH, run.learning.loss
+    values, noise = loss.values, _log_loss_noise(run)
+    thirds = _median_thirds(loss)
+    if thirds is None or len(values) < cause.threshold("min_windows") or min(values) <= 0:
+        return None
+    min_log_rise = cause.threshold("sigmas") * noise
+    medians = loss.running_medians(int(cause.threshold("median_window")))
+    if len(medians) > 1 and medians[-1] >= cause.threshold("rise") * min(medians):
+        lowest, newest = min(medians), medians[-1]
+        if math.log(newest / lowest) >= min_log_rise:
+            text = f"the loss has risen from {lowest:.3g} to {newest:.3g}"
+            lost_s = device_s_since_lowest_loss(run)
+            return _Divergence(text, newest / lowest, lost_s, "the time since the loss was lowest")
+    first, newest = values[0], thirds[-1]
+    steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("nothing")
+    if newest >= cause.threshold("max_loss"):
+        return _Divergence(f"the loss is {newest:.3g}", newest / first, steps_s, basis)
+    if newest >= cause.threshold("above_first") * first and math.log(newest / first) >= min_log_rise:
+        text = f"the loss was {first:.3g} at the beginning and is {newest:.3g}"
+        return _Divergence(text, newest / first, steps_s, basis)
+    if max(values) >= cause.threshold("blew_up") * newest and newest >= cause.threshold("learns") * thirds[1]:
+        text = f"the loss jumped to {max(values):.3g}, is {newest:.3g} and does not fall any more"
+        return _Divergence(text, max(values) / newest, steps_s, basis)
+    jumps = [
+        value
+        for value, lowest_before in zip(values[1:], itertools.accumulate(values, min), strict=False)
+        if value >= cause.threshold("jump") * lowest_before and value >= cause.threshold("above_first") * first
+    ]
+    if jumps and newest > first and math.log(max(jumps) / first) >= min_log_rise:
+        text = f"the loss was {first:.3g} at the beginning, jumped to {max(jumps):.3g} and is {newest:.3g} now"
+        return _Divergence(text, max(jumps) / first, steps_s, basis)
+    if len(jumps) >= cause.threshold("jumps"):
+        text = (
+            f"the loss was {first:.3g} at the beginning and has jumped {len(jumps)} times, to {max(jumps):.3g} at most"
+        )
+        return _Divergence(text, max(jumps) / first, None, "")
+    return None
+
+
+def lr_too_low(run: RunRecords) -> Finding | None:
+    """By the run's own event; else by a loss, and a gradient if it is known, that have not changed since the
+    beginning."""
+    cause, learning = LR_TOO_LOW, run.learning
+    steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
+    if events := learning.events.get("lr_too_low"):
+        return make_finding(
+            run,
+            cause,
+            2,
+            [event_evidence(event) for event in events[-MAX_EXAMPLES:]],
+            command=lr_command(events[-1].data.get("suggested_lr")),
+            lost_s=steps_s,
+            estimate_basis=basis,
+        )
+    if run.totals.attempts > 1:
+        return None  # after a restart, the loss is again what it was
+    loss = _median_thirds(learning.loss)
+    if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):
+        return None
+    if loss is None or learning.first_step is None or learning.first_step > cause.threshold("max_first_step"):
+        return None
+    if learning.events or learning.non_finite_event is not None:
+        return None
+    if _max_relative_change(loss) > cause.threshold("max_loss_change"):
+        return None
+    lr = learning.lr.max_value
+    text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
+    evidence = [line(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
+    is_certain = lr is not None and lr <= cause.threshold("max_lr")
+    has_grad_norms = len(learning.grad_norm.points) >= cause.threshold("min_grad_norm_windows")
+    grad_norm = _median_thirds(learning.grad_norm) if has_grad_norms and not _is_warming_up(run) else None
+    if grad_norm is not None and _max_relative_change(grad_norm) <= cause.threshold("max_grad_norm_change"):
+        is_certain = True
+        text = f"the gradient's norm was {grad_norm[0]:.3g} and is {grad_norm[-1]:.3g}"
+        evidence.append(line(text, grad_norm[-1] / grad_norm[0], "steps.jsonl: grad_norm"))
+    return make_finding(
+        run,
+        cause,
+        2 if is_certain else 1,
+        evidence,
+        lost_s=steps_s if is_certain else None,
+        estimate_basis=basis if is_certain else "",
+        command=lr_command(10 * lr) if lr else None,
+    )
+
+
+def finding_from_events(run: RunRecords, cause: Cause, events: list[Event], lost_s: float | None) -> Finding | None:
+    """The finding of a cause that the run itself reported; the newest event has the learning rate to try."""
+    if not events:
+        return None
+    return make_finding(
+        run,
+        cause,
+        len(events),
+        [event_evidence(event) for event in events[-MAX_EXAMPLES:]],
+        command=lr_command(events[-1].data.get("suggested_lr")),
+        lost_s=lost_s,
+        estimate_basis="" if lost_s is None else "the time since the loss was lowest",
+    )
+
+
+def event_evidence(event: Event) -> Evidence:
+    return line(event.text, source=f"events.jsonl: {event.kind}")
+
+
+def lr_command(lr: Any) -> str | None:
+    return f"--lr {lr:.2g}" if isinstance(lr, int | float) else None
+
+
+def lr_evidence(run: RunRecords) -> Evidence | None:
+    lr = run.learning.lr.max_value
+    return None if lr is None else line(f"the learning rate was {lr:.3g} at most", lr, "steps.jsonl: lr")
+
+
+def device_s_since_lowest_loss(run: RunRecords) -> float | None:
+    points = run.learning.loss.points
+    if not points or not is_long_enough(run):
+        return None
+    lowest_t = min(points, key=lambda point: point[1])[0]
+    return (points[-1][0] - lowest_t) * run.num_devices
+
+
+def _median_thirds(series: TimeSeries) -> tuple[float, float, float] | None:
+    """The medians of its thirds; None if they are not positive."""
+    values = series.values
+    third = len(values) // 3
+    if not third:
+        return None
+    first, middle, last = median(values[:third]), median(values[third:-third]), median(values[-third:])
+    return (first, middle, last) if min(first, middle, last) > 0 else None
+
+
+def _max_relative_change(thirds: tuple[float, float, float]) -> float:
+    return max(abs(value / thirds[0] - 1) for value in thirds)
+
+
+def _is_warming_up(run: RunRecords) -> bool:
+    """Whether the learning rate has only just reached its maximum."""
+    warmup_steps = run.settings.get("warmup_steps")
+    return isinstance(warmup_steps, int) and run.totals.step < 2 * warmup_steps
+
+
+def _log_loss_noise(run: RunRecords) -> float:
+    """Standard deviation of the log-loss from window to window, independent of the trend."""
+    values = [value for value in run.learning.loss.values if value > 0]
+    changes = sorted(abs(math.log(b / a)) for a, b in itertools.pairwise(values))
+    return 1.4826 * changes[len(changes) // 2] / math.sqrt(2) if changes else 0.0

@@ -1,0 +1,64 @@
+"""The model overfits: validation AP falls while the training loss falls."""
+
+import math
+
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Finding
+
+OVERFITTING = Cause(
+    id="overfitting",
+    title="The model overfits",
+    reason="architecture and hyper-parameters",
+    symptom="AP on the validation split falls while the training loss continues to fall",
+    required_records=("events.jsonl: evaluated with data.metrics.ap", "steps.jsonl: losses.total"),
+    warning_threshold=0.15,
+    critical_threshold=0.40,
+    metric="fall of AP since its best, fraction of the best",
+    source=HEURISTIC + ": more than AP varies between evaluations on a few hundred images",
+    thresholds={
+        "min_ap_drop": Threshold(0.02, "points of AP (of 1) by which it must have fallen (heuristic)"),
+        "evaluations": Threshold(2, "evaluations since the best one (heuristic: one may be an accident)"),
+        "sigmas": Threshold(
+            2.0, "standard errors of a fraction of as many objects as ground truth boxes, by which it must have fallen"
+        ),
+    },
+    confidence=0.7,
+    fix="--patience 3 ends such a run; more images or more augmentation (--mosaic 0.5 --scale-jitter-prob 0.7) help; "
+    "best.safetensors has the best weights",
+    external_fix="Stop at the best evaluation; use more images or more augmentation",
+    command="--patience 3",
+    config_patch={"patience": 3},
+)
+
+
+def overfitting(run: RunRecords) -> Finding | None:
+    cause, learning = OVERFITTING, run.learning
+    if learning.best is None or learning.newest_ap is None or learning.best[1] <= 0:
+        return None
+    best_t, best_ap, _ = learning.best
+    ap_drop = best_ap - learning.newest_ap
+    if ap_drop < cause.threshold("min_ap_drop") or learning.evals_since_best < cause.threshold("evaluations"):
+        return None
+    if learning.num_gt_boxes:
+        mean_ap = best_ap - ap_drop / 2
+        standard_error = math.sqrt(mean_ap * (1 - mean_ap) / learning.num_gt_boxes)
+        if ap_drop < cause.threshold("sigmas") * standard_error:
+            return None
+    before = [value for t, value in learning.loss.points if t <= best_t]
+    after = [value for t, value in learning.loss.points if t > best_t]
+    if not before or not after or after[-1] >= before[-1]:
+        return None
+    evidence = [
+        line(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
+        line(f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"),
+    ]
+    return make_finding(
+        run,
+        cause,
+        ap_drop / best_ap,
+        evidence,
+        lost_s=learning.device_s_since_best,
+        estimate_basis="all since the best evaluation",
+    )

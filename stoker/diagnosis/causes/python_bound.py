@@ -1,0 +1,146 @@
+"""The training thread delays the device: it computes in Python between steps, or it waits."""
+
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.cpu import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
+from stoker.diagnosis.causes.shared import (
+    fraction_of_phase,
+    line,
+    make_finding,
+    make_phase_finding,
+    make_stack_finding,
+    percent,
+    phase_evidence,
+    process_cpu_evidence,
+    stack_evidence,
+)
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Finding
+
+WARNING_THRESHOLD = 0.10
+MIN_CORE_UTILIZATION = Threshold(
+    0.6, "cores in use by the process, below which its training thread waits instead of computing (heuristic)"
+)
+
+PYTHON_BOUND = Cause(
+    id="python_bound",
+    title="The training thread is busy with Python between steps",
+    reason="GPU under-utilized (host- or launch-bound)",
+    symptom="the device waits between steps, one core is at 100 %, the loader has batches ready",
+    required_records=("steps.jsonl: phases.host (in stoker.measure unattributed too), or stacks.jsonl: main_thread",),
+    warning_threshold=WARNING_THRESHOLD,
+    critical_threshold=0.40,
+    metric="host (in stoker.measure with unattributed), fraction of the device time after the start, while the process "
+    "uses a core; or the fraction of the main thread's stack samples in Python",
+    source="heuristic: a healthy loop issues its steps ahead of the device and shows under 2 %",
+    thresholds={"busy": MIN_CORE_UTILIZATION},
+    supersedes=("host_bound_steps", "launch_bound"),
+    probe="compiled",
+    confidence=0.75,
+    fix="Move work out of the loop: encode targets in the loader's workers, log every 50 steps, vectorize; the "
+    "evidence names the lines; py-spy top shows more",
+)
+
+HOST_DEVICE_SYNCS = Cause(
+    id="host_device_syncs",
+    title="The training thread waits in each step",
+    reason="GPU under-utilized (host- or launch-bound)",
+    symptom="device and cores are idle together: .item(), a print of the loss, a request to a service in each step",
+    required_records=("steps.jsonl: phases.sync or host, or stacks.jsonl: main_thread.sync",),
+    warning_threshold=WARNING_THRESHOLD,
+    critical_threshold=0.40,
+    metric="sync (and host, while the process uses little of a core), fraction of the device time after the start; or "
+    "the fraction of the main thread's stack samples in a wait for the device",
+    source=HEURISTIC + ": a wait that nothing hides costs at least its length; twice the few % of a healthy loop",
+    thresholds={"busy": MIN_CORE_UTILIZATION},
+    supersedes=("host_bound_steps",),
+    confidence=0.75,
+    fix="Keep losses on the device and read them once a second; log in a separate thread; no .item(), .cpu() or print "
+    "in a step",
+)
+
+
+def python_bound(run: RunRecords) -> Finding | None:
+    """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
+    computing from waiting, only `host` counts, with a low confidence."""
+    phases = _between_step_phases(run)
+    fraction = fraction_of_phase(run, *phases)
+    thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
+    from_stacks = _finding_from_stacks(run, PYTHON_BOUND, "Python", "python")
+    if thread_is_idle is None:
+        phases = tuple(name for name in phases if name == "host")
+    if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
+        return from_stacks
+    evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python")]
+    confidence = 0.5 if thread_is_idle is None else None
+    from_phases = make_phase_finding(run, PYTHON_BOUND, *phases, extra_evidence=evidence, confidence=confidence)
+    return from_phases or from_stacks
+
+
+def host_device_syncs(run: RunRecords) -> Finding | None:
+    """The phase `sync`; the time between steps while the process uses little of a core; or, in a job that trains on the
+    CPU, the time in steps in which it computes less than that."""
+    phases = ("sync",) if run.phase_seconds("sync") > 0 else ()
+    between_phases = _between_step_phases(run)
+    fraction = fraction_of_phase(run, *between_phases)
+    if fraction is not None and _is_thread_idle(run, fraction) is True:
+        phases = (*phases, *between_phases)
+    evidence = [process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
+    from_phases = make_phase_finding(run, HOST_DEVICE_SYNCS, *phases, extra_evidence=evidence) if phases else None
+    return (
+        from_phases
+        or _idle_in_steps_finding(run)
+        or _finding_from_stacks(run, HOST_DEVICE_SYNCS, "a wait", "sync", "idle")
+    )
+
+
+def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
+    """By the thread's own CPU time; else by a lower bound: all CPU time of the process is counted as time in steps."""
+    process_cpu, fraction = cpu_demand(run), fraction_of_phase(run, "compute")
+    if run.is_native_run or not run.on_cpu or run.num_ranks > 1 or process_cpu is None or not fraction:
+        return None
+    idle_fraction = fraction - process_cpu
+    text = f"the process used {process_cpu:.2f} cores while {percent(fraction)} of the time was in steps"
+    cpu_evidence = line(text, process_cpu, "devices.jsonl: process_cpu")
+    utilization = thread_cpu_utilization(run, "compute")
+    if utilization is not None:
+        thread_idle_fraction = fraction * (1 - utilization)
+        # While cores are scarce, it is not known how much of the withheld CPU time was the thread's.
+        is_scarce = cpu_demand_ratio(run) != 1
+        idle_fraction = min(idle_fraction, thread_idle_fraction) if is_scarce else thread_idle_fraction
+        text = f"the training thread computed {percent(utilization)} of its time in steps"
+        cpu_evidence = line(text, utilization, "steps.jsonl: thread_cpu_s.compute")
+    return make_finding(
+        run,
+        HOST_DEVICE_SYNCS,
+        idle_fraction,
+        [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")],
+        lost_s=idle_fraction * run.steady.device_s,
+        estimate_basis="the time in steps in which no core worked",
+    )
+
+
+def _finding_from_stacks(run: RunRecords, cause: Cause, description: str, *kinds: str) -> Finding | None:
+    """A device was not idle for longer than its driver reports."""
+    utilizations = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
+    max_fraction = 1 - max(utilizations, default=0.0)
+    evidence = [process_cpu_evidence(run)]
+    return make_stack_finding(run, cause, description, *kinds, extra_evidence=evidence, max_fraction=max_fraction)
+
+
+def _between_step_phases(run: RunRecords) -> tuple[str, ...]:
+    """Phases in which the training thread is between steps, in its loop's own code. In a loop inside `stoker.measure`,
+    unattributed time is such time."""
+    names = ("host",) if run.is_native_run or run.is_external else ("host", "unattributed")
+    return tuple(name for name in names if run.phase_seconds(name) > 0)
+
+
+def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
+    """Whether the thread used little of a core between steps: measured, or deduced from the process' CPU time, if the
+    thread used a core in the rest of the time."""
+    utilization = thread_cpu_utilization(run, *_between_step_phases(run))
+    if utilization is not None:
+        return utilization < MIN_CORE_UTILIZATION.value
+    process_cpu = cpu_demand(run)
+    if process_cpu is None or fraction <= 0:
+        return None
+    return max(0.0, process_cpu - (1 - fraction)) / fraction < MIN_CORE_UTILIZATION.value

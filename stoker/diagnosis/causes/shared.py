@@ -1,0 +1,268 @@
+"""Helpers of the rules: findings from a cause's row and measured values, evidence lines, and fits of steady growth."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, common_threshold
+from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.runs.schemas import Evidence, Finding
+
+STEADY_GROWTH = {
+    "min_span_s": Threshold(5.0, "time over which it was seen (heuristic)"),
+    "min_points": Threshold(6, "samples in it (heuristic)"),
+    "min_r_squared": Threshold(0.95, "fraction of the variance that a straight line explains (R²); a warm-up bends"),
+    "min_slope_ratio": Threshold(0.7, "slope of the second half over that of the first: a cache that fills slows down"),
+}
+"""When growth is a leak: it is straight, and it continues."""
+
+
+def make_finding(
+    run: RunRecords,
+    cause: Cause,
+    measured: float | None,
+    evidence: Iterable[Evidence | None],
+    *,
+    severity: Severity | None = None,
+    lost_s: float | None = None,
+    estimate_basis: str = "",
+    min_measured: float | None = None,
+    fix_suffix: str = "",
+    fix: str | None = None,
+    command: str | None = None,
+    config_patch: dict[str, Any] | None = None,
+    confidence: float | None = None,
+) -> Finding | None:
+    """The finding of a cause if the measured value reaches a threshold; None otherwise, and if nothing was measured.
+
+    severity: instead of the one from `measured`. lost_s: device-seconds that were lost, at most those of the run.
+    estimate_basis: how they were estimated; empty: measured by a clock. min_measured: an additional minimum of
+    `measured`. fix_suffix: added to the fix of a run of `stoker train`. fix, command, config_patch, confidence: instead
+    of the row's.
+    """
+    if measured is None:
+        return None
+    severity = severity or cause.severity(measured)
+    if severity is None or (min_measured is not None and measured < min_measured):
+        return None
+    evidence_lines = [item for item in evidence if item is not None]
+    if fix is None:
+        fix = cause.fix + fix_suffix if run.is_native_run else cause.external_fix or cause.fix
+    fix, command, config_patch = _resolve_fix(run, fix, command or cause.command, config_patch, cause.config_patch)
+    lost_cost = None
+    if lost_s is not None:
+        lost_s = min(max(0.0, lost_s), run.totals.device_s)
+        if estimate_basis:
+            evidence_lines.append(line(f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate_basis}", lost_s))
+        if run.price_per_device_hour > 0:
+            lost_cost = lost_s * run.price_per_device_hour / 3600
+    return Finding(
+        cause=cause.id,
+        severity=severity,
+        title=cause.title,
+        evidence=evidence_lines,
+        lost_device_s=lost_s,
+        lost_cost=lost_cost,
+        fix=fix,
+        command=command,
+        confidence=cause.confidence if confidence is None else confidence,
+        config_patch=config_patch,
+    )
+
+
+def _resolve_fix(
+    run: RunRecords, fix: str, command: str | None, config_patch: dict[str, Any] | None, default_patch: dict[str, Any]
+) -> tuple[str, str | None, dict[str, Any]]:
+    """Leaves out stoker's flags and settings for a job that stoker did not train, and settings that are set already."""
+    config_patch = default_patch if config_patch is None else config_patch
+    is_flag = command is not None and command.startswith("--")
+    if not run.is_native_run:
+        return fix, None if is_flag else command, {}
+    if config_patch and all(run.settings.get(name) == value for name, value in config_patch.items()):
+        current_values = ", ".join(f"{name} is {value}" for name, value in config_patch.items())
+        return f"{fix} ({current_values} already)", None if is_flag else command, {}
+    return fix, command, config_patch
+
+
+def is_long_enough(run: RunRecords) -> bool:
+    """Whether the time after the start is long enough for fractions of it."""
+    return run.steady.wall_s >= common_threshold("steady_s")
+
+
+def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
+    """Fraction of the device time after the start; None in a run that is too short. Collectives: of all ranks."""
+    if not is_long_enough(run):
+        return None
+    if run.num_ranks > 1 and {"comm", "straggler"} & set(phases):
+        steady_s = run.totals.device_s - run.phase_seconds("startup", "compile")
+        return run.phase_seconds(*phases) / steady_s if steady_s > 0 else None
+    return run.steady_phase_fraction(*phases)
+
+
+def make_phase_finding(
+    run: RunRecords,
+    cause: Cause,
+    *phases: str,
+    extra_evidence: Iterable[Evidence | None] = (),
+    excluded_s: float = 0.0,
+    **options: Any,
+) -> Finding | None:
+    """A cause whose lost time is that of phases, as a clock measured it. excluded_s: seconds of them that it did not
+    cost. options: as of `make_finding`."""
+    evidence = [*(phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0), *extra_evidence]
+    lost_s = run.phase_seconds(*phases) - excluded_s
+    return make_finding(run, cause, fraction_of_phase(run, *phases), evidence, lost_s=lost_s, **options)
+
+
+def make_repeated_phase_finding(
+    run: RunRecords, cause: Cause, phase: str, count: int, count_evidence: Evidence, **options: Any
+) -> Finding | None:
+    """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it."""
+    fraction = fraction_of_phase(run, phase)
+    if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
+        return None
+    if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
+        return None
+    extra_evidence = [count_evidence if count else None, *options.pop("extra_evidence", ())]
+    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
+
+
+# Stack samples
+
+
+def has_enough_stacks(run: RunRecords) -> bool:
+    return run.stacks.samples >= common_threshold("min_samples")
+
+
+def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
+    """Fraction of the main thread's samples in these kinds; None if they are too few to exceed the cause's threshold
+    with certainty."""
+    if not has_enough_stacks(run):
+        return None
+    fraction = run.stacks.fraction(*kinds)
+    error = math.sqrt(fraction * (1 - fraction) / run.stacks.samples) if 0 < fraction < 1 else 0.0
+    return fraction if fraction - common_threshold("sigmas") * error >= (cause.warning_threshold or 0.0) else None
+
+
+def sampled_device_s(run: RunRecords, fraction: float) -> float | None:
+    """Device-seconds of a fraction that stack samples showed; None if there are too few of them."""
+    if not 0 < fraction < 1:
+        return fraction * run.steady.device_s
+    error = math.sqrt((1 - fraction) / (fraction * run.stacks.samples))
+    return fraction * run.steady.device_s if error <= common_threshold("max_sampling_error") else None
+
+
+def make_stack_finding(
+    run: RunRecords,
+    cause: Cause,
+    description: str,
+    *kinds: str,
+    extra_evidence: Iterable[Evidence | None] = (),
+    max_fraction: float = 1.0,
+    **options: Any,
+) -> Finding | None:
+    """A cause of a job whose loop no clock measures: as large as the fraction of the main thread's stack samples."""
+    fraction = stack_fraction(run, cause, *kinds)
+    if fraction is None or not is_long_enough(run):
+        return None
+    fraction = min(fraction, max_fraction)
+    return make_finding(
+        run,
+        cause,
+        fraction,
+        [stack_evidence(run, description, *kinds), *extra_evidence],
+        lost_s=sampled_device_s(run, fraction),
+        estimate_basis="the fraction of the main thread's stack samples",
+        **options,
+    )
+
+
+# Evidence
+
+
+def line(text: str, value: float | None = None, source: str = "") -> Evidence:
+    return Evidence(text=text, value=None if value is None else float(value), source=source)
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %" if fraction < 0.995 or fraction > 1 else "100 %"
+
+
+def phase_evidence(run: RunRecords, name: str) -> Evidence:
+    fraction = run.phase_fraction(name)
+    text = f"{name}: {run.phase_seconds(name):,.1f} device-seconds, {percent(fraction)} of the run"
+    steady_fraction = fraction_of_phase(run, name)
+    if steady_fraction is not None and abs(steady_fraction - fraction) >= 0.01:
+        text += f", {percent(steady_fraction)} of the time after its start"
+    return line(text, fraction, f"steps.jsonl: phases.{name}")
+
+
+def sample_evidence(text: str, value: float | None, field: str) -> Evidence | None:
+    """A line about a number of devices.jsonl; None where it was not recorded. `{}` in the text becomes the value in
+    percent."""
+    return None if value is None else line(text.format(percent(value)), value, f"devices.jsonl: {field}")
+
+
+def cpu_utilization_evidence(run: RunRecords) -> Evidence | None:
+    busy = run.cpu_utilization
+    text = f"the cores were {100 * (busy or 0.0):.0f} % busy"
+    return None if busy is None else line(text, busy, "devices.jsonl: cpu_core_utilization")
+
+
+def process_cpu_evidence(run: RunRecords) -> Evidence | None:
+    cores = run.host.process_cpu.value
+    return None if cores is None else line(f"the process used {cores:.2f} cores", cores, "devices.jsonl: process_cpu")
+
+
+def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence | None:
+    """What the main thread did, by samples of its stack, and in which lines of the job's own code most often."""
+    if not run.stacks.samples:
+        return None
+    fraction = run.stacks.fraction(*kinds)
+    text = f"the main thread was in {description} in {percent(fraction)} of {run.stacks.samples} samples"
+    frames = sorted(run.stacks.frames.items(), key=lambda item: -item[1])[:2]
+    if frames:
+        text += "; most often at " + ", ".join(frame for frame, _ in frames)
+    return line(text, fraction, "stacks.jsonl: main_thread, frames")
+
+
+def attempts_evidence(run: RunRecords) -> Evidence:
+    return line(f"{run.totals.attempts} attempts", run.totals.attempts, "events.jsonl: attempt")
+
+
+# GPUs
+
+
+def driver_utilization(run: RunRecords) -> float | None:
+    """Mean utilization of the GPUs, if they are exactly the devices that train."""
+    means = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
+    if not means or len(means) != len(run.gpus) or len(means) != run.totals.devices:
+        return None
+    return sum(means) / len(means)
+
+
+def max_gpu_memory_fraction(run: RunRecords) -> float | None:
+    """Peak memory in use of the GPU that used most, as a fraction of its memory."""
+    fractions = [
+        gpu.max_memory_used_bytes / gpu.memory_total_bytes
+        for gpu in run.gpus.values()
+        if gpu.max_memory_used_bytes and gpu.memory_total_bytes
+    ]
+    return max(fractions, default=None)
+
+
+# Growth
+
+
+def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
+    """The line of growth that looks like a leak."""
+    return series.fit_steady_growth(**{name: threshold.value for name, threshold in STEADY_GROWTH.items()})
+
+
+def format_duration(seconds: float) -> str:
+    hours = seconds / 3600
+    days = hours / 24
+    if days >= 2:
+        return f"{days:,.0f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{seconds / 60:.0f} min"

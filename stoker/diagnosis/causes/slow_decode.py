@@ -1,0 +1,131 @@
+"""Decoding limits the run: images that take long to decode, or too few cores for a GPU."""
+
+from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
+from stoker.diagnosis.causes.input_bound import (
+    BUSY_CORES,
+    CPU_WARNING_THRESHOLD,
+    MIN_STAGE_FRACTION,
+    STAGE_RECORDS,
+    TF_PROFILER_SOURCE,
+    decodes_in_training_thread,
+    idle_while_waiting_evidence,
+    is_mostly,
+    largest_stage,
+    loader_cpu,
+    loader_cpu_evidence,
+    make_input_wait_finding,
+    stage_evidence,
+)
+from stoker.diagnosis.causes.shared import cpu_utilization_evidence, line, stack_evidence
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Evidence, Finding
+
+SLOW_DECODE = Cause(
+    id="slow_decode",
+    title="Decoding images takes longer than training on them",
+    reason="data loading",
+    symptom="the device waits while the loader's threads or processes decode and resize",
+    required_records=STAGE_RECORDS,
+    warning_threshold=0.05,
+    critical_threshold=0.20,
+    metric="input_wait, fraction of the device time after the start, if most of it is decode",
+    source=TF_PROFILER_SOURCE,
+    thresholds={
+        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
+        "min_stage_fraction": MIN_STAGE_FRACTION,
+        "large": Threshold(
+            8.0,
+            "pixels of the median image over those of the image size, from which smaller files are advised: JPEG "
+            "decoders skip work in steps of 2, 4 and 8 (DCT scaling), and 8 times the pixels is beyond the first "
+            "(heuristic; benchmarks/loader.py has the cost by size)",
+        ),
+    },
+    supersedes=("input_bound",),
+    probe="cached_batch",
+    confidence=0.8,
+    fix="Decode once: --cache disk keeps decoded images; or decode on the GPU (--jpeg-decoder nvjpeg); or store "
+    "images at no more than twice the image size",
+    external_fix="Decode less, or elsewhere: images stored at no more than twice the model's input size, a faster "
+    "decoder (libjpeg-turbo, nvJPEG, DALI), fewer transforms per image, decoded images that are kept (tf.data cache); "
+    "and in loader workers instead of the training thread",
+    command="--cache disk",
+    config_patch={"cache": "disk"},
+)
+
+TOO_FEW_CORES = Cause(
+    id="too_few_cores",
+    title="The machine has too few CPU cores for its GPU",
+    reason="data loading",
+    symptom="the GPU waits while every core decodes",
+    required_records=("steps.jsonl: phases", "devices.jsonl: cpu_core_utilization, gpus"),
+    warning_threshold=0.05,
+    critical_threshold=0.20,
+    metric="input_wait, fraction of the device time after the start, on a GPU, if most of it is decode and the cores "
+    "are busy",
+    source=TF_PROFILER_SOURCE,
+    thresholds={"min_stage_fraction": MIN_STAGE_FRACTION, "max_core_utilization": BUSY_CORES},
+    supersedes=("slow_decode", "input_bound"),
+    probe="cached_batch",
+    confidence=0.8,
+    fix="Use a machine type with more vCPUs per GPU; or reduce the work: --jpeg-decoder nvjpeg, --cache disk",
+    external_fix="Use a machine type with more vCPUs per GPU; or reduce the work: decode on the GPU (nvJPEG, DALI), "
+    "store images at no more than twice the model's input size",
+    command="--jpeg-decoder nvjpeg",
+    config_patch={"jpeg_decoder": "nvjpeg"},
+)
+
+
+def slow_decode(run: RunRecords) -> Finding | None:
+    """By the loader's stages; in a loop without stages, by its stack samples, or by processes that compute during the
+    wait."""
+    if is_under_memory_pressure(run):
+        return None  # decoding is slow for want of memory: `host_memory_near_limit`
+    stage, stage_fraction = largest_stage(run)
+    if stage is not None:
+        if not is_mostly(run, "decode"):
+            return None
+        evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run), _size_evidence(run)]
+        return make_input_wait_finding(run, SLOW_DECODE, evidence)
+    if decodes_in_training_thread(run):
+        evidence = [stack_evidence(run, "decoding", "decode"), cpu_utilization_evidence(run)]
+        return make_input_wait_finding(run, SLOW_DECODE, evidence)
+    cores = loader_cpu(run)
+    if cores is None or idle_while_waiting_evidence(run) is not None:
+        return None
+    evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
+    return make_input_wait_finding(run, SLOW_DECODE, evidence, confidence=0.65)
+
+
+def too_few_cores(run: RunRecords) -> Finding | None:
+    stage, stage_fraction = largest_stage(run)
+    utilization = run.cpu_utilization
+    if not run.gpus or utilization is None or utilization < BUSY_CORES.value or not is_mostly(run, "decode"):
+        return None
+    cores_evidence = None
+    if run.host.cores is not None:
+        cores_per_gpu = run.host.cores / len(run.gpus)
+        cores_evidence = line(f"{cores_per_gpu:g} cores for each GPU", cores_per_gpu, "devices.jsonl: cpu_limit_cores")
+    evidence = [
+        stage_evidence(run, stage, stage_fraction),
+        cpu_utilization_evidence(run),
+        cores_evidence,
+        _size_evidence(run),
+    ]
+    return make_input_wait_finding(run, TOO_FEW_CORES, evidence)
+
+
+def _size_evidence(run: RunRecords) -> Evidence | None:
+    """The images are far larger than the model's input."""
+    median_pixels, image_size = run.facts.get("median_pixels"), run.settings.get("image_size")
+    if not isinstance(median_pixels, int | float) or not isinstance(image_size, list | tuple) or len(image_size) != 2:
+        return None
+    input_pixels = max(1, image_size[0] * image_size[1])
+    ratio = median_pixels / input_pixels
+    if ratio < SLOW_DECODE.threshold("large"):
+        return None
+    text = (
+        f"the median image has {median_pixels / 1e6:.1f} megapixels, the model's input {input_pixels / 1e6:.2f}: "
+        "smaller files decode faster"
+    )
+    return line(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")

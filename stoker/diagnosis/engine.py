@@ -1,0 +1,96 @@
+"""Runs all rules on a run's records: weighs experiments, leaves out superseded causes, sorts the findings.
+
+The rules are in `causes/`, listed by `catalog.py`; `reader.py` reads the records; `postmortem.py` explains an end.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from stoker.diagnosis import postmortem
+from stoker.diagnosis.catalog import CATALOG, RULES
+from stoker.diagnosis.causes.cause import SEVERITIES, common_threshold
+from stoker.diagnosis.failure_signatures import UNEXPLAINED
+from stoker.diagnosis.reader import read_run
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs import records
+from stoker.runs.schemas import Evidence, Finding, Probe
+from stoker.storage.local_files import write_atomic
+
+__all__ = ["RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]
+
+_UNINFORMATIVE_ENDS = UNEXPLAINED | {"preempted", "interrupted"}
+"""Failure ids that describe an end without its reason: a hang before it explains more."""
+_COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
+"""Failure id → causes that it includes."""
+
+
+def diagnose(run_dir: Path) -> list[Finding]:
+    """What ended a run that did not finish; then what will soon end it, then lost time, the largest loss first, then
+    what cost no time, and last the findings with severity info."""
+    return run_rules(read_run(run_dir))
+
+
+def run_rules(run: RunRecords) -> list[Finding]:
+    """`diagnose` on records that are read already."""
+    findings = [apply_probe_result(finding, run.probes) for _, rule in RULES if (finding := rule(run)) is not None]
+    superseded = {
+        other for finding in findings if finding.severity != "info" for other in CATALOG[finding.cause].supersedes
+    }
+    remaining = sorted((finding for finding in findings if finding.cause not in superseded), key=_sort_key)
+    end_findings = postmortem.explain(run.termination) if run.termination is not None else []
+    if not end_findings:
+        return remaining
+    if end_findings[0].cause in _UNINFORMATIVE_ENDS:
+        hung = [finding for finding in remaining if finding.cause == "hung"]
+        return [*hung, *end_findings, *(finding for finding in remaining if finding.cause != "hung")]
+    covered = {"hung"}
+    for end_finding in end_findings:
+        covered.update(_COVERED_CAUSES.get(end_finding.cause, ()))
+    return end_findings + [finding for finding in remaining if finding.cause not in covered]
+
+
+def _sort_key(finding: Finding) -> tuple[int, float, int, str]:
+    lost_s = finding.lost_device_s or 0.0
+    severity = [str(name) for name in SEVERITIES].index(finding.severity)
+    if finding.severity == "info":
+        rank = 3
+    elif not lost_s:
+        rank = 0 if finding.severity == "critical" else 2
+    else:
+        rank = 1
+    return rank, -lost_s, severity, finding.cause
+
+
+def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:
+    """The finding with the result of the experiment for its cause, if there was one: confirmed, refuted, or open."""
+    probe_kind = CATALOG[finding.cause].probe
+    probe = probes.get(probe_kind)
+    if probe is None:
+        return finding
+    text = (
+        f"{probe_kind.replace('_', ' ')}: {probe.before_img_per_s:,.1f} img/s before, {probe.after_img_per_s:,.1f} "
+        f"after, {probe.ratio:.2f} times (90 %: {probe.ratio_low:.2f} to {probe.ratio_high:.2f}) in {probe.steps} steps"
+    )
+    evidence = [*finding.evidence, Evidence(text=text, value=probe.ratio, source="probes.jsonl")]
+    if probe.ratio_low >= common_threshold("confirmed"):
+        confidence = max(finding.confidence or 0.0, common_threshold("confirmed_confidence"))
+        return msgspec.structs.replace(
+            finding, evidence=evidence, confidence=confidence, probe_result=f"confirmed by {text}"
+        )
+    fractions = [line.value for line in finding.evidence[:1] if line.value is not None and 0 < line.value < 1]
+    expected_gain = 1 / (1 - fractions[0]) - 1 if fractions else 0.0
+    if probe.ratio_high - 1 < common_threshold("refuted") * expected_gain:
+        return msgspec.structs.replace(
+            finding,
+            evidence=evidence,
+            severity="info",
+            confidence=common_threshold("refuted_confidence"),
+            probe_result=f"refuted by {text}",
+        )
+    return msgspec.structs.replace(finding, evidence=evidence)
+
+
+def write_findings(run_dir: Path, findings: list[Finding]) -> None:
+    """Replaces findings.json of the run."""
+    write_atomic(run_dir / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
