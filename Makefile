@@ -2,7 +2,7 @@
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
-# Two at a time, each on one thread: the cores are shared by whole tests rather than by the threads of one.
+# Two processes with one thread each: tests share the cores, not the threads of one test.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: setup lock peers demo test test-slow check bench bench-diagnose bench-diagnose-quick bench-gpu clean
@@ -22,7 +22,7 @@ setup: .venv/.ready
 lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
 	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx pyproject.toml -o requirements.lock
 
-peers: $(filter .uv/bin/uv,$(UV))  ## what the benchmarks measure beside; 7 GB, in .peers
+peers: $(filter .uv/bin/uv,$(UV))  ## the peers of the benchmarks; 7 GB, in .peers
 	test -x .peers/bin/python || $(UV) venv --quiet --python $(or $(wildcard $(BIN)/python),$(PYTHON)) .peers
 	$(UV) pip sync --quiet --python .peers/bin/python --require-hashes benchmarks/peers.txt
 
@@ -41,8 +41,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/mypy tests/api_usage.py
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_cycles.py
+	$(BIN)/python scripts/check_words.py
 
-bench: setup  ## about 12 minutes; beside what `make peers` has installed, else n/a
+bench: setup  ## about 12 minutes; peers that `make peers` has installed, else n/a
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
 	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
@@ -54,14 +56,14 @@ bench: setup  ## about 12 minutes; beside what `make peers` has installed, else 
 	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
 
-# The seed of the levels: `make bench-diagnose SEED=7`; the same command again goes on where it was ended.
-bench-diagnose: setup  ## 45 minutes, on a machine that does nothing else
+# SEED=7 draws other levels; the same command again continues where it was stopped.
+bench-diagnose: setup  ## 45 minutes, on an idle machine
 	$(BIN)/python benchmarks/diagnose.py $(if $(SEED),--seed $(SEED)) --json benchmarks/results/diagnose-cpu.json
 
 bench-diagnose-quick: setup  ## 5 minutes
 	$(BIN)/python benchmarks/diagnose.py --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
 
-bench-gpu:  ## under 10 minutes; takes the machine's own Python where there is no .venv
+bench-gpu:  ## under 10 minutes; uses the system Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 clean:

@@ -1,0 +1,45 @@
+"""docs/structure.md and the README name files that exist; the package keeps its rooms."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_questions_of_a_newcomer_have_answers_that_exist() -> None:
+    section = (ROOT / "docs/structure.md").read_text().partition("## Where do I find")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) == 12
+    for row in rows:
+        paths = re.findall(r"`((?:stoker|docs)/[^`]+)`", row)
+        assert paths, row
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    named = set(
+        re.findall(r"`((?:stoker|docs|tests|benchmarks|scripts)/[\w./-]+\.\w+|(?:stoker|tests)/[\w/]+/)`", text)
+    )
+    if not page.name.startswith("add-a-"):  # these also name the files that a reader makes
+        absent = sorted(path for path in named if not (ROOT / path).exists())
+        assert [path for path in absent if not path.startswith("benchmarks/results/")] == []
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
+    assert sorted(link for link in links if link and not (page.parent / link).exists()) == []
+
+
+def test_the_root_of_the_package_has_few_files() -> None:
+    assert {path.name for path in (ROOT / "stoker").glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
+        "api.py",
+        "errors.py",
+    }
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
