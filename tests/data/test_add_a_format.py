@@ -1,0 +1,56 @@
+"""docs/add-a-format.md, step by step: its file, its row, its check; then the data set is checked and converted."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from stoker.config.settings import DataSettings
+from stoker.data.convert.writing import convert
+from stoker.data.formats import detect
+from stoker.data.index import open_index
+from stoker.data.validation.check import check_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "add-a-format.md").read_text()
+FILE, ROW, CHECK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data set of the page, with the format as it would be in the package and in the table."""
+    path = tmp_path / "kitti.py"
+    path.write_text(FILE)
+    spec = importlib.util.spec_from_file_location("stoker.data.formats.kitti", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "stoker.data.formats.kitti", module)
+    spec.loader.exec_module(module)
+    rows = eval("{" + ROW + "}", {**vars(detect), "kitti": module})
+    assert list(rows) == ["kitti"]
+    monkeypatch.setitem(detect.FORMATS, "kitti", rows["kitti"])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(CHECK, "docs/add-a-format.md", "exec"), {})
+    return tmp_path / "kitti_set"
+
+
+def test_the_data_set_of_the_page_is_read_checked_and_converted(dataset: Path) -> None:
+    report = check_dataset(dataset)
+    assert (report.format, report.num_usable_images, report.num_usable_boxes) == ("kitti", 2, 2)
+    assert {item.kind: item.count for item in report.items}["malformed-row"] == 2
+    convert(open_index(dataset, val_fraction=0.5), dataset.parent / "coco", "coco")
+    assert open_index(dataset.parent / "coco").boxes.tolist() == [[4.5, 2.0, 40.0, 30.0]] * 2
+
+
+def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
+    file = dataset / "training" / "label_2" / "000000.txt"
+    file.write_text(file.read_text().replace("Car ", "Truck "))
+    assert open_index(dataset, val_fraction=0.5).class_names == ("Car", "Truck")
+
+
+def test_the_setting_has_the_names_of_the_table() -> None:
+    assert set(get_args(get_type_hints(DataSettings)["format"])) == set(detect.FORMATS)
